@@ -1,0 +1,57 @@
+"""The name of a thing: 32 bytes of BLAKE3, in text 64 lower-case hexadecimal digits.
+
+Parsed once at the edge; inside the process a ``Digest`` is always well formed, so that nothing else needs to check what
+goes into a file name or a URL.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Final
+
+import blake3
+
+from quiver.errors import BadRequest
+
+Bytes = bytes | bytearray | memoryview
+
+DIGEST_BYTES: Final = 32
+_TEXT = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+class Digest(bytes):
+    """32 bytes that name content. A ``bytes``, so that it hashes, compares and sorts at C speed as a dictionary key."""
+
+    __slots__ = ()
+
+    def __new__(cls, raw: Bytes) -> Digest:
+        self = super().__new__(cls, raw)
+        if len(self) != DIGEST_BYTES:
+            raise BadRequest(f"a digest has {DIGEST_BYTES} bytes, not {len(self)}")
+        return self
+
+    @classmethod
+    def parse(cls, text: str) -> Digest:
+        """Parse the text form. Refuses all but exactly 64 digits out of 0-9a-f (no case folding, no white space)."""
+        if not _TEXT.fullmatch(text):
+            raise BadRequest(f"not a digest: {text[:80]!r}; expected 64 lower-case hexadecimal digits")
+        return cls(bytes.fromhex(text))
+
+    @classmethod
+    def of(cls, data: Bytes) -> Digest:
+        """BLAKE3 of ``data``."""
+        return cls(blake3.blake3(data).digest())
+
+    @classmethod
+    def of_file(cls, path: Path) -> Digest:
+        """BLAKE3 of a file's content, read through a memory map."""
+        hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+        hasher.update_mmap(path)
+        return cls(hasher.digest())
+
+    def __str__(self) -> str:
+        return self.hex()
+
+    def __repr__(self) -> str:
+        return f"Digest({self.hex()[:12]}…)"

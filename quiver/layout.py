@@ -1,0 +1,93 @@
+"""Which samples share a shard: a pure function of their digests, sizes and (for ``sequential``) order.
+
+``mixed`` places samples by their own digest, as in extendible hashing (Fagin, Nievergelt, Pippenger and Strong, 1979): a
+prefix bucket that holds more than the shard size splits in two by the next bit. So the shards depend on content alone:
+two copies of a dataset under other names give the same shards, and copies that differ in n samples share all but about
+n of them. Every shard is an unbiased sample of the dataset.
+
+``sequential`` keeps the order of the origin and cuts where the content says so (as content-defined chunking does, here
+with the sample's digest in place of a rolling hash), so that a fill is one ranged read and an appended dataset keeps all
+old shards but the last.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.shard import COUNT_BYTES, ROW_BYTES, U8, U64
+
+Layout = Literal["mixed", "sequential"]
+SHARD_BYTES_DEFAULT: Final = 32 << 20
+SHARD_BYTES_MIN: Final = 4 << 10
+SHARD_BYTES_MAX: Final = 1 << 30
+
+I64 = npt.NDArray[np.int64]
+
+
+def place(layout: Layout, digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
+    """Cut distinct samples into shards.
+
+    digests ``(n, 32)`` uint8, sizes ``(n,)`` in bytes, objects ``(n,)`` the origin object of each; in origin order.
+    Returns ``order (n,)``, the samples in the order in which they stand in the shards, and ``firsts (shards + 1,)``, the
+    positions in that order at which a shard begins (the last one is n). A shard file, its table included, holds
+    ``limit_bytes`` at most unless it holds a single sample.
+    """
+    if layout == "mixed":
+        return _mixed(digests, sizes, limit_bytes)
+    return _sequential(digests, sizes, objects, limit_bytes)
+
+
+def _mixed(digests: U8, sizes: U64, limit_bytes: int) -> tuple[I64, I64]:
+    prefixes = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1).astype(np.uint64)
+    order = np.argsort(prefixes, kind="stable").astype(np.int64)
+    ordered = prefixes[order]
+    for i in np.flatnonzero(ordered[1:] == ordered[:-1]).tolist():  # 64 bits shared: by hand, as good as never
+        lo, hi = np.searchsorted(ordered, ordered[i], "left"), np.searchsorted(ordered, ordered[i], "right")
+        order[lo:hi] = sorted(order[lo:hi].tolist(), key=lambda at: digests[at].tobytes())
+    ends = np.concatenate([[0], np.cumsum(sizes[order].astype(np.int64) + ROW_BYTES)])
+
+    firsts: list[int] = []
+    stack = [(0, len(order), 0, 0)]  # first, past the last, bits of the prefix, the prefix
+    while stack:
+        lo, hi, bits, prefix = stack.pop()
+        if lo == hi:
+            continue
+        if hi - lo == 1 or bits == 64 or int(ends[hi] - ends[lo]) + COUNT_BYTES <= limit_bytes:
+            firsts.append(lo)
+            continue
+        split = prefix | (1 << (63 - bits))
+        middle = int(np.searchsorted(ordered[lo:hi], np.uint64(split), "left")) + lo
+        stack.append((middle, hi, bits + 1, split))
+        stack.append((lo, middle, bits + 1, prefix))
+    return order, np.asarray([*firsts, len(order)], np.int64)
+
+
+def _sequential(digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
+    """Cut where a digest ends in enough zero bits, between a quarter and the whole of the limit.
+
+    The chance of a cut at a sample is about ``4 * size / limit``, so that from the quarter on a cut
+    comes after another quarter on average: shards are about half the limit. The end of an object cuts too, past the
+    quarter, which keeps a shard within one object where objects are large.
+    """
+    count = len(sizes)
+    cost = sizes.astype(np.int64) + ROW_BYTES
+    ends = np.concatenate([[0], np.cumsum(cost)])
+    draw = np.ascontiguousarray(digests[:, 24:32]).view("<u8").reshape(-1).astype(np.float64) / 2.0**64
+    cuts_after = draw < 4.0 * cost / limit_bytes
+    if count:
+        cuts_after[:-1] |= objects[1:] != objects[:-1]
+    candidates = np.flatnonzero(cuts_after) + 1
+    firsts = [0] if count else []
+    first = 0
+    while first < count:
+        soft = int(np.searchsorted(ends, ends[first] + limit_bytes // 4, "left"))
+        hard = int(np.searchsorted(ends, ends[first] + limit_bytes - COUNT_BYTES, "right")) - 1
+        at = int(np.searchsorted(candidates, max(soft, first + 1), "left"))
+        cut = int(candidates[at]) if at < len(candidates) else count
+        first = max(min(cut, hard, count), first + 1)
+        if first < count:
+            firsts.append(first)
+    return np.arange(count, dtype=np.int64), np.asarray([*firsts, count], np.int64)

@@ -1,0 +1,128 @@
+"""What stands in a manifest file: an Arrow IPC file of one row, whose four columns are tables.
+
+    samples   key, blob (which distinct sample), scalar fields           one row a sample, in the dataset's order
+    blobs     offset, digest, xxh3, length, object, origin               one row a distinct sample, in shard order
+    shards    digest, size, first (the first of its blobs)               one row a shard
+    objects   path, size, etag, mtime_ns                                 one row an object of the origin
+
+One row with tables in it, because an IPC file has one schema and the tables have different lengths; any Arrow library
+reads it. A *blob* row carries all byte fields of one distinct sample. That the samples of a shard neither overlap nor
+leave gaps follows from ``shards.first`` and ``blobs.length`` and is checked against ``blobs.offset``; equal samples are
+stored once because several rows of ``samples`` may name one blob.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Literal
+
+import msgspec
+import pyarrow as pa
+
+from quiver.errors import BadRequest
+from quiver.layout import Layout
+
+FORMAT_VERSION: Final = 1
+SUFFIX: Final = ".quiver"
+METADATA_KEY: Final = b"quiver"
+KEY_FIELD: Final = "__key__"
+BLOB_TYPE: Final = "bytes"
+ABSENT: Final = 2**64 - 1  # the length of a byte field that a sample lacks: it reads as None
+OBJECT_BYTES_MAX: Final = 1 << 46
+FIELDS_MAX: Final = 256
+
+SourceFormat = Literal["files", "imagefolder", "webdataset", "parquet"]
+SCALAR_TYPES: Final = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("halffloat", "float", "double"),
+)
+
+
+class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A field of a sample. ``type`` is ``bytes`` for a blob, an Arrow type's name for a scalar.
+
+    ``classes`` are the names behind an integer label, ``column`` is where a blob stands in a Parquet file.
+    """
+
+    name: str
+    type: str
+    classes: tuple[str, ...] = ()
+    column: str = ""
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a manifest says of itself: the JSON under the schema's metadata key ``quiver``."""
+
+    format: int
+    layout: Layout
+    shard_bytes: int
+    source: SourceFormat
+    base: str
+    fields: tuple[Field, ...]
+
+    @property
+    def blobs(self) -> tuple[Field, ...]:
+        return tuple(field for field in self.fields if field.type == BLOB_TYPE)
+
+    @property
+    def scalars(self) -> tuple[Field, ...]:
+        return tuple(field for field in self.fields if field.type != BLOB_TYPE)
+
+
+class OriginObject(msgspec.Struct, frozen=True):
+    """An object of the origin as it was when it was indexed. ``path`` is relative to the manifest's base URL."""
+
+    path: str
+    size: int
+    etag: str
+    mtime_ns: int
+
+
+def check_header(header: Header) -> None:
+    """Raise ``BadRequest`` for a header that no indexer writes."""
+    names = [field.name for field in header.fields]
+    if len(set(names)) != len(names) or "" in names or KEY_FIELD in names or len(names) > FIELDS_MAX:
+        raise BadRequest(f"field names must be distinct, not empty, not {KEY_FIELD} and at most {FIELDS_MAX}: {names[:8]}")
+    if not header.blobs:
+        raise BadRequest("no field of the manifest holds bytes")
+    for field in header.scalars:
+        if field.type not in SCALAR_TYPES:
+            raise BadRequest(f"field {field.name!r} has type {field.type!r}, which is not a scalar type")
+    if header.shard_bytes <= 0:
+        raise BadRequest(f"shard_bytes is {header.shard_bytes}")
+    if "://" not in header.base:
+        raise BadRequest(f"base {header.base[:80]!r} is not a URL")
+
+
+def arrow_schema(header: Header) -> pa.Schema:
+    """Return the one schema that a manifest with this header has."""
+    width = len(header.blobs)
+    scalars = [pa.field(field.name, _scalar_type(field.type)) for field in header.scalars]
+    samples: list[pa.Field[Any]] = [_required("key", pa.large_utf8()), _required("blob", pa.uint32())]
+    if scalars:
+        samples.append(_required("scalars", pa.struct(scalars)))
+    blobs = [
+        _required("offset", pa.uint64()),
+        _required("digest", pa.binary(32)),
+        _required("xxh3", pa.list_(_required("item", pa.uint64()), width)),
+        _required("length", pa.list_(_required("item", pa.uint64()), width)),
+        _required("object", pa.uint32()),
+        _required("origin", pa.list_(_required("item", pa.uint64()), width)),
+    ]
+    shards = [_required("digest", pa.binary(32)), _required("size", pa.uint64()), _required("first", pa.uint32())]
+    objects = [
+        _required("path", pa.large_utf8()),
+        _required("size", pa.uint64()),
+        _required("etag", pa.large_utf8()),
+        _required("mtime_ns", pa.int64()),
+    ]
+    tables = {"samples": samples, "blobs": blobs, "shards": shards, "objects": objects}
+    fields = [_required(name, pa.large_list(_required("item", pa.struct(rows)))) for name, rows in tables.items()]
+    return pa.schema(fields, {METADATA_KEY: msgspec.json.encode(header)})
+
+
+def _required(name: str, kind: pa.DataType) -> pa.Field[Any]:
+    return pa.field(name, kind, nullable=False)
+
+
+def _scalar_type(name: str) -> pa.DataType:
+    return pa.type_for_alias(name)

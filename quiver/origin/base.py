@@ -1,0 +1,80 @@
+"""The noun ``ObjectStore`` and the one place that decides which implementation a URL gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+from urllib.parse import unquote, urlsplit
+
+from quiver.errors import BadRequest, Misconfigured
+
+REMOTE_SCHEMES = frozenset({"s3", "gs", "az", "http", "https"})
+
+
+class Extent(NamedTuple):
+    """A run of bytes of one object; ``path`` is relative to the store's base URL, not quoted."""
+
+    path: str
+    offset: int
+    length: int
+
+
+class ObjectStore(Protocol):
+    """Objects under a base URL, read by byte ranges."""
+
+    base: str
+
+    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
+        """Put the extents back to back into ``out`` (exactly their sum in size); return the bytes that were read.
+
+        That is more than their sum where neighbours were coalesced over a gap. Raises ``Changed`` for an object that
+        is gone or too short, ``Forbidden`` for refused credentials, ``Unavailable`` when the store does not answer.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of threads, connections and processes. The store is not used afterwards."""
+        ...
+
+
+def split_url(url: str) -> tuple[str, str]:
+    """Return scheme and the rest; a plain path has scheme ``file``. Raises ``Misconfigured`` for an unknown scheme."""
+    if "://" not in url:
+        return "file", url
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost"):
+            raise Misconfigured(f"{url}: a file URL has three slashes: file:///path")
+        return "file", unquote(parts.path)
+    if parts.scheme not in REMOTE_SCHEMES:
+        known = ", ".join(sorted(REMOTE_SCHEMES))
+        raise Misconfigured(f"{url}: scheme {parts.scheme!r} is not known; use a path, file or one of {known}")
+    return parts.scheme, url
+
+
+def check_path(path: str) -> str:
+    """Return the path if it stays below its base; raise ``BadRequest`` for ``..``, absolute and odd ones."""
+    if not path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
+        raise BadRequest(f"the manifest names an object with a path that is not allowed: {path[:120]!r}")
+    return path
+
+
+def open_store(base: str, *, may_fork: bool = False, contain: bool = False) -> ObjectStore:
+    """Return the store for a base URL.
+
+    ``may_fork``: the calling process may fork later (a training process): threads of a remote store's client, which do
+    not survive that, then live in a process of their own. ``contain``: refuse local files that a symbolic link puts
+    outside the base (a daemon, which reads on behalf of others).
+    """
+    scheme, rest = split_url(base)
+    if scheme == "file":
+        from quiver.origin.local import LocalStore
+
+        return LocalStore(rest, contain=contain)
+    if may_fork:
+        from quiver.origin.isolated import IsolatedStore
+
+        return IsolatedStore(base)
+    from quiver.origin.remote import RemoteStore
+
+    return RemoteStore(base)

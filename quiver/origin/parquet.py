@@ -1,0 +1,170 @@
+"""Samples in Parquet files. Their bytes are compressed in pages, so what is read is a row group's columns, decoded.
+
+Neighbouring shards cut from one row group would each read it whole; the last few decoded ones are kept for them
+(``KEPT_BYTES_MAX``), so that shards filled in origin order read each row group once.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from quiver.errors import Changed
+from quiver.manifest import ABSENT, Manifest
+from quiver.origin.base import Extent, ObjectStore
+from quiver.origin.samples import naming_samples
+
+KEPT_BYTES_MAX: Final = 256 << 20
+FILES_OPEN_MAX: Final = 64
+
+
+class ParquetOrigin:
+    """``SampleOrigin`` over Parquet files: ``origin`` of a blob is its row in the file."""
+
+    def __init__(self, manifest: Manifest, store: ObjectStore) -> None:
+        self.base = store.base
+        self._manifest = manifest
+        self._store = store
+        self._columns = [field.column for field in manifest.header.blobs]
+        self._files: OrderedDict[int, _File] = OrderedDict()
+        self._groups: OrderedDict[tuple[int, int], list[pa.Array[Any]]] = OrderedDict()
+        self._lock = threading.Lock()  # one reader at a time: decoding is where the time goes, and the cache is shared
+
+    def read(self, blobs: Sequence[int], out: memoryview) -> int:
+        rows = np.asarray(blobs, np.intp)
+        tables = self._manifest.tables
+        lengths = tables.lengths[rows]
+        sizes = np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths)
+        starts = np.concatenate([[0], np.cumsum(sizes.reshape(-1), dtype=np.int64)])[:-1].reshape(sizes.shape)
+        order = np.lexsort((tables.origins[rows, 0], tables.object_of[rows]))
+        read_bytes = 0
+        with self._lock, naming_samples(self._manifest, rows):
+            for at in order.tolist():
+                number, row = int(tables.object_of[rows[at]]), int(tables.origins[rows[at], 0])
+                group, inside, delivered = self._group(number, row)
+                read_bytes += delivered
+                for field, column in enumerate(group):
+                    size, start = int(sizes[at, field]), int(starts[at, field])
+                    if lengths[at, field] != np.uint64(ABSENT):
+                        out[start : start + size] = self._value(column, inside, size, number)
+        return read_bytes
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _value(self, column: pa.Array[Any], row: int, size: int, number: int) -> memoryview:
+        buffer = column[row].as_buffer()
+        if buffer is None or buffer.size != size:
+            raise Changed(self.base + self._manifest.object(number).path, "changed")
+        return memoryview(buffer)
+
+    def _group(self, number: int, row: int) -> tuple[list[pa.Array[Any]], int, int]:
+        """Return the columns of the row group that holds the row, the row inside it, and the bytes read for it."""
+        delivered = 0
+        file = self._files.get(number)
+        if file is None:
+            file = self._files[number] = _File(self._store, self._manifest, number)
+            delivered += file.take_read_bytes()
+            while len(self._files) > FILES_OPEN_MAX:
+                self._files.popitem(last=False)
+        group = int(np.searchsorted(file.firsts, row, "right")) - 1
+        if row >= file.rows:
+            raise Changed(file.url, "has fewer rows than")
+        columns = self._groups.get((number, group))
+        if columns is None:
+            columns = file.columns(group, self._columns)
+            delivered += file.take_read_bytes()
+            self._groups[number, group] = columns
+            while len(self._groups) > 1 and self._kept_bytes() > KEPT_BYTES_MAX:
+                self._groups.popitem(last=False)
+        self._groups.move_to_end((number, group))
+        return columns, row - int(file.firsts[group]), delivered
+
+    def _kept_bytes(self) -> int:
+        return sum(column.nbytes for columns in self._groups.values() for column in columns)
+
+
+class _File:
+    """One open Parquet file: its footer, and its row groups on demand."""
+
+    def __init__(self, store: ObjectStore, manifest: Manifest, number: int) -> None:
+        self._object = manifest.object(number)
+        self.url = store.base + self._object.path
+        self._raw = _ObjectFile(store, self._object.path, self._object.size)
+        try:
+            self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
+        except pa.ArrowException as error:
+            raise Changed(self.url, "changed") from error
+        metadata = self._parquet.metadata
+        counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        self.rows = sum(counts)
+        self.firsts = np.concatenate([[0], np.cumsum(counts)])[:-1].astype(np.int64)
+
+    def columns(self, group: int, names: list[str]) -> list[pa.Array[Any]]:
+        """Return the byte columns (``image`` or ``image.bytes``) of a row group as contiguous arrays."""
+        try:
+            table = self._parquet.read_row_group(group, columns=names, use_threads=False)
+            return [column_of(table, name) for name in names]
+        except (pa.ArrowException, KeyError) as error:
+            raise Changed(self.url, "changed") from error
+
+    def take_read_bytes(self) -> int:
+        read_bytes, self._raw.read_bytes = self._raw.read_bytes, 0
+        return read_bytes
+
+
+def column_of(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array[Any]:
+    """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary."""
+    outer, *inner = name.split(".")
+    column: Any = table.column(outer)
+    if isinstance(column, pa.ChunkedArray):
+        column = column.combine_chunks()
+        if isinstance(column, pa.ChunkedArray):
+            column = pa.concat_arrays(column.chunks)
+    for field in inner:
+        column = pa.compute.struct_field(column, field)
+    return column.cast(pa.large_binary()) if column.type != pa.large_binary() else column
+
+
+class _ObjectFile(io.RawIOBase):
+    """An object of a store as a seekable file, which is what the Parquet reader takes. Counts what it read."""
+
+    def __init__(self, store: ObjectStore, path: str, size: int) -> None:
+        self._store = store
+        self._path = path
+        self._size = size
+        self._at = 0
+        self.read_bytes = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
+        return self._at
+
+    def read(self, size: int | None = -1) -> bytes:  # type: ignore[override]  # pyarrow wants the bytes, never None
+        left = max(self._size - self._at, 0)
+        take = left if size is None or size < 0 else min(size, left)
+        data = bytearray(take)
+        self.read_bytes += self._store.read([Extent(self._path, self._at, take)], memoryview(data)) if take else 0
+        self._at += take
+        return bytes(data)
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

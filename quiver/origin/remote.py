@@ -1,0 +1,141 @@
+"""Object stores over the network: S3, GCS, Azure and plain HTTP, through obstore (Rust's object_store).
+
+obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So a
+process that may fork uses ``isolated`` instead (docs/adr/0004).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+from quiver.errors import Changed, Forbidden, Misconfigured, Unavailable
+from quiver.origin.base import Extent, check_path
+
+REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
+GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another request; a tar header is 512 to 1536 bytes
+RUN_BYTES_MAX: Final = 4 << 20  # larger runs are split, so that one shard is read over several connections
+ATTEMPTS: Final = 5
+ATTEMPTS_SECONDS: Final = 30
+REQUEST_SECONDS: Final = 60
+
+
+class _Run(NamedTuple):
+    """One request: a run of bytes and the extents to be cut from it, as (offset in the run, length, offset in out)."""
+
+    path: str
+    start: int
+    end: int
+    cuts: list[tuple[int, int, int]]
+
+
+class RemoteStore:
+    """Objects under an ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL. Safe to use from several threads."""
+
+    def __init__(self, base: str) -> None:
+        self.base = base if base.endswith("/") else base + "/"
+        self._store = connect(self.base)
+        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="quiver-origin")
+
+    def __repr__(self) -> str:
+        return f"RemoteStore({self.base!r})"
+
+    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
+        runs = coalesce(extents)
+        for _ in self._pool.map(lambda run: self._fetch(run, out), runs):
+            pass
+        return sum(run.end - run.start for run in runs)
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def _fetch(self, run: _Run, out: memoryview) -> None:
+        data = memoryview(self._get(run))
+        if len(data) < run.end - run.start:
+            raise Changed(self.base + run.path, "became shorter")
+        for at, length, target in run.cuts:
+            out[target : target + length] = data[at : at + length]
+
+    def _get(self, run: _Run) -> Any:
+        import obstore
+        from obstore import exceptions as failed
+
+        url = self.base + check_path(run.path)
+        try:
+            return obstore.get_range(self._store, run.path, start=run.start, end=run.end)
+        except (failed.NotFoundError, FileNotFoundError):
+            raise Changed(url, "vanished") from None
+        except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
+            raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
+        except (failed.BaseError, OSError) as error:
+            text = _first_line(error)
+            if "416" in text or "range" in text.lower():
+                return self._whole(run, url, text)
+            raise Unavailable(url, text) from error
+
+    def _whole(self, run: _Run, url: str, why: str) -> Any:
+        """Read an object from its beginning, for servers that do not answer byte ranges."""
+        import obstore
+        from obstore import exceptions as failed
+
+        if run.start:
+            raise Unavailable(url, f"the server does not answer byte ranges ({why})")
+        try:
+            return obstore.get(self._store, run.path).bytes()
+        except (failed.BaseError, OSError) as error:
+            raise Unavailable(url, _first_line(error)) from error
+
+
+def connect(base: str) -> Any:
+    """Return obstore's store for a base URL. Credentials and endpoint come from the store's usual variables."""
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise Misconfigured(f"{base} needs obstore; pip install 'quiver-cache[s3]'") from error
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "") if base.startswith("s3://") else base
+    try:
+        return from_url(
+            base,
+            client_options={
+                "allow_http": endpoint.startswith("http://"),
+                "timeout": timedelta(seconds=REQUEST_SECONDS),
+                "connect_timeout": timedelta(seconds=5),
+            },
+            retry_config={"max_retries": ATTEMPTS, "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS)},
+        )
+    except (BaseError, ValueError, TypeError) as error:
+        raise Misconfigured(f"{base}: {_first_line(error)}") from error
+
+
+def coalesce(extents: Sequence[Extent]) -> list[_Run]:
+    """Merge neighbours (gap up to ``GAP_BYTES_MAX``) into one request each, up to ``RUN_BYTES_MAX``."""
+    runs: list[_Run] = []
+    targets = []
+    at = 0
+    for extent in extents:
+        targets.append((extent.path, extent.offset, extent.length, at))
+        at += extent.length
+    for path, offset, length, target in sorted(targets):
+        while length:
+            take = min(length, RUN_BYTES_MAX)
+            last = runs[-1] if runs else None
+            if (
+                last is not None
+                and last.path == path
+                and offset <= last.end + GAP_BYTES_MAX
+                and offset + take - last.start <= RUN_BYTES_MAX
+            ):
+                last.cuts.append((offset - last.start, take, target))
+                runs[-1] = last._replace(end=max(last.end, offset + take))
+            else:
+                runs.append(_Run(path, offset, offset + take, [(0, take, target)]))
+            offset, length, target = offset + take, length - take, target + take
+    return runs
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -1,0 +1,110 @@
+"""The samples of a manifest, read from where they lie: a ``SampleOrigin`` turns blob rows into bytes, back to back.
+
+It knows nothing of shards and trusts nothing: whoever calls it checks the bytes against the manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from quiver.errors import Changed
+from quiver.manifest import ABSENT, Manifest
+from quiver.origin.base import Extent, ObjectStore, open_store
+
+
+class SampleOrigin(Protocol):
+    """Distinct samples (rows of ``blobs``) of one manifest."""
+
+    base: str
+
+    def read(self, blobs: Sequence[int], out: memoryview) -> int:
+        """Put the samples back to back into ``out``; return the bytes that the origin had to deliver for it.
+
+        Raises ``Changed`` naming the object and the samples that are lost with it.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class RangeOrigin:
+    """Samples that are byte ranges of objects: separate files, members of tars."""
+
+    def __init__(self, manifest: Manifest, store: ObjectStore) -> None:
+        self.base = store.base
+        self._manifest = manifest
+        self._store = store
+
+    def read(self, blobs: Sequence[int], out: memoryview) -> int:
+        rows = np.asarray(blobs, np.intp)
+        tables = self._manifest.tables
+        numbers = tables.object_of[rows]
+        distinct, inverse = np.unique(numbers, return_inverse=True)
+        paths = [self._manifest.object(int(number)).path for number in distinct]
+        extents = [
+            Extent(paths[at], offset, length)
+            for at, offsets, lengths in zip(
+                inverse.tolist(), tables.origins[rows].tolist(), tables.lengths[rows].tolist(), strict=True
+            )
+            for offset, length in zip(offsets, lengths, strict=True)
+            if length != ABSENT
+        ]
+        with naming_samples(self._manifest, rows):
+            return self._store.read(extents, out)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class naming_samples:  # noqa: N801  a context manager, read as a phrase
+    """Add to a ``Changed`` which of the samples being read are affected."""
+
+    def __init__(self, manifest: Manifest, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
+        self._manifest = manifest
+        self._rows = rows
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Changed) and not error.keys:
+            numbers = self._manifest.tables.object_of[self._rows].tolist()
+            hit = [n for n in set(numbers) if error.url.endswith("/" + self._manifest.object(n).path)]
+            lost = self._rows[np.isin(self._manifest.tables.object_of[self._rows], hit)] if hit else self._rows
+            raise Changed(error.url, error.why, self._manifest.keys_of_blobs(lost)) from error
+
+
+def open_origin(
+    manifest: Manifest,
+    *,
+    may_fork: bool = False,
+    contain: bool = False,
+    count: Callable[[int], None] = lambda read_bytes: None,
+) -> SampleOrigin:
+    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered."""
+    store = open_store(manifest.header.base, may_fork=may_fork, contain=contain)
+    if manifest.header.source == "parquet":
+        from quiver.origin.parquet import ParquetOrigin
+
+        return Counted(ParquetOrigin(manifest, store), count)
+    return Counted(RangeOrigin(manifest, store), count)
+
+
+class Counted:
+    """A ``SampleOrigin`` that tells somebody how many bytes the origin delivered."""
+
+    def __init__(self, inner: SampleOrigin, count: Callable[[int], None]) -> None:
+        self.base = inner.base
+        self._inner = inner
+        self._count = count
+
+    def read(self, blobs: Sequence[int], out: memoryview) -> int:
+        read_bytes = self._inner.read(blobs, out)
+        self._count(read_bytes)
+        return read_bytes
+
+    def close(self) -> None:
+        self._inner.close()
