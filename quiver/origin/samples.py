@@ -5,14 +5,18 @@ It knows nothing of shards and trusts nothing: whoever calls it checks the bytes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from quiver.errors import Changed
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.base import Extent, ObjectStore, open_store
+
+Rows = npt.NDArray[np.intp]
 
 
 class SampleOrigin(Protocol):
@@ -59,22 +63,18 @@ class RangeOrigin:
         self._store.close()
 
 
-class naming_samples:  # noqa: N801  a context manager, read as a phrase
-    """Add to a ``Changed`` which of the samples being read are affected."""
-
-    def __init__(self, manifest: Manifest, rows: np.ndarray[tuple[int], np.dtype[np.intp]]) -> None:
-        self._manifest = manifest
-        self._rows = rows
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Changed) and not error.keys:
-            numbers = self._manifest.tables.object_of[self._rows].tolist()
-            hit = [n for n in set(numbers) if error.url.endswith("/" + self._manifest.object(n).path)]
-            lost = self._rows[np.isin(self._manifest.tables.object_of[self._rows], hit)] if hit else self._rows
-            raise Changed(error.url, error.why, self._manifest.keys_of_blobs(lost)) from error
+@contextmanager
+def naming_samples(manifest: Manifest, rows: Rows) -> Iterator[None]:
+    """Add to a ``Changed`` which of the samples being read (rows of ``blobs``) are lost with the object."""
+    try:
+        yield
+    except Changed as error:
+        if error.keys:
+            raise
+        objects = manifest.tables.object_of[rows]
+        gone = [n for n in np.unique(objects).tolist() if error.url.endswith("/" + manifest.object(n).path)]
+        lost = rows[np.isin(objects, gone)] if gone else rows
+        raise Changed(error.url, error.why, manifest.keys_of_blobs(lost)) from error
 
 
 def open_origin(
