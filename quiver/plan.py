@@ -1,0 +1,84 @@
+"""A batch of indices as one plan: which bytes of which shard each sample is, by array operations alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.manifest import ABSENT, Manifest
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """Where the samples of a batch are; n samples, of which the byte fields ``first_field`` .. ``last_field`` are wanted.
+
+    All arrays are int64 in bytes or positions. ``starts`` and ``lengths (n, fields)`` cut each field from the span of
+    its sample, which begins at ``offsets`` in shard ``shards`` and has ``sizes`` bytes; an absent field has length -1.
+    """
+
+    manifest: Manifest
+    blobs: Ints
+    shards: Ints
+    offsets: Ints
+    sizes: Ints
+    starts: Ints
+    lengths: Ints
+    first_field: int
+
+    def __len__(self) -> int:
+        return len(self.blobs)
+
+    def take(self, positions: npt.NDArray[np.intp]) -> Plan:
+        """Return the plan of some of the samples."""
+        return Plan(
+            self.manifest,
+            self.blobs[positions],
+            self.shards[positions],
+            self.offsets[positions],
+            self.sizes[positions],
+            self.starts[positions],
+            self.lengths[positions],
+            self.first_field,
+        )
+
+
+def plan_batch(manifest: Manifest, indices: npt.NDArray[np.intp], fields: tuple[int, int] | None = None) -> Plan:
+    """Plan a batch of sample indices (each in ``0 .. len(manifest) - 1``, not checked here).
+
+    ``fields``: the first and the last byte field wanted; what lies between is read as well, to keep one range a sample.
+    """
+    tables = manifest.tables
+    blobs = tables.blob_of[indices].astype(np.int64)
+    shards = np.searchsorted(tables.firsts, blobs.astype(tables.firsts.dtype), side="right") - 1
+    raw = tables.lengths[blobs]
+    first, last = fields if fields is not None else (0, raw.shape[1] - 1)
+    offsets = tables.offsets[blobs].astype(np.int64)
+    if raw.shape[1] == 1 and not (raw == np.uint64(ABSENT)).any():
+        lengths = raw.astype(np.int64)
+        return Plan(manifest, blobs, shards, offsets, lengths[:, 0], np.zeros_like(lengths), lengths, 0)
+    absent = raw == np.uint64(ABSENT)
+    present = np.where(absent, np.uint64(0), raw).astype(np.int64)
+    ends = np.cumsum(present, axis=1)
+    before = ends[:, first] - present[:, first]
+    wanted = slice(first, last + 1)
+    return Plan(
+        manifest,
+        blobs,
+        shards,
+        offsets + before,
+        ends[:, last] - before,
+        (ends - present)[:, wanted] - before[:, None],
+        np.where(absent, np.int64(-1), present)[:, wanted],
+        first,
+    )
+
+
+def no_fields(manifest: Manifest, indices: npt.NDArray[np.intp]) -> Plan:
+    """Return a plan that reads nothing: for a dataset of which only scalars are wanted."""
+    blobs = manifest.tables.blob_of[indices].astype(np.int64)
+    nothing = np.zeros(len(blobs), np.int64)
+    return Plan(manifest, blobs, nothing, nothing, nothing, np.zeros((len(blobs), 0), np.int64), np.zeros((len(blobs), 0), np.int64), 0)
