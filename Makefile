@@ -1,0 +1,60 @@
+# Each target works from a fresh clone: what it needs it makes. Only Python 3.11 or newer, pip, make and gcc must be there.
+
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip --quiet --quiet --disable-pip-version-check
+EXTRAS := client,server,s3,test,dev,demo
+PYTEST_ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install check format test demo build constraints clean
+
+help:  ## Say what there is to make
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(STAMP)  ## Create .venv with everything in it; again only when the requirements change
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; }
+	@echo "Installing into $(VENV), which takes a minute or two ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) install -c constraints.txt hatchling editables
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@touch $@
+
+check: $(STAMP)  ## Lint, formatting, types, and which package may import which
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(STAMP)  ## Format, and mend what can be mended by machine
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+test: $(STAMP)  ## Run the tests; PYTEST_ARGS='-k ring -x' chooses
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which dies on the way
+	@$(BIN)/python examples/demo.py
+
+build: $(STAMP)  ## Build the wheel into dist/
+	$(BIN)/python -m hatchling build --target wheel
+
+constraints:  ## Resolve every extra in a clean environment and pin what comes out
+	@set -e; clean=$$(mktemp -d); trap 'rm -rf "$$clean"' EXIT; \
+	torch=$$(grep '^torch==' constraints.txt); \
+	$(PYTHON) -m venv "$$clean"; \
+	"$$clean/bin/pip" -qq install "$$torch" hatchling editables; \
+	"$$clean/bin/pip" -qq install --no-build-isolation -e '.[$(EXTRAS)]'; \
+	{ sed -n '/^#/p' constraints.txt; \
+	  "$$clean/bin/pip" freeze --exclude-editable | sed '/^#/d; s/^\(torch==[0-9.]*\)+.*/\1/'; } >"$$clean/constraints.txt"; \
+	cp "$$clean/constraints.txt" constraints.txt
+
+clean:  ## Remove what was made, .venv included
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
