@@ -1,13 +1,13 @@
 """Which samples share a shard: a pure function of their digests, sizes and (for ``sequential``) order.
 
-``mixed`` places samples by their own digest, as in extendible hashing (Fagin, Nievergelt, Pippenger and Strong, 1979): a
-prefix bucket that holds more than the shard size splits in two by the next bit. So the shards depend on content alone:
-two copies of a dataset under other names give the same shards, and copies that differ in n samples share all but about
-n of them. Every shard is an unbiased sample of the dataset.
+``mixed`` places samples by their own digest, as in extendible hashing (Fagin, Nievergelt, Pippenger and Strong, 1979):
+a prefix bucket that holds more than the shard size splits in two by the next bit. So the shards depend on content
+alone: two copies of a dataset under other names give the same shards, and copies that differ in n samples share all but
+about n of them. Every shard is an unbiased sample of the dataset.
 
 ``sequential`` keeps the order of the origin and cuts where the content says so (as content-defined chunking does, here
-with the sample's digest in place of a rolling hash), so that a fill is one ranged read and an appended dataset keeps all
-old shards but the last.
+with the sample's digest in place of a rolling hash), so that a fill is one ranged read and an appended dataset keeps
+all old shards but the last.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ SHARD_BYTES_MAX: Final = 1 << 30
 I64 = npt.NDArray[np.int64]
 
 
-def place(layout: Layout, digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
+def place(
+    layout: Layout, digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_bytes: int
+) -> tuple[I64, I64]:
     """Cut distinct samples into shards.
 
     digests ``(n, 32)`` uint8, sizes ``(n,)`` in bytes, objects ``(n,)`` the origin object of each; in origin order.
-    Returns ``order (n,)``, the samples in the order in which they stand in the shards, and ``firsts (shards + 1,)``, the
-    positions in that order at which a shard begins (the last one is n). A shard file, its table included, holds
+    Returns ``order (n,)``, the samples in the order in which they stand in the shards, and ``firsts (shards + 1,)``,
+    the positions in that order at which a shard begins (the last one is n). A shard file, its table included, holds
     ``limit_bytes`` at most unless it holds a single sample.
     """
     if layout == "mixed":

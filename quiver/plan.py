@@ -14,7 +14,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """Where the samples of a batch are; n samples, of which the byte fields ``first_field`` .. ``last_field`` are wanted.
+    """Where the n samples of a batch are, of which the byte fields ``first_field`` .. ``last_field`` are wanted.
 
     All arrays are int64 in bytes or positions. ``starts`` and ``lengths (n, fields)`` cut each field from the span of
     its sample, which begins at ``offsets`` in shard ``shards`` and has ``sizes`` bytes; an absent field has length -1.
@@ -81,4 +81,5 @@ def no_fields(manifest: Manifest, indices: npt.NDArray[np.intp]) -> Plan:
     """Return a plan that reads nothing: for a dataset of which only scalars are wanted."""
     blobs = manifest.tables.blob_of[indices].astype(np.int64)
     nothing = np.zeros(len(blobs), np.int64)
-    return Plan(manifest, blobs, nothing, nothing, nothing, np.zeros((len(blobs), 0), np.int64), np.zeros((len(blobs), 0), np.int64), 0)
+    no_field = np.zeros((len(blobs), 0), np.int64)
+    return Plan(manifest, blobs, nothing, nothing, nothing, no_field, no_field, 0)

@@ -64,7 +64,14 @@ def check_url(url: str) -> str:
     except ValueError as error:
         raise BadRequest(f"not the URL of a daemon: {url[:120]!r} ({error})") from error
     odd = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
-    if parts.scheme != "http" or not parts.hostname or port == 0 or odd or len(url) > URL_BYTES_MAX or not url.isascii():
+    if (
+        parts.scheme != "http"
+        or not parts.hostname
+        or port == 0
+        or odd
+        or len(url) > URL_BYTES_MAX
+        or not url.isascii()
+    ):
         raise BadRequest(f"not the URL of a daemon: {url[:120]!r}; expected http://HOST:PORT")
     return url.rstrip("/")
 
@@ -125,7 +132,7 @@ _MASK: Final = 2**64 - 1
 
 
 def xxh3_of_words(words: npt.NDArray[Any], seed: int) -> U64:
-    """Return XXH3-64, seeded, of each word's eight bytes (little-endian). The algorithm is Yann Collet's, for 4-8 bytes."""
+    """Return XXH3-64, seeded, of each word's eight bytes (little-endian): Yann Collet's algorithm for 4-8 bytes."""
     low = seed & 0xFFFFFFFF
     seed ^= int.from_bytes(low.to_bytes(4, "little"), "big") << 32
     words = words.astype(np.uint64, copy=False)

@@ -1,7 +1,7 @@
 """The wire: what clients and daemons say to one another, and the limits on it (docs/protocol.md).
 
-The batched read is binary, since it is made of arrays on both sides and asked once per peer and batch; everything else is
-JSON. All integers are little-endian.
+The batched read is binary, since it is made of arrays on both sides and asked once per peer and batch; everything else
+is JSON. All integers are little-endian.
 
     request   "QRD1", shards u32, ranges u32, wait_ms u32, flags u32, manifest digest (32 bytes, zeros: none),
               shard digests (32 bytes each), ranges (shard u32, unused u32, offset u64, length u64)

@@ -26,7 +26,7 @@ SAMPLES_MAX: Final = 1 << 32
 
 
 def check_tables(tables: Tables, *, byte_ranges: bool) -> None:
-    """Raise ``BadRequest`` saying which table is wrong and where. ``byte_ranges``: the origin is read by byte ranges."""
+    """Raise ``BadRequest`` saying which table is wrong and where. ``byte_ranges``: the origin is read by ranges."""
     if not 0 < len(tables.blob_of) < SAMPLES_MAX:
         raise BadRequest(f"table samples has {len(tables.blob_of)} rows")
     _below("samples.blob", tables.blob_of, len(tables.offsets))

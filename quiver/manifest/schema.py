@@ -81,7 +81,9 @@ def check_header(header: Header) -> None:
     """Raise ``BadRequest`` for a header that no indexer writes."""
     names = [field.name for field in header.fields]
     if len(set(names)) != len(names) or "" in names or KEY_FIELD in names or len(names) > FIELDS_MAX:
-        raise BadRequest(f"field names must be distinct, not empty, not {KEY_FIELD} and at most {FIELDS_MAX}: {names[:8]}")
+        raise BadRequest(
+            f"field names must be distinct, not empty, not {KEY_FIELD} and at most {FIELDS_MAX}: {names[:8]}"
+        )
     if not header.blobs:
         raise BadRequest("no field of the manifest holds bytes")
     for field in header.scalars:

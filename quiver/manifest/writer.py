@@ -49,7 +49,8 @@ class ManifestParts:
 
 def sample_sizes(lengths: U64) -> U64:
     """Return the bytes of each sample from its fields' lengths ``(b, f)``; an absent field counts nothing."""
-    return np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths).sum(axis=1, dtype=np.uint64)
+    sizes: U64 = np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths).sum(axis=1, dtype=np.uint64)
+    return sizes
 
 
 def write_manifest(path: Path, parts: ManifestParts) -> None:
@@ -90,7 +91,7 @@ def write_atomically(path: Path, batch: pa.RecordBatch) -> None:
 
 
 def _one_row(kind: pa.DataType, columns: dict[str, pa.Array[Any]]) -> pa.Array[Any]:
-    struct = kind.value_type  # type: ignore[attr-defined]
+    struct = kind.value_type
     rows = pa.StructArray.from_arrays(
         [columns[struct.field(i).name] for i in range(struct.num_fields)],
         fields=[struct.field(i) for i in range(struct.num_fields)],
@@ -137,7 +138,9 @@ def _shards(parts: ManifestParts) -> dict[str, pa.Array[Any]]:
 
 
 def _fixed(rows: U8) -> pa.Array[Any]:
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(32), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows))])
+    return pa.FixedSizeBinaryArray.from_buffers(
+        pa.binary(32), len(rows), [None, pa.py_buffer(np.ascontiguousarray(rows))]
+    )
 
 
 def _lists(values: U64) -> pa.Array[Any]:

@@ -1,8 +1,8 @@
 """A remote store in a process of its own, for processes that may fork.
 
-The threads of an object store's client do not survive ``fork``, and a DataLoader forks at times that nobody chooses. So a
-training process starts this module as a program, sends it what to read, and gets the bytes through memory that both map:
-no payload crosses the socket. The helper ends when the socket does, so it cannot outlive its owner.
+The threads of an object store's client do not survive ``fork``, and a DataLoader forks at times that nobody chooses. So
+a training process starts this module as a program, sends it what to read, and gets the bytes through memory that both
+map: no payload crosses the socket. The helper ends when the socket does, so it cannot outlive its owner.
 
 Each request is a datagram: msgpack, and the file descriptor of the memory to fill. Each answer is one as well.
 """
@@ -38,7 +38,7 @@ class _Answer(msgspec.Struct):
 
 
 class IsolatedStore:
-    """``ObjectStore`` whose requests are answered by a helper process, started on first use and once again if it dies."""
+    """``ObjectStore`` whose requests a helper process answers, started on first use and once again if it dies."""
 
     def __init__(self, base: str) -> None:
         self.base = base if base.endswith("/") else base + "/"
@@ -84,7 +84,9 @@ class IsolatedStore:
                 except (OSError, EOFError) as error:
                     self.close()
                     if attempt == 2:
-                        raise Unavailable(self.base, f"the process that reads it died (exit {process.poll()})") from error
+                        raise Unavailable(
+                            self.base, f"the process that reads it died (exit {process.poll()})"
+                        ) from error
         raise AssertionError("unreachable")
 
     def _connected(self) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -12,7 +12,7 @@ from typing import Final
 from quiver.errors import Changed, Forbidden, Unavailable
 from quiver.origin.base import Extent, check_path
 
-# A network file system answers a stat and a read in about a millisecond: a shard of 300 small files wants several at once.
+# A network file system answers a stat and a read in about a millisecond: 300 small files want several at once.
 THREADS: Final = 4
 PARALLEL_FROM_FILES: Final = 8
 
@@ -61,7 +61,9 @@ class LocalStore:
         except (FileNotFoundError, NotADirectoryError):
             raise Changed(full, "vanished") from None
         except PermissionError:
-            raise Forbidden(f"cannot read {full}: permission denied; let the user that Quiver runs as read it") from None
+            raise Forbidden(
+                f"cannot read {full}: permission denied; let the user that Quiver runs as read it"
+            ) from None
         except OSError as error:
             raise Unavailable(full, f"cannot be opened: {error.strerror}") from error
         try:
@@ -75,7 +77,9 @@ class LocalStore:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise Changed(full, "is no regular file any more")
         if self._within is not None and not os.readlink(f"/proc/self/fd/{fd}").startswith(self._within):
-            raise Forbidden(f"{full} leads outside {self.root} through a symbolic link; serve its target's folder instead")
+            raise Forbidden(
+                f"{full} leads outside {self.root} through a symbolic link; serve its target's folder instead"
+            )
 
 
 def _read_exactly(fd: int, piece: memoryview, offset: int, full: str) -> None:

@@ -156,7 +156,7 @@ class _ObjectFile(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:  # type: ignore[override]  # pyarrow wants the bytes, never None
+    def read(self, size: int | None = -1) -> bytes:  # pyarrow wants the bytes, never None
         left = max(self._size - self._at, 0)
         take = left if size is None or size < 0 else min(size, left)
         data = bytearray(take)

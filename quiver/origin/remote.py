@@ -1,7 +1,7 @@
 """Object stores over the network: S3, GCS, Azure and plain HTTP, through obstore (Rust's object_store).
 
-obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So a
-process that may fork uses ``isolated`` instead (docs/adr/0004).
+obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So
+a process that may fork uses ``isolated`` instead (docs/adr/0004).
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class RemoteStore:
         except (failed.NotFoundError, FileNotFoundError):
             raise Changed(url, "vanished") from None
         except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
-            raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
+            raise Forbidden(
+                f"{url}: the store refuses the credentials; set the usual variables of the store"
+            ) from error
         except (failed.BaseError, OSError) as error:
             text = _first_line(error)
             if "416" in text or "range" in text.lower():
