@@ -45,10 +45,11 @@ class Corrupt(QuiverError):
     code = "corrupt"
     status = 422
 
-    def __init__(self, what: str, source: str) -> None:
+    def __init__(self, what: str, source: str, positions: Sequence[int] = ()) -> None:
         super().__init__(f"{source}: {what}")
         self.what = what
         self.source = source
+        self.positions = tuple(positions)  # which samples of a shard, where that is known
 
 
 class Changed(QuiverError):

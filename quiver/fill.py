@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from quiver.digest import Bytes, Digest
-from quiver.errors import BadRequest, Changed, NotFound
+from quiver.errors import BadRequest, Changed, Corrupt, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
-from quiver.shard import ROW, encode_table, name_of, rotten
+from quiver.shard import encode_table, name_of
 
 
 class OriginShards:
@@ -35,12 +33,13 @@ class OriginShards:
         content = data[: size_bytes - len(table)]
         self._origin.read(blobs, content)
         data[len(content) :] = table
-        entries: np.ndarray[Any, np.dtype[np.void]] = np.frombuffer(table, ROW, len(blobs))
-        bad = rotten(entries, content)
-        if bad:
-            self._raise_changed(np.asarray(blobs, np.intp)[bad])
         return data
 
-    def _raise_changed(self, blobs: np.ndarray[Any, np.dtype[np.intp]]) -> None:
-        first = int(self._manifest.tables.object_of[blobs[0]])
-        raise Changed(self._manifest.object_url(first), "changed", self._manifest.keys_of_blobs(blobs))
+    def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
+        """Return ``Changed`` naming object and samples: what does not hash to its digest is not what was indexed."""
+        first = self._manifest.shard_blobs(self._manifest.shard_numbers[digest]).start
+        blobs = np.asarray(error.positions, np.intp) + first
+        if not len(blobs):
+            return error
+        url = self._manifest.object_url(int(self._manifest.tables.object_of[blobs[0]]))
+        return Changed(url, "changed", self._manifest.keys_of_blobs(blobs))

@@ -80,7 +80,7 @@ def verified(digest: Digest, data: Bytes, source: str) -> Shard:
     rows = read_table(digest, view, source)
     bad = rotten(rows, view)
     if bad:
-        raise Corrupt(f"{len(bad)} of {len(rows)} samples of a shard do not hash to their digests", source)
+        raise Corrupt(f"{len(bad)} of {len(rows)} samples of a shard do not hash to their digests", source, bad)
     return Shard(digest, data)
 
 

@@ -27,6 +27,10 @@ class ShardSource(Protocol):
         """
         ...
 
+    def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
+        """Return what it means that this source's bytes did not verify: an origin knows which samples are lost."""
+        ...
+
 
 class MemorySource:
     """Shards in a dictionary: the fake that tests use, and the reference for the conformance suite."""
@@ -42,6 +46,9 @@ class MemorySource:
         if len(data) > size_bytes:
             raise Corrupt(f"shard of {len(data)} bytes where {size_bytes} were expected", self.name)
         return data
+
+    def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
+        return error
 
 
 def first_verified(
@@ -61,7 +68,9 @@ def first_verified(
             return verified(digest, source.load(digest, size_bytes), source.name), source
         except NotFound:
             continue
-        except (Corrupt, Unavailable, Changed, Forbidden) as error:
-            blame(source, error)
+        except Corrupt as error:
+            failure = source.fault(digest, error)
+        except (Unavailable, Changed, Forbidden) as error:
             failure = error
+        blame(source, failure)
     raise failure

@@ -1,0 +1,280 @@
+"""One daemon as seen by another machine: a blocking HTTP client of few verbs, and a ``ShardSource``.
+
+Blocking and without threads of its own, so that it can be used from a thread of a daemon and in a training process that
+forks: connections belong to the process that opened them. Whatever a peer answers is bounded by what was asked, and no
+redirect, content encoding or surprise in length is followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quiver.digest import Bytes, Digest
+from quiver.errors import (
+    BadRequest,
+    Corrupt,
+    Forbidden,
+    Misconfigured,
+    NotFound,
+    OverCapacity,
+    QuiverError,
+    Unavailable,
+)
+from quiver.ring import check_url
+from quiver.wire import (
+    JSON_BYTES_MAX,
+    READ_TYPE,
+    SHARD_TYPE,
+    ErrorBody,
+    NodeStatus,
+    RangeStatus,
+    ReadRequest,
+    RingView,
+    decode_json,
+)
+
+CONNECT_SECONDS: Final = 2.0
+SILENCE_SECONDS: Final = 10.0  # without a single byte; a daemon answers a batch within its wait and then some
+SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # a peer that drips is given up: elsewhere is faster
+IDLE_CONNECTIONS_MAX: Final = 8
+U8 = npt.NDArray[np.uint8]
+_RAISED: Final = {kind.code: kind for kind in (BadRequest, Forbidden, NotFound, Misconfigured)}
+
+
+class PeerClient:
+    """The verbs of one daemon. Raises ``Unavailable`` when it does not answer, ``Corrupt`` when it answers nonsense."""
+
+    def __init__(self, url: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+        self.url = check_url(url)
+        self.name = f"peer {self.url}"
+        parts = urlsplit(self.url)
+        self._host, self._port = parts.hostname or "", parts.port or 80
+        self._silence_seconds = silence_seconds
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"PeerClient({self.url!r})"
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # -- verbs --------------------------------------------------------------------------------------------------------
+
+    def ring(self) -> RingView:
+        view: RingView = decode_json(self._json("GET", "/v1/ring"), RingView, f"the ring that {self.url} answered")
+        return view
+
+    def status(self) -> NodeStatus:
+        status: NodeStatus = decode_json(self._json("GET", "/v1/status"), NodeStatus, f"the status of {self.url}")
+        return status
+
+    def read(self, request: ReadRequest) -> tuple[U8, U8]:
+        """Ask for ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back."""
+        wait = request.wait_ms / 1000
+        with self._asked("POST", "/v1/read", request.encode(), READ_TYPE, wait) as (response, length, deadline):
+            count = len(request.ranges)
+            if length < count:
+                raise Corrupt(f"an answer of {length} bytes to {count} ranges", self.name)
+            statuses = np.empty(count, np.uint8)
+            _receive(response, memoryview(statuses), deadline, self.name)
+            present = int(request.ranges["length"][statuses == RangeStatus.PRESENT].sum())
+            if length != count + present:
+                raise Corrupt(f"an answer of {length} bytes where {count + present} belong", self.name)
+            data = np.empty(present, np.uint8)
+            _receive(response, memoryview(data), deadline + present / SLOWEST_BYTES_PER_SECOND, self.name)
+            return statuses, data
+
+    def load(self, digest: Digest, size_bytes: int) -> Bytes:
+        """Return a shard that the peer has at hand; it is not made to fill it. ``ShardSource``."""
+        with self._asked("GET", f"/v1/shards/{digest}") as (response, length, deadline):
+            if length > size_bytes:
+                raise Corrupt(f"shard of {length} bytes where {size_bytes} were expected", self.name)
+            data = memoryview(np.empty(length, np.uint8)).cast("B")
+            _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
+            return data
+
+    def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
+        return error
+
+    def has_manifest(self, digest: Digest) -> bool:
+        try:
+            with self._asked("HEAD", f"/v1/manifests/{digest}"):
+                return True
+        except NotFound:
+            return False
+
+    def manifest(self, digest: Digest, size_bytes_max: int) -> Bytes:
+        """Return a manifest's file, compared with its name."""
+        with self._asked("GET", f"/v1/manifests/{digest}") as (response, length, deadline):
+            if length > size_bytes_max:
+                raise Corrupt(f"manifest of {length} bytes; at most {size_bytes_max} are taken", self.name)
+            data = memoryview(np.empty(length, np.uint8)).cast("B")
+            _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
+        if Digest.of(data) != digest:
+            raise Corrupt("manifest does not hash to its name", self.name)
+        return data
+
+    def put_shard(self, digest: Digest, data: Bytes) -> None:
+        with self._asked("PUT", f"/v1/shards/{digest}", data, SHARD_TYPE):
+            pass
+
+    def put_manifest(self, digest: Digest, path: Path) -> None:
+        with path.open("rb") as file, self._asked("PUT", f"/v1/manifests/{digest}", file, SHARD_TYPE):
+            pass
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _json(self, method: str, path: str) -> Bytes:
+        with self._asked(method, path) as (response, length, deadline):
+            if length > JSON_BYTES_MAX:
+                raise Corrupt(f"{path}: {length} bytes of JSON", self.name)
+            data = memoryview(bytearray(length))
+            _receive(response, data, deadline, self.name)
+            return data
+
+    @contextlib.contextmanager
+    def _asked(
+        self, method: str, path: str, body: object = None, content_type: str = "", wait_seconds: float = 0.0
+    ) -> Iterator[tuple[http.client.HTTPResponse, int, float]]:
+        """Send a request; yield the answer's head, its length in bytes, and when patience ends (monotonic seconds)."""
+        connection, fresh = self._connection()
+        headers = {"Content-Type": content_type} if content_type else {}
+        if isinstance(body, (bytes, bytearray, memoryview)):
+            headers["Content-Length"] = str(memoryview(body).nbytes)
+        elif body is not None:
+            headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)  # type: ignore[attr-defined]
+        try:
+            try:
+                response = self._exchange(connection, method, path, body, headers, wait_seconds)
+            except (ConnectionError, http.client.BadStatusLine):
+                if fresh or not (body is None or isinstance(body, bytes)):
+                    raise
+                connection.close()  # the daemon closed an idle connection just then: not its fault, ask once more
+                connection = self._connect()
+                response = self._exchange(connection, method, path, body, headers, wait_seconds)
+            deadline = time.monotonic() + self._silence_seconds
+            length = self._checked(response, method, deadline)
+            yield response, length, deadline
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            why = str(error) or type(error).__name__
+            raise Unavailable(self.url, f"does not answer ({why}); is the daemon running there?") from error
+        except BaseException:
+            connection.close()
+            raise
+        response.close()
+        self._give_back(connection, response)
+
+    def _exchange(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: object,
+        headers: dict[str, str],
+        wait_seconds: float,
+    ) -> http.client.HTTPResponse:
+        connection.sock.settimeout(self._silence_seconds + wait_seconds)
+        try:
+            connection.request(method, path, body=body, headers=headers)  # type: ignore[arg-type]
+        except ConnectionError:
+            # A daemon that refuses an upload answers before it has read it all: its answer says more than the reset.
+            if not isinstance(body, (bytes, bytearray, memoryview)):
+                raise
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return connection.getresponse()
+            raise
+        return connection.getresponse()
+
+    def _checked(self, response: http.client.HTTPResponse, method: str, deadline: float) -> int:
+        """Return the length of a good answer's body; raise what a bad one means."""
+        length = response.length if response.length is not None else -1
+        if response.getheader("Content-Encoding", "identity") != "identity":
+            raise Corrupt("an encoded answer", self.name)
+        if response.status in (200, 201, 204):
+            if length < 0 and method != "HEAD":
+                raise Corrupt("an answer of unknown length", self.name)
+            return max(length, 0)
+        if 300 <= response.status < 400:
+            raise Corrupt(f"a redirect ({response.status})", self.name)
+        body = bytearray(max(min(length, 1 << 16), 0))
+        _receive(response, memoryview(body), deadline, self.name)
+        self._raise(response, bytes(body))
+        raise AssertionError("unreachable")
+
+    def _raise(self, response: http.client.HTTPResponse, body: bytes) -> None:
+        try:
+            told = msgspec.json.decode(body, type=ErrorBody)
+        except (msgspec.DecodeError, msgspec.ValidationError):
+            told = ErrorBody("", response.reason)
+        if told.error == Corrupt.code:
+            raise Corrupt(told.message, self.name)
+        if told.error == OverCapacity.code:
+            raise OverCapacity(f"{self.url}: {told.message}", _seconds(response.getheader("Retry-After")))
+        if response.status == NotFound.status:
+            raise NotFound(f"{self.url}: {told.message}")
+        kind = _RAISED.get(told.error)
+        raise kind(f"{self.url}: {told.message}") if kind else Unavailable(
+            self.url, f"answers {response.status} {told.message}"
+        )
+
+    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+        with self._lock:
+            if self._owner != os.getpid():  # a fork: the parent's connections are the parent's
+                self._idle, self._owner = [], os.getpid()
+            if self._idle:
+                return self._idle.pop(), False
+        return self._connect(), True
+
+    def _connect(self) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS, blocksize=1 << 20)
+        try:
+            connection.connect()
+        except OSError as error:
+            connection.close()
+            why = error.strerror or str(error)
+            raise Unavailable(self.url, f"cannot be reached ({why}); is the daemon running there?") from error
+        return connection
+
+    def _give_back(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
+        with self._lock:
+            if not response.will_close and len(self._idle) < IDLE_CONNECTIONS_MAX:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+def _receive(response: http.client.HTTPResponse, out: memoryview, deadline: float, who: str) -> None:
+    """Fill ``out`` from the body, straight from the socket; give up at the deadline even while bytes trickle in."""
+    stream = response.fp
+    while out:
+        count = stream.readinto1(out)  # type: ignore[attr-defined]  # a BufferedReader over the socket
+        if not count:
+            raise Corrupt(f"the answer ends {len(out)} bytes early", who)
+        out = out[count:]
+        if out and time.monotonic() > deadline:
+            raise Unavailable(who, "answers too slowly")
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        return min(max(float(text or 1.0), 0.0), 60.0)
+    except ValueError:
+        return 1.0

@@ -1,0 +1,277 @@
+"""A content-addressed store on local disk that never holds more than its capacity.
+
+Invariant: a file under its final name is complete and hashed to that name when it was put there. One recipe sees to it:
+reserve room (a file of the final size in ``tmp``, locked) → write → compare with the name → fsync → rename → fsync of the
+folder → index. Whatever fails on the way leaves nothing behind; what a killed process leaves is swept at the next start.
+
+Files are immutable and only ever unlinked, so a file that was opened or mapped stays whole, whatever is evicted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from quiver.digest import Bytes, Digest
+from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
+from quiver.residency import choose_victims
+from quiver.shard import verified
+from quiver.sizes import format_size
+from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of
+
+OPEN_FILES_MAX: Final = 512
+QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they are not counted as resident, so they are few
+RETRY_AFTER_SECONDS: Final = 5.0
+
+
+class OpenFile:
+    """A file of the store held open. It closes when the last one who uses it lets go, evicted or not."""
+
+    __slots__ = ("__weakref__", "fd", "size_bytes")
+
+    def __init__(self, path: Path) -> None:
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        self.size_bytes = os.fstat(self.fd).st_size
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+    def map(self) -> mmap.mmap:
+        """Return the file mapped read-only. Raises ``ValueError`` for an empty file."""
+        return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ)
+
+
+class Store:
+    """Shards and manifests on disk. Blocking: a daemon calls it from threads. Safe to use from several threads."""
+
+    def __init__(self, root: Path, capacity_bytes: int, inventory: Inventory) -> None:
+        self.name = f"disk {root}"
+        self.root = root
+        self.capacity_bytes = capacity_bytes
+        self.inventory = inventory
+        self.in_use: Callable[[Digest], bool] = lambda digest: False
+        self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
+        self._lock = threading.Lock()
+        self._serial = itertools.count()
+
+    @classmethod
+    def open(cls, root: Path, capacity_bytes: int, *, shared: bool) -> Store:
+        """Open the store at ``root``, made if it is not there; ``shared``: other processes may use it as well.
+
+        Raises ``Misconfigured`` if another daemon owns it, ``DiskFailed`` if it cannot be written.
+        """
+        try:
+            for folder in (*(str(kind) for kind in Kind), "tmp", "quarantine"):
+                (root / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DiskFailed(f"cannot make a store at {root}: {error.strerror}; choose another folder") from error
+        inventory: Inventory = FolderInventory(root) if shared else MemoryInventory(root)
+        return cls(root, capacity_bytes, inventory)
+
+    def __repr__(self) -> str:
+        return f"Store({str(self.root)!r}, {format_size(self.capacity_bytes)})"
+
+    def close(self) -> None:
+        with self._lock:
+            self._open.clear()
+        self.inventory.close()
+
+    def resident_bytes(self) -> int:
+        """Return the bytes of all that is held, and of all that is being written."""
+        with self.inventory.locked():
+            return self.inventory.resident_bytes()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def open_file(self, kind: Kind, digest: Digest) -> OpenFile:
+        """Return the file, open. Raises ``NotFound`` if it is not resident."""
+        with self._lock:
+            file = self._open.get((kind, digest))
+            if file is not None:
+                self._open.move_to_end((kind, digest))
+        if file is None:
+            try:
+                file = OpenFile(file_of(self.root, kind, digest))
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.ELOOP):
+                    self.inventory.removed(kind, digest)
+                    raise NotFound("the disk does not hold it") from None
+                raise DiskFailed(f"{self.root}: {error.strerror}") from error
+            with self._lock:
+                self._open[kind, digest] = file
+                while len(self._open) > OPEN_FILES_MAX:
+                    self._open.popitem(last=False)
+        self.inventory.touched(kind, digest)
+        return file
+
+    def load(self, digest: Digest, size_bytes: int) -> Bytes:
+        """Return a shard as a mapping of its file: ``ShardSource``."""
+        file = self.open_file(Kind.SHARD, digest)
+        if not 0 < file.size_bytes <= size_bytes:
+            raise Corrupt(f"shard of {file.size_bytes} bytes where {size_bytes} were expected", self.name)
+        return memoryview(file.map())
+
+    def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
+        """Put the file aside: a disk that rots is not asked for it again."""
+        self.quarantine(Kind.SHARD, digest)
+        return error
+
+    def check(self, digest: Digest) -> None:
+        """Read and verify a resident shard. Raises ``Corrupt``, having quarantined it, or ``NotFound``."""
+        file = self.open_file(Kind.SHARD, digest)
+        try:
+            if not file.size_bytes:
+                raise Corrupt("shard file is empty", self.name)
+            with memoryview(file.map()) as data:
+                verified(digest, data, self.name)
+        except Corrupt:
+            self.quarantine(Kind.SHARD, digest)
+            raise
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def put(self, kind: Kind, digest: Digest, data: Bytes) -> None:
+        """Write content that was verified. Raises ``OverCapacity`` or ``DiskFailed``; then nothing is left behind."""
+        with self.reserve(kind, digest, len(data)) as writing:
+            writing.write(data)
+            writing.commit()
+
+    @contextlib.contextmanager
+    def reserve(self, kind: Kind, digest: Digest, size_bytes: int) -> Iterator[Writing]:
+        """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays."""
+        temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
+        with self.inventory.locked():
+            self._make_room(size_bytes)
+            fd = _create(temporary, size_bytes)
+            self.inventory.reserved(size_bytes)
+        writing = Writing(self, kind, digest, size_bytes, temporary, fd)
+        try:
+            yield writing
+        finally:
+            with self.inventory.locked():
+                if not writing.committed:
+                    temporary.unlink(missing_ok=True)
+                self.inventory.released(size_bytes)
+                if writing.committed:
+                    self.inventory.added(kind, digest, size_bytes)
+            os.close(fd)
+
+    def drop(self, kind: Kind, digest: Digest) -> None:
+        """Remove something. Who has it open or mapped keeps it."""
+        with self._lock:
+            self._open.pop((kind, digest), None)
+        file_of(self.root, kind, digest).unlink(missing_ok=True)
+        self.inventory.removed(kind, digest)
+
+    def quarantine(self, kind: Kind, digest: Digest) -> None:
+        """Put a wrong file where it is not read any more, and where a person can look at it."""
+        with self._lock:
+            self._open.pop((kind, digest), None)
+        with contextlib.suppress(FileNotFoundError):
+            file_of(self.root, kind, digest).replace(self.root / "quarantine" / digest.hex())
+        self.inventory.removed(kind, digest)
+        kept = sorted((self.root / "quarantine").iterdir(), key=lambda path: path.lstat().st_mtime)
+        for path in kept[:-QUARANTINE_FILES_MAX]:
+            path.unlink(missing_ok=True)
+
+    def _make_room(self, size_bytes: int) -> None:
+        if size_bytes > self.capacity_bytes:
+            raise OverCapacity(
+                f"{self.root}: {format_size(size_bytes)} do not fit into a capacity of"
+                f" {format_size(self.capacity_bytes)}; give it more, or index with a smaller --shard-size",
+                RETRY_AFTER_SECONDS,
+            )
+        excess = self.inventory.resident_bytes() + size_bytes - self.capacity_bytes
+        if excess <= 0:
+            return
+        for kind in (Kind.SHARD, Kind.MANIFEST):  # manifests are small and needed for every fill: last
+            victims = choose_victims(self.inventory.held(kind), excess, self.in_use, self.inventory.now())
+            if victims is not None:
+                for victim in victims:
+                    self.drop(kind, victim.digest)
+                return
+        raise OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
+
+
+class Writing:
+    """One file on its way in: room is reserved, nothing is visible yet."""
+
+    def __init__(self, store: Store, kind: Kind, digest: Digest, size_bytes: int, temporary: Path, fd: int) -> None:
+        self.size_bytes = size_bytes
+        self.committed = False
+        self._store = store
+        self._kind = kind
+        self._digest = digest
+        self._temporary = temporary
+        self._fd = fd
+        self._at = 0
+
+    def write(self, data: Bytes) -> None:
+        """Append. Raises ``Corrupt`` past the size that was reserved, ``DiskFailed`` if the disk refuses."""
+        view = memoryview(data)
+        if self._at + len(view) > self.size_bytes:
+            raise Corrupt(f"more than the {self.size_bytes} bytes announced", "upload")
+        with _disk_errors(self._store.root):
+            while view:
+                written = os.pwrite(self._fd, view[: 16 << 20], self._at)
+                self._at += written
+                view = view[written:]
+
+    def content(self) -> mmap.mmap:
+        """Return what was written, mapped, for comparing it with its name."""
+        if self._at != self.size_bytes or not self.size_bytes:
+            raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
+        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ)
+
+    def commit(self) -> None:
+        """Make the file visible under its name. The caller has compared the content with the name."""
+        if self._at != self.size_bytes:
+            raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
+        final = file_of(self._store.root, self._kind, self._digest)
+        with _disk_errors(self._store.root):
+            os.fsync(self._fd)
+            final.parent.mkdir(exist_ok=True)
+            self._temporary.replace(final)
+            folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        self.committed = True
+
+
+def _create(path: Path, size_bytes: int) -> int:
+    with _disk_errors(path.parent.parent):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if size_bytes:
+                os.posix_fallocate(fd, 0, size_bytes)
+        except OSError:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        return fd
+
+
+@contextlib.contextmanager
+def _disk_errors(root: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = {
+            errno.ENOSPC: "the disk is full; free some room, or lower the capacity",
+            errno.EDQUOT: "the disk quota is used up; free some room, or lower the capacity",
+            errno.EROFS: "the disk is read-only",
+        }.get(error.errno or 0, error.strerror or str(error))
+        raise DiskFailed(f"cannot write to {root}: {what}") from error

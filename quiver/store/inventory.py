@@ -1,0 +1,228 @@
+"""What a store holds. The files are the truth; a daemon that owns its folder alone may keep a copy in memory.
+
+    <root>/shards/<2 hex>/<64 hex>      <root>/manifests/<2 hex>/<64 hex>      <root>/tmp      <root>/quarantine
+
+A file in ``tmp`` has its final size from the first moment on and is locked by its writer: so reserved room counts, and
+what a dead writer left is known by its lock being free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, Protocol
+
+from quiver.digest import Digest
+from quiver.errors import BadRequest, DiskFailed, Misconfigured
+from quiver.residency import Held
+
+
+class Kind(enum.StrEnum):
+    """What a digest can name; also the name of the folder."""
+
+    SHARD = "shards"
+    MANIFEST = "manifests"
+
+
+TOUCH_SECONDS: Final = 20.0  # how exact "last read" is where it is written to the file
+
+
+class Inventory(Protocol):
+    """What is held, and the lock under which room is given away."""
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        """Hold the lock under which room is reserved. Held for moments, never while data is moved."""
+        ...
+
+    def held(self, kind: Kind) -> list[Held]: ...
+
+    def resident_bytes(self) -> int:
+        """Return the bytes of all that is held and all that is reserved."""
+        ...
+
+    def reserved(self, size_bytes: int) -> None: ...
+
+    def released(self, size_bytes: int) -> None: ...
+
+    def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None: ...
+
+    def removed(self, kind: Kind, digest: Digest) -> None: ...
+
+    def touched(self, kind: Kind, digest: Digest) -> None: ...
+
+    def now(self) -> float:
+        """Return the time on the clock that ``Held.used`` is on, in seconds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def file_of(root: Path, kind: Kind, digest: Digest) -> Path:
+    name = digest.hex()
+    return root / kind / name[:2] / name
+
+
+def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
+    """Yield what is on disk. Stray files, folders, links and fifos are passed over: they are not ours to judge."""
+    with contextlib.suppress(FileNotFoundError):
+        for folder in os.scandir(root / kind):
+            if not folder.is_dir(follow_symlinks=False):
+                continue
+            for entry in os.scandir(folder.path):
+                try:
+                    digest = Digest.parse(entry.name)
+                    if entry.is_file(follow_symlinks=False) and entry.name[:2] == folder.name:
+                        yield digest, entry.stat(follow_symlinks=False)
+                except (BadRequest, FileNotFoundError):
+                    continue
+
+
+def sweep(root: Path) -> int:
+    """Remove what dead writers left in ``tmp``; return the bytes that living ones have reserved."""
+    reserved = 0
+    for entry in os.scandir(root / "tmp"):
+        with contextlib.suppress(FileNotFoundError):
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(entry.path)
+            except BlockingIOError:
+                reserved += os.fstat(fd).st_size
+            finally:
+                os.close(fd)
+    return reserved
+
+
+def lock_folder(root: Path, *, wait: bool) -> int:
+    """Lock a store's folder; return the descriptor that holds the lock until it is closed or its process dies."""
+    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise Misconfigured(f"{root} is in use by another daemon; give each its own --data-dir") from None
+    except OSError as error:
+        os.close(fd)
+        raise DiskFailed(f"{root} cannot be locked: {error.strerror}") from error
+    return fd
+
+
+class MemoryInventory:
+    """The inventory of the one process that owns a folder. Takes the folder's lock for as long as it lives."""
+
+    def __init__(self, root: Path) -> None:
+        self._fd = lock_folder(root, wait=False)
+        self._lock = threading.RLock()
+        sweep(root)
+        # Ages survive a restart by the file's own time; the clock is then the monotonic one.
+        age = time.time() - time.monotonic()
+        self._held: dict[Kind, dict[Digest, tuple[int, float]]] = {
+            kind: {digest: (info.st_size, info.st_mtime - age) for digest, info in scan(root, kind)} for kind in Kind
+        }
+        self._bytes = sum(size for held in self._held.values() for size, _ in held.values())
+
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return _entered(self._lock)
+
+    def held(self, kind: Kind) -> list[Held]:
+        with self._lock:
+            return [Held(digest, size, used) for digest, (size, used) in self._held[kind].items()]
+
+    def count(self, kind: Kind) -> int:
+        return len(self._held[kind])
+
+    def resident_bytes(self) -> int:
+        return self._bytes
+
+    def reserved(self, size_bytes: int) -> None:
+        with self._lock:
+            self._bytes += size_bytes
+
+    def released(self, size_bytes: int) -> None:
+        with self._lock:
+            self._bytes -= size_bytes
+
+    def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None:
+        with self._lock:
+            self.removed(kind, digest)
+            self._held[kind][digest] = (size_bytes, time.monotonic())
+            self._bytes += size_bytes
+
+    def removed(self, kind: Kind, digest: Digest) -> None:
+        with self._lock:
+            size, _ = self._held[kind].pop(digest, (0, 0.0))
+            self._bytes -= size
+
+    def touched(self, kind: Kind, digest: Digest) -> None:
+        with self._lock:
+            size, _ = self._held[kind].get(digest, (0, 0.0))
+            if size:
+                self._held[kind][digest] = (size, time.monotonic())
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class FolderInventory:
+    """The inventory of a folder that several processes share: it looks, every time. A file's mtime is its last use."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._touched: dict[Digest, float] = {}
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        fd = lock_folder(self._root, wait=True)
+        try:
+            yield
+        finally:
+            os.close(fd)
+
+    def held(self, kind: Kind) -> list[Held]:
+        return [Held(digest, info.st_size, info.st_mtime) for digest, info in scan(self._root, kind)]
+
+    def resident_bytes(self) -> int:
+        return sweep(self._root) + sum(item.size_bytes for kind in Kind for item in self.held(kind))
+
+    def reserved(self, size_bytes: int) -> None:
+        pass  # the file in tmp says it
+
+    released = reserved
+
+    def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None:
+        self._touched[digest] = time.time()
+
+    def removed(self, kind: Kind, digest: Digest) -> None:
+        self._touched.pop(digest, None)
+
+    def touched(self, kind: Kind, digest: Digest) -> None:
+        now = time.time()
+        if now - self._touched.get(digest, 0.0) > TOUCH_SECONDS:
+            self._touched[digest] = now
+            with contextlib.suppress(OSError):
+                os.utime(file_of(self._root, kind, digest))
+
+    def now(self) -> float:
+        return time.time()
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _entered(lock: threading.RLock) -> Iterator[None]:
+    with lock:
+        yield
