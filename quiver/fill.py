@@ -29,7 +29,7 @@ class OriginShards:
         table = encode_table(self._manifest.tables.digests[rows], self._manifest.blob_sizes(rows))
         if name_of(table) != digest:
             raise BadRequest(f"manifest {self._manifest.path}: shard {number} is not named by its samples")
-        data = memoryview(np.empty(size_bytes, np.uint8)).cast("B")
+        data = np.empty(size_bytes, np.uint8).data
         content = data[: size_bytes - len(table)]
         self._origin.read(blobs, content)
         data[len(content) :] = table

@@ -93,12 +93,12 @@ class PeerClient:
             if length < count:
                 raise Corrupt(f"an answer of {length} bytes to {count} ranges", self.name)
             statuses = np.empty(count, np.uint8)
-            _receive(response, memoryview(statuses), deadline, self.name)
+            _receive(response, statuses.data, deadline, self.name)
             present = int(request.ranges["length"][statuses == RangeStatus.PRESENT].sum())
             if length != count + present:
                 raise Corrupt(f"an answer of {length} bytes where {count + present} belong", self.name)
             data = np.empty(present, np.uint8)
-            _receive(response, memoryview(data), deadline + present / SLOWEST_BYTES_PER_SECOND, self.name)
+            _receive(response, data.data, deadline + present / SLOWEST_BYTES_PER_SECOND, self.name)
             return statuses, data
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
@@ -106,7 +106,7 @@ class PeerClient:
         with self._asked("GET", f"/v1/shards/{digest}") as (response, length, deadline):
             if length > size_bytes:
                 raise Corrupt(f"shard of {length} bytes where {size_bytes} were expected", self.name)
-            data = memoryview(np.empty(length, np.uint8)).cast("B")
+            data = np.empty(length, np.uint8).data
             _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
             return data
 
@@ -125,7 +125,7 @@ class PeerClient:
         with self._asked("GET", f"/v1/manifests/{digest}") as (response, length, deadline):
             if length > size_bytes_max:
                 raise Corrupt(f"manifest of {length} bytes; at most {size_bytes_max} are taken", self.name)
-            data = memoryview(np.empty(length, np.uint8)).cast("B")
+            data = np.empty(length, np.uint8).data
             _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
         if Digest.of(data) != digest:
             raise Corrupt("manifest does not hash to its name", self.name)
@@ -265,7 +265,7 @@ def _receive(response: http.client.HTTPResponse, out: memoryview, deadline: floa
     """Fill ``out`` from the body, straight from the socket; give up at the deadline even while bytes trickle in."""
     stream = response.fp
     while out:
-        count = stream.readinto1(out)  # type: ignore[attr-defined]  # a BufferedReader over the socket
+        count = stream.readinto1(out)  # a BufferedReader over the socket
         if not count:
             raise Corrupt(f"the answer ends {len(out)} bytes early", who)
         out = out[count:]
