@@ -231,8 +231,10 @@ class PeerClient:
         if response.status == NotFound.status:
             raise NotFound(f"{self.url}: {told.message}")
         kind = _RAISED.get(told.error)
-        raise kind(f"{self.url}: {told.message}") if kind else Unavailable(
-            self.url, f"answers {response.status} {told.message}"
+        raise (
+            kind(f"{self.url}: {told.message}")
+            if kind
+            else Unavailable(self.url, f"answers {response.status} {told.message}")
         )
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
