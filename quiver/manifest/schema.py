@@ -14,6 +14,7 @@ stored once because several rows of ``samples`` may name one blob.
 from __future__ import annotations
 
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 import msgspec
 import pyarrow as pa
@@ -93,6 +94,8 @@ def check_header(header: Header) -> None:
         raise BadRequest(f"shard_bytes is {header.shard_bytes}")
     if "://" not in header.base:
         raise BadRequest(f"base {header.base[:80]!r} is not a URL")
+    if any(part in (".", "..") for part in unquote(header.base).split("/")):
+        raise BadRequest(f"base {header.base[:80]!r} steps out of its folder")
 
 
 def arrow_schema(header: Header) -> pa.Schema:

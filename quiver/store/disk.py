@@ -132,8 +132,7 @@ class Store:
         try:
             if not file.size_bytes:
                 raise Corrupt("shard file is empty", self.name)
-            with memoryview(file.map()) as data:
-                verified(digest, data, self.name)
+            verified(digest, memoryview(file.map()), self.name)
         except Corrupt:
             self.quarantine(Kind.SHARD, digest)
             raise
@@ -212,7 +211,7 @@ class Writing:
         self._store = store
         self._kind = kind
         self._digest = digest
-        self._temporary = temporary
+        self.path = temporary
         self._fd = fd
         self._at = 0
 
@@ -241,7 +240,7 @@ class Writing:
         with _disk_errors(self._store.root):
             os.fsync(self._fd)
             final.parent.mkdir(exist_ok=True)
-            self._temporary.replace(final)
+            self.path.replace(final)
             folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 os.fsync(folder)

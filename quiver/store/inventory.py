@@ -139,6 +139,9 @@ class MemoryInventory:
     def count(self, kind: Kind) -> int:
         return len(self._held[kind])
 
+    def has(self, kind: Kind, digest: Digest) -> bool:
+        return digest in self._held[kind]
+
     def resident_bytes(self) -> int:
         return self._bytes
 

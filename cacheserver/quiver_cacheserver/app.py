@@ -1,0 +1,94 @@
+"""The routes of the daemon (docs/protocol.md), and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from quiver.errors import OverCapacity, QuiverError
+from quiver.store import Kind
+from quiver.wire import ErrorBody, RingView
+from quiver_cacheserver.counters import Collector
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.reads import read
+from quiver_cacheserver.transfers import Transfers
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_app(node: Node) -> web.Application:
+    """Return the application for a node."""
+    transfers = Transfers(node)
+    metrics = CollectorRegistry(auto_describe=False)
+    metrics.register(Collector(node))
+
+    async def ring(_: web.Request) -> web.Response:
+        return _json(RingView.of(node.registry.ring))
+
+    async def status(_: web.Request) -> web.Response:
+        return _json(node.status())
+
+    async def batch(request: web.Request) -> web.StreamResponse:
+        return await read(request, node)
+
+    async def healthy(_: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def ready(_: web.Request) -> web.Response:
+        """Ready: registered, and not on the way out."""
+        if node.state != "up":
+            return web.Response(status=503, text=f"{node.state}\n", headers={"Retry-After": "1"})
+        return web.Response(text="ok\n")
+
+    async def numbers(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    app = web.Application(middlewares=[_errors])
+    app.router.add_get("/v1/ring", ring)
+    app.router.add_get("/v1/status", status)
+    app.router.add_post("/v1/read", batch)
+    for kind in Kind:
+        path = f"/v1/{kind}/{{digest}}"
+        app.router.add_get(path, _of(transfers.get, kind))
+        app.router.add_put(path, _of(transfers.put, kind))
+    app.router.add_get("/healthz", healthy)
+    app.router.add_get("/readyz", ready)
+    app.router.add_get("/metrics", numbers)
+    return app
+
+
+def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kind: Kind) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await route(request, kind)
+
+    return handle
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except QuiverError as error:
+        headers = {"Retry-After": f"{error.retry_after_seconds:.0f}"} if isinstance(error, OverCapacity) else {}
+        return _json(ErrorBody(error.code, str(error)), error.status, headers)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _json(ErrorBody("http", error.reason), error.status, dict(_allow(error)))
+
+
+def _allow(error: web.HTTPException) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in error.headers.items() if name.lower() == "allow"]
+
+
+def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json", headers=headers
+    )

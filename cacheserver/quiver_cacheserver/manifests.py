@@ -1,0 +1,107 @@
+"""The manifests that this daemon knows: opened, checked, and fetched from neighbours by digest when somebody names one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import Final
+
+from quiver.digest import Digest
+from quiver.errors import BadRequest, Corrupt, DiskFailed, NotFound, OverCapacity, Unavailable
+from quiver.manifest import Manifest
+from quiver.peer import PeerClient
+from quiver.residency import IDLE_SECONDS
+from quiver.store import Kind, Store
+from quiver.store.inventory import file_of
+
+log = logging.getLogger(__name__)
+
+OPEN_MAX: Final = 256
+MANIFEST_BYTES_MAX: Final = 4 << 30
+ASK_AGAIN_SECONDS: Final = 2.0  # a manifest that nobody had is not looked for more often than this
+
+
+class Manifests:
+    """Opened manifests by digest. ``get`` belongs to the event loop, the rest is safe from threads."""
+
+    def __init__(self, store: Store, executor: Executor, peers: Callable[[Digest], Iterable[PeerClient]]) -> None:
+        self._store = store
+        self._executor = executor
+        self._peers = peers
+        self._open: OrderedDict[Digest, Manifest] = OrderedDict()
+        self._used: dict[Digest, float] = {}
+        self._missing: OrderedDict[Digest, float] = OrderedDict()
+        self._fetching: dict[Digest, asyncio.Future[Manifest | None]] = {}
+
+    async def get(self, digest: Digest) -> Manifest | None:
+        """Return the manifest, from disk or from a neighbour; ``None`` if nobody has it."""
+        self._used[digest] = time.monotonic()
+        manifest = self._open.get(digest)
+        if manifest is not None:
+            self._open.move_to_end(digest)
+            return manifest
+        if time.monotonic() - self._missing.get(digest, -ASK_AGAIN_SECONDS) < ASK_AGAIN_SECONDS:
+            return None
+        future = self._fetching.get(digest)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = self._fetching[digest] = loop.run_in_executor(self._executor, self._find, digest)
+            future.add_done_callback(lambda done: self._found(digest, done))
+        return await asyncio.shield(future)
+
+    def forget_missing(self, digest: Digest) -> None:
+        """Look for the manifest again: somebody has just put it."""
+        self._missing.pop(digest, None)
+
+    def in_use(self, shard: Digest) -> bool:
+        """Whether the shard is part of a dataset that was read of late."""
+        recent = time.monotonic() - IDLE_SECONDS
+        return any(
+            self._used.get(digest, 0.0) > recent and shard in manifest.shard_numbers
+            for digest, manifest in list(self._open.items())
+        )
+
+    def _found(self, digest: Digest, done: asyncio.Future[Manifest | None]) -> None:
+        self._fetching.pop(digest, None)
+        manifest = None if done.cancelled() or done.exception() else done.result()
+        if manifest is None:
+            self._missing[digest] = time.monotonic()
+            while len(self._missing) > OPEN_MAX:
+                self._missing.popitem(last=False)
+            return
+        self._open[digest] = manifest
+        while len(self._open) > OPEN_MAX:
+            old, _ = self._open.popitem(last=False)
+            self._used.pop(old, None)
+
+    def _find(self, digest: Digest) -> Manifest | None:
+        try:
+            return self._from_disk(digest)
+        except NotFound:
+            pass
+        for peer in self._peers(digest):
+            try:
+                data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
+                self._store.put(Kind.MANIFEST, digest, data)
+                return self._from_disk(digest)
+            except NotFound:
+                continue
+            except (Corrupt, Unavailable, OverCapacity, DiskFailed) as error:
+                log.warning("manifest not taken: %s", error)
+        return None
+
+    def _from_disk(self, digest: Digest) -> Manifest:
+        self._store.open_file(Kind.MANIFEST, digest)  # raises NotFound, and counts as a use
+        path = file_of(self._store.root, Kind.MANIFEST, digest)
+        try:
+            if Digest.of_file(path) != digest:
+                raise BadRequest("a manifest on disk does not hash to its name")
+            return Manifest.open(path)
+        except BadRequest as error:
+            log.warning("manifest put aside: %s", error)
+            self._store.quarantine(Kind.MANIFEST, digest)
+            raise NotFound("the manifest on disk was wrong") from error

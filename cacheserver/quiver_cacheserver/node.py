@@ -1,0 +1,236 @@
+"""The daemon without HTTP: what it holds, how it gets what it does not hold, and from whom.
+
+The way of a missing shard: first here (verified once after a restart), then the neighbours that may have it (owners of
+the ring and those that drain), then the origin, if the operator allows this origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.errors import Corrupt, DiskFailed, Forbidden, NotFound, QuiverError
+from quiver.fill import OriginShards
+from quiver.manifest import Manifest
+from quiver.origin import SampleOrigin, open_origin
+from quiver.peer import PeerClient
+from quiver.source import ShardSource, first_verified
+from quiver.store import Kind, MemoryInventory, OpenFile, Store
+from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.config import normal_prefix
+from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.fills import Fills
+from quiver_cacheserver.manifests import Manifests
+from quiver_cacheserver.registry import Registry
+
+log = logging.getLogger(__name__)
+
+DISK_THREADS: Final = 8
+FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
+RUNNERS_UP: Final = 2
+PEER_CONNECT_AGAIN_SECONDS: Final = 5.0
+ORIGINS_OPEN_MAX: Final = 64
+
+
+class Node:
+    """One daemon. Made by ``serve.build``; its coroutines belong to one event loop."""
+
+    def __init__(
+        self, name: str, url: str, version: str, store: Store, registry: Registry, origins: Iterable[str]
+    ) -> None:
+        self.name, self.url, self.version = name, url, version
+        self.store = store
+        self.registry = registry
+        self.counters = Counters()
+        self.state: str = "up"
+        self.disk = "ok"
+        self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
+        self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
+        self.fills = Fills(self.fill_threads, self._count_failure)
+        self.manifests = Manifests(store, self.disk_threads, self._manifest_peers)
+        self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
+        self._origins: dict[str, SampleOrigin] = {}
+        self._peers: dict[str, PeerClient] = {}
+        self._silent: dict[str, float] = {}
+        self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
+        self._started = time.monotonic()
+        store.in_use = self.manifests.in_use
+
+    @property
+    def shard_count(self) -> int:
+        inventory = self.store.inventory
+        assert isinstance(inventory, MemoryInventory)
+        return inventory.count(Kind.SHARD)
+
+    def close(self) -> None:
+        self.fill_threads.shutdown(cancel_futures=True)
+        self.disk_threads.shutdown(cancel_futures=True)
+        for origin in self._origins.values():
+            origin.close()
+        for peer in self._peers.values():
+            peer.close()
+        self.store.close()
+
+    def status(self) -> NodeStatus:
+        inventory = self.store.inventory
+        assert isinstance(inventory, MemoryInventory)
+        counters = self.counters
+        return NodeStatus(
+            id=self.name,
+            url=self.url,
+            rack=self.registry.ring.rack,
+            version=self.version,
+            state="draining" if self.state == "draining" else "up",
+            resident_bytes=self.store.resident_bytes(),
+            capacity_bytes=self.store.capacity_bytes,
+            shards=inventory.count(Kind.SHARD),
+            manifests=inventory.count(Kind.MANIFEST),
+            origin_read_bytes=counters.origin_read_bytes,
+            served_bytes=counters.served_bytes,
+            fills=sum(counters.fills.values()),
+            corruptions=sum(counters.corruptions.values()),
+            ring_members=len(self.registry.ring.members),
+            ring_age_seconds=self.registry.age_seconds,
+            uptime_seconds=time.monotonic() - self._started,
+            disk=self.disk,
+        )
+
+    # -- shards -------------------------------------------------------------------------------------------------------
+
+    def resident(self, digest: Digest) -> bool:
+        """Whether the shard is here and was verified since the daemon started."""
+        inventory = self.store.inventory
+        assert isinstance(inventory, MemoryInventory)
+        return digest not in self._unverified and inventory.has(Kind.SHARD, digest)
+
+    async def bring(self, digests: Iterable[Digest], manifest: Manifest | None, wait_seconds: float) -> None:
+        """Bring shards in, waiting for them no longer than ``wait_seconds``; whatever is late goes on coming."""
+        waiting = set()
+        for digest in digests:
+            if not self.resident(digest):
+                begun = self.fills.start(digest, lambda digest=digest: self._bring(digest, manifest))  # type: ignore[misc]
+                if isinstance(begun, asyncio.Future):
+                    waiting.add(begun)
+        if waiting:
+            await asyncio.wait(waiting, timeout=wait_seconds)
+
+    def absence(self, digest: Digest, manifest: Manifest | None) -> RangeStatus:
+        """Return what to tell a reader of a shard that is not here."""
+        if manifest is None or digest not in manifest.shard_numbers:
+            return RangeStatus.NO_MANIFEST
+        return self.fills.outcome(digest)
+
+    async def open_shard(self, digest: Digest) -> OpenFile:
+        """Return a verified resident shard's file. Raises ``NotFound``; it brings nothing in."""
+        loop = asyncio.get_running_loop()
+        # Verified in a disk thread: a fill thread may itself be waiting for a neighbour that asks this daemon.
+        if digest in self._unverified:
+            await loop.run_in_executor(self.disk_threads, self._verify, digest)
+        if not self.resident(digest):
+            raise NotFound("the shard is not resident")
+        return await loop.run_in_executor(self.disk_threads, self.store.open_file, Kind.SHARD, digest)
+
+    def suspect(self, digests: Iterable[Digest]) -> None:
+        """A reader got wrong bytes: verify these shards again before they are served."""
+        inventory = self.store.inventory
+        assert isinstance(inventory, MemoryInventory)
+        self._unverified.update(digest for digest in digests if inventory.has(Kind.SHARD, digest))
+
+    def admitted(self, digest: Digest, source: str) -> None:
+        """A shard was written by way of ``source`` and verified."""
+        self._unverified.discard(digest)
+        self.counters.count("fills", source)
+        self.disk = "ok"
+
+    def _bring(self, digest: Digest, manifest: Manifest | None) -> None:
+        """In a thread: make the shard resident and verified, or raise why not."""
+        if self._verify(digest):
+            return
+        number = manifest.shard_numbers.get(digest) if manifest is not None else None
+        if manifest is None or number is None:
+            raise NotFound("the shard is not resident and no manifest says where its samples lie")
+        size_bytes = int(manifest.tables.shard_sizes[number])
+        try:
+            with self.store.reserve(Kind.SHARD, digest, size_bytes) as writing:
+                shard, source = first_verified(self._sources(digest, manifest), digest, size_bytes, self._blame)
+                writing.write(shard.data)
+                writing.commit()
+        except DiskFailed as error:
+            self.disk = str(error)
+            raise
+        self.admitted(digest, "peer" if isinstance(source, PeerClient) else "origin")
+
+    def _verify(self, digest: Digest) -> bool:
+        """Return whether the shard is resident and right; what is wrong is quarantined."""
+        try:
+            if digest in self._unverified:
+                self.store.check(digest)
+                self._unverified.discard(digest)
+            else:
+                self.store.open_file(Kind.SHARD, digest)
+        except NotFound:
+            self._unverified.discard(digest)
+            return False
+        except Corrupt as error:
+            self._unverified.discard(digest)
+            self.counters.count("corruptions", "disk")
+            log.warning("quarantined: %s", error)
+            return False
+        return True
+
+    # -- where shards come from ---------------------------------------------------------------------------------------
+
+    def _sources(self, digest: Digest, manifest: Manifest) -> Iterator[ShardSource]:
+        ring = self.registry.ring
+        ranked = ring.rank(np.frombuffer(digest, np.uint8)[None], ring.replicas + RUNNERS_UP)[0]
+        likely = [ring.members[int(i)] for i in ranked if i >= 0]
+        likely += [member for member in ring.members if member.state == "draining"]
+        for member in likely:
+            if member.id != self.name and member.url != self.url:
+                yield from self._peer(member.url)
+        yield OriginShards(manifest, self._origin(manifest))
+
+    def _peer(self, url: str) -> Iterator[PeerClient]:
+        """Yield the peer, unless it was silent a moment ago."""
+        if time.monotonic() >= self._silent.get(url, 0.0):
+            if url not in self._peers:
+                self._peers[url] = PeerClient(url)
+            yield self._peers[url]
+
+    def _manifest_peers(self, digest: Digest) -> Iterator[PeerClient]:
+        for member in self.registry.ring.owners(digest, len(self.registry.ring.members)):
+            if member.url != self.url:
+                yield from self._peer(member.url)
+
+    def _origin(self, manifest: Manifest) -> SampleOrigin:
+        """Return the origin of a manifest, if the operator allows it. Raises ``Forbidden`` if not."""
+        base = manifest.header.base
+        if not any(normal_prefix(base).startswith(prefix) for prefix in self._allowed):
+            raise Forbidden("this daemon may not read that origin; its operator can allow it with --origin")
+        key = str(manifest.digest)
+        origin = self._origins.get(key)
+        if origin is None:
+            while len(self._origins) >= ORIGINS_OPEN_MAX:
+                self._origins.pop(next(iter(self._origins)))
+            origin = self._origins[key] = open_origin(manifest, contain=True, count=self._count_origin)
+        return origin
+
+    def _count_origin(self, read_bytes: int) -> None:
+        self.counters.add("origin_read_bytes", read_bytes)
+
+    def _count_failure(self, error: QuiverError) -> None:
+        self.counters.count("failures", error.code)
+
+    def _blame(self, source: ShardSource, error: QuiverError) -> None:
+        if isinstance(error, Corrupt):
+            self.counters.count("corruptions", "peer" if isinstance(source, PeerClient) else "origin")
+        if isinstance(source, PeerClient):
+            self._silent[source.url] = time.monotonic() + PEER_CONNECT_AGAIN_SECONDS
+            log.info("neighbour passed over: %s", error)

@@ -1,0 +1,408 @@
+"""Where a daemon learns who else is in its rack: a fixed list, or etcd. The rest of the daemon sees a ``Registry``.
+
+A registry always has a ring: at first the daemon alone, and when etcd goes away the last one. It runs its own tasks
+between ``async with``'s two ends and never fails for etcd's sake; what to do about etcd is decided by the pure
+``quiver.membership`` and only carried out here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import random
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import TracebackType
+from typing import Final, Protocol, Self, assert_never
+from urllib.parse import urlsplit
+
+import msgspec
+import xxhash
+
+from quiver import membership as m
+from quiver.errors import Misconfigured, NotFound, Unavailable
+from quiver.ring import Member, Ring, check_member, check_url
+from quiver_cacheserver.etcd import Etcd, parse_endpoints
+
+log = logging.getLogger(__name__)
+
+TTL_SECONDS: Final = 10.0
+LOG_EVERY_SECONDS: Final = 30.0
+_RACK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+class Registry(Protocol):
+    """Who is in the rack, as far as this daemon knows."""
+
+    @property
+    def ring(self) -> Ring:
+        """The ring now. It is replaced, never mutated."""
+
+    @property
+    def own(self) -> Member:
+        """This daemon as it stands in the ring."""
+
+    @property
+    def age_seconds(self) -> float:
+        """For how long the ring has not been confirmed."""
+
+    @property
+    def ignored_total(self) -> int:
+        """Records seen that describe no member."""
+
+    @property
+    def registered(self) -> bool:
+        """Others can see this daemon, as far as it knows."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Leave the rack."""
+
+    async def changed(self) -> None:
+        """Return when the ring or ``registered`` has changed. Check, then wait: nothing is missed in between."""
+
+    async def drain(self) -> None:
+        """Own nothing from now on, but stay in the ring so that others can still ask. Returns within a few seconds."""
+
+    async def wait_until_registered(self, timeout_seconds: float) -> bool:
+        """Return whether others can see this daemon by then. Raises ``Misconfigured`` if its node id is taken."""
+
+
+class StaticRegistry:
+    """The rack as the operator wrote it down: ``--peers``, or a daemon alone. Nobody is asked and nobody is told.
+
+    Every daemon must come to the same ring, so with peers a node's name is made of its URL and all weigh the same:
+    ``--node-id`` and capacities are known only to the daemon that has them.
+    """
+
+    age_seconds = 0.0
+    ignored_total = 0
+    registered = True
+
+    def __init__(self, rack: str, member: Member, peers: Sequence[str] = (), replicas: int = 1) -> None:
+        check_rack(rack)
+        check_member(member)
+        self._own = member if not peers else Member(static_id(member.url), check_url(member.url))
+        members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
+        if peers and self._own.id not in members:
+            log.info("%s is not among the peers given: it is added, here only", self._own.url)
+        members[self._own.id] = self._own
+        self._ring = Ring.of(rack, members.values(), replicas)
+        self._news = asyncio.Event()
+
+    @property
+    def ring(self) -> Ring:
+        return self._ring
+
+    @property
+    def own(self) -> Member:
+        return self._own
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        return None
+
+    async def changed(self) -> None:
+        await self._news.wait()
+
+    async def drain(self) -> None:
+        """Own nothing in the ring that this daemon gives out. Its peers are not told: restart them without it."""
+        self._own = msgspec.structs.replace(self._own, state="draining")
+        others = [member for member in self._ring.members if member.id != self._own.id]
+        self._ring = Ring.of(self._ring.rack, [*others, self._own], self._ring.replicas)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def wait_until_registered(self, timeout_seconds: float) -> bool:
+        return True
+
+
+def static_id(url: str) -> str:
+    """Return the node id of a daemon that is known by its URL alone: the same on every daemon, two URLs never share it."""
+    parts = urlsplit(check_url(url))
+    host, port = (parts.hostname or "").lower(), parts.port or 80
+    name = f"{host}-{port}"
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", host) and len(name) <= 64:
+        return name
+    told = re.sub(r"[^a-z0-9.]+", "-", host).strip("-.")[:32]
+    return f"host-{told}-{port}-{xxhash.xxh3_64_hexdigest(host.encode())}"[:64]
+
+
+def check_rack(rack: str) -> str:
+    """Return the rack's name if it can be part of a key in etcd."""
+    if not _RACK.fullmatch(rack):
+        raise Misconfigured(f"not a rack name: {rack[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
+    return rack
+
+
+class EtcdRegistry:
+    """The rack as etcd has it: ``/quiver/racks/<rack>/members/<node>``, each key under its daemon's lease.
+
+    One task supervises: it connects, runs a conversation, and when that is lost waits a little and connects again, to
+    the next endpoint if there are several. The lease outlives connections, so a short outage changes nothing in etcd.
+    """
+
+    def __init__(
+        self,
+        endpoints: str,
+        rack: str,
+        member: Member,
+        *,
+        replicas: int = 1,
+        ttl_seconds: float = TTL_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._endpoints = parse_endpoints(endpoints)
+        if ttl_seconds < 1:
+            raise Misconfigured(f"a lease of {ttl_seconds} s is too short; use at least 1 s (10 s is usual)")
+        self._clock = clock
+        self._timeout_seconds = max(0.5, ttl_seconds / 3)
+        session = secrets.token_hex(8)
+        self._state = m.begin(check_rack(rack), check_member(member), session, replicas, ttl_seconds, clock())
+        self._endpoint = self._endpoints[0]
+        self._group = asyncio.TaskGroup()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._inbox = _Inbox()
+        self._news = asyncio.Event()
+        self._rarely = _Rarely(clock)
+
+    @property
+    def ring(self) -> Ring:
+        return self._state.ring
+
+    @property
+    def own(self) -> Member:
+        return self._state.own
+
+    @property
+    def age_seconds(self) -> float:
+        return max(0.0, self._clock() - self._state.listed_at)
+
+    @property
+    def ignored_total(self) -> int:
+        return self._state.ignored_total
+
+    @property
+    def registered(self) -> bool:
+        return self._state.registered
+
+    def __repr__(self) -> str:
+        s = self._state
+        return f"EtcdRegistry({s.key}, {self._endpoint}, connected={s.connected}, members={len(s.ring.members)})"
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._supervise(), name="registry")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._closing = True  # aetcd can swallow a cancellation while it shuts a watcher down
+        if self._task is not None:
+            self._task.cancel()
+        try:
+            await self._group.__aexit__(None, None, None)
+        finally:
+            await self._leave()
+
+    async def changed(self) -> None:
+        await self._news.wait()
+
+    async def drain(self) -> None:
+        self._learn(m.OwnChanged(msgspec.structs.replace(self._state.own, state="draining")))
+        self._inbox.wake()
+        if not await self._wait_for(lambda: self.registered, 2 * self._timeout_seconds):
+            log.warning(
+                "%s does not know yet that this daemon drains; its peers find out when it is gone", self._endpoint
+            )
+
+    async def wait_until_registered(self, timeout_seconds: float) -> bool:
+        known = await self._wait_for(lambda: self.registered or self._state.taken is not None, timeout_seconds)
+        if self._state.taken is not None:
+            raise Misconfigured(_taken(self._state.own, self._state.taken))
+        return known
+
+    async def _wait_for(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while not condition():
+                    await self.changed()
+        return condition()
+
+    # The one task -----------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        attempt = 0
+        for endpoint in itertools.cycle(self._endpoints):
+            self._endpoint = endpoint
+            listed_at = self._state.listed_at
+            try:
+                async with Etcd(endpoint, self._timeout_seconds) as etcd:
+                    await self._converse(etcd)
+            except Unavailable as error:
+                self._warn(error)
+            self._learn(m.Lost())
+            if self._closing:
+                return
+            attempt = 0 if self._state.listed_at > listed_at else attempt + 1
+            draw = random.random()  # noqa: S311 - jitter
+            await asyncio.sleep(m.backoff_seconds(attempt, self._state.ttl_seconds, draw))
+
+    async def _converse(self, etcd: Etcd) -> None:
+        """Do what is due and learn what comes of it, until the connection is lost or to be given up."""
+        self._inbox.reset()
+        lost: Unavailable | None = None
+        pump: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as group:
+            try:
+                action = self._learn(m.Connected())
+                while not isinstance(action, m.Reconnect) and not self._closing:
+                    if isinstance(action, m.Watch):
+                        changes = await etcd.watch(self._state.prefix, action.from_revision)
+                        pump = group.create_task(self._inbox.fill(changes), name="watch")
+                        action = self._learn(m.Watching())
+                    else:
+                        event = await self._carry_out(action, etcd)
+                        if isinstance(event, m.Listed) and (before := self._inbox.take()):
+                            self._learn(before)  # what the watch brought meanwhile is no news that it missed
+                        action = self._learn(event)
+            except Unavailable as error:
+                lost = error  # a task group would wrap it
+            finally:
+                if pump is not None:
+                    pump.cancel()
+        if lost is not None:
+            raise lost
+
+    async def _carry_out(self, action: m.Action, etcd: Etcd) -> m.Event:
+        match action:
+            case m.List():
+                return await etcd.list(self._state.prefix)
+            case m.Grant():
+                return m.LeaseGranted(await etcd.grant(self._state.ttl_seconds))
+            case m.KeepAlive(lease):
+                return m.LeaseKept() if await etcd.keep_alive(lease) else m.LeaseLost()
+            case m.Register(key, value, lease, over):
+                try:
+                    entry = await etcd.register(key, value, lease, over)
+                except NotFound:
+                    return m.LeaseLost()
+                return m.Registered(entry) if entry else m.Refused()
+            case m.Wait(until):
+                return await self._inbox.wait(until - self._clock()) or m.Tick()
+            case m.Watch() | m.Reconnect():
+                raise AssertionError("the conversation handles these")
+            case _:
+                assert_never(action)
+
+    def _learn(self, event: m.Event) -> m.Action:
+        """Take one step, and tell those who wait if the ring or one's own standing changed."""
+        before = self._state
+        self._state, action = m.step(before, event, self._clock())
+        after = self._state
+        if after.ring is not before.ring:
+            log.info("the ring of rack %s has %d members", after.rack, len(after.ring.members))
+        if after.ignored_total > before.ignored_total and self._rarely("ignored"):
+            log.warning("ignored %d records under %s that describe no member", after.ignored_total, after.prefix)
+        if after.taken is not None and self._rarely("taken"):
+            log.error(_taken(after.own, after.taken))
+        if after.ring is not before.ring or (after.registered, after.taken) != (before.registered, before.taken):
+            news, self._news = self._news, asyncio.Event()
+            news.set()
+        return action
+
+    def _warn(self, error: Unavailable) -> None:
+        if self._rarely("away"):
+            count = len(self._state.ring.members)
+            log.warning(
+                "%s; serving on with the last ring (%d members, %.0f s old) and trying again. "
+                "Check that etcd runs there and that --etcd names it",
+                *(error, count, self.age_seconds),
+            )
+
+    async def _leave(self) -> None:
+        """Revoke the lease, so that the others need not wait for it to run out. Without etcd it does run out."""
+        if not self._state.lease:
+            return
+        try:
+            async with Etcd(self._endpoint, min(1.0, self._timeout_seconds)) as etcd:
+                await etcd.revoke(self._state.lease)
+        except (Unavailable, NotFound) as error:
+            log.info("the lease was not revoked and runs out by itself: %s", error)
+        self._learn(m.LeaseLost())
+
+
+def _taken(own: Member, rival: Member) -> str:
+    return (
+        f"node id {own.id!r} is taken by a living daemon at {rival.url}; this one is {own.url}. "
+        "Choose another --node-id, or stop the other daemon"
+    )
+
+
+class _Inbox:
+    """What a watch brought and was not learnt yet: the last change of each key, so its size is bounded."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, m.Entry | m.Gone] = {}
+        self._lost: Unavailable | None = None
+        self._woken = asyncio.Event()
+
+    def reset(self) -> None:
+        self._changes, self._lost = {}, None
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def fill(self, changes: AsyncIterator[m.Entry | m.Gone]) -> None:
+        """Take changes in until the watch ends."""
+        try:
+            async for change in changes:
+                self._changes[change.key] = change
+                if len(self._changes) > m.KEYS_MAX:
+                    raise Unavailable("etcd", f"more than {m.KEYS_MAX} keys changed at once")
+                self.wake()
+        except Unavailable as error:
+            self._lost = error
+            self.wake()
+
+    async def wait(self, timeout_seconds: float) -> m.Changed | None:
+        """Return what came, waiting for it if there is nothing; None if nothing came. Raises when the watch ended."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, timeout_seconds)):
+                await self._woken.wait()
+        self._woken.clear()
+        if self._lost is not None:
+            raise self._lost
+        return self.take()
+
+    def take(self) -> m.Changed | None:
+        changes, self._changes = self._changes, {}
+        return m.Changed(tuple(changes.values())) if changes else None
+
+
+class _Rarely:
+    """True at most once in ``LOG_EVERY_SECONDS`` for a thing."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last: dict[str, float] = {}
+
+    def __call__(self, what: str) -> bool:
+        now = self._clock()
+        if now - self._last.get(what, -LOG_EVERY_SECONDS) < LOG_EVERY_SECONDS:
+            return False
+        self._last[what] = now
+        return True

@@ -1,0 +1,133 @@
+"""The daemon's life: built, bound to a port, in the ring, serving; and on SIGTERM drained, out of the ring, gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from quiver import __version__
+from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound
+from quiver.ring import Member
+from quiver.store import Kind, Store
+from quiver_cacheserver.app import make_app
+from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry
+
+log = logging.getLogger(__name__)
+
+BACKLOG: Final = 1024
+QUIET_SECONDS: Final = 1.0  # a draining daemon that nobody has read from for so long has been left by all
+SCRUB_BYTES_PER_SECOND: Final = 16 << 20  # 1.4 TB a day: the whole of an SSD in days, without anyone noticing
+SCRUB_IDLE_SECONDS: Final = 60.0
+
+
+def build(config: Config, url: str, port: int) -> Node:
+    """Compose the daemon. This function reads like the architecture: the disk, the ring, the node that joins them."""
+    name = config.node_name(port)
+    store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False)
+    member = Member(name, url, weight=float(config.capacity_bytes))
+    registry: Registry
+    if config.etcd:
+        registry = EtcdRegistry(config.etcd, config.rack, member, replicas=config.replicas)
+    else:
+        registry = StaticRegistry(config.rack, member, config.peers, replicas=config.replicas)
+    return Node(name, url, __version__, store, registry, config.origin)
+
+
+def bind(config: Config) -> socket.socket:
+    """Return the listening socket. Raises ``Misconfigured`` if the address cannot be had."""
+    host, port = config.address
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise Misconfigured(f"--listen {config.listen}: {why}; is another daemon running there?") from error
+    listener.setblocking(False)
+    return listener
+
+
+async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | None = None) -> None:
+    """Run the daemon until SIGTERM or SIGINT. Raises ``Misconfigured`` if it cannot start."""
+    check(config)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    with contextlib.closing(bind(config)) as listener:
+        port = listener.getsockname()[1]
+        node = build(config, config.advertised_url(port), port)
+        try:
+            await _serve(config, node, listener, stop, started)
+        finally:
+            await loop.run_in_executor(None, node.close)
+
+
+async def _serve(
+    config: Config,
+    node: Node,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    started: Callable[[Node], Awaitable[None]] | None,
+) -> None:
+    # auto_decompress off: an upload is bytes with a name, never something to unpack.
+    runner = web.AppRunner(
+        make_app(node), access_log=None, handle_signals=False, auto_decompress=False, shutdown_timeout=5.0
+    )
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listener).start()
+        async with node.registry:
+            await node.registry.wait_until_registered()
+            log.info("%s serves rack %s at %s", node.name, node.registry.ring.rack, node.url)
+            if started is not None:
+                await started(node)
+            async with asyncio.TaskGroup() as tasks:
+                scrubber = tasks.create_task(_scrub(node))
+                await stop.wait()
+                scrubber.cancel()
+            await _drain(config, node)
+    finally:
+        await runner.cleanup()
+
+
+async def _drain(config: Config, node: Node) -> None:
+    """Leave the ring, go on serving those who still ask, and end when they are gone or patience is."""
+    node.state = "draining"
+    log.info("%s drains", node.name)
+    await node.registry.drain()
+    deadline = time.monotonic() + config.drain_seconds
+    quiet_since, served = time.monotonic(), node.counters.served_bytes
+    while time.monotonic() < deadline:
+        busy = node.counters.reads_in_flight or node.counters.served_bytes != served
+        if busy:
+            quiet_since, served = time.monotonic(), node.counters.served_bytes
+        elif time.monotonic() - quiet_since >= min(QUIET_SECONDS, config.drain_seconds):
+            return
+        await asyncio.sleep(0.05)
+
+
+async def _scrub(node: Node) -> None:
+    """Verify what is on disk, slowly and for ever: rot is found before a reader meets it."""
+    loop = asyncio.get_running_loop()
+    while True:
+        for held in node.store.inventory.held(Kind.SHARD):
+            await asyncio.sleep(held.size_bytes / SCRUB_BYTES_PER_SECOND)
+            try:
+                await loop.run_in_executor(node.disk_threads, node.store.check, held.digest)
+            except Corrupt as error:
+                node.counters.count("corruptions", "disk")
+                log.warning("scrubbing found and quarantined: %s", error)
+            except (NotFound, DiskFailed):
+                continue
+        await asyncio.sleep(SCRUB_IDLE_SECONDS)
