@@ -1,0 +1,69 @@
+"""A member's record: JSON under ``/quiver/racks/<rack>/members/<node>``. Parsed here and nowhere else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from quiver.errors import BadRequest
+from quiver.ring import Member, check_member
+
+VALUE_BYTES_MAX: Final = 4096
+"""A record has some 150 bytes; this leaves room for fields that later versions add."""
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """The JSON value of a member's key. Unknown fields are skipped, so that later versions can add some."""
+
+    url: str
+    weight: float
+    session: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    state: Literal["up", "draining"] = "up"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A key of the rack's folder as etcd holds it. ``revision`` is that of its last change; ``lease`` 0 is none."""
+
+    key: str
+    value: bytes
+    revision: int
+    lease: int
+
+
+@dataclass(frozen=True)
+class Gone:
+    """A key that was deleted, or expired, in ``revision``."""
+
+    key: str
+    revision: int
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A valid record: who, and in which life (``session`` is drawn anew at each start of a daemon)."""
+
+    member: Member
+    session: str
+    lease: int
+
+
+def read(name: str, entry: Entry) -> Seat | None:
+    """Return the member that the entry describes, or None if it describes none."""
+    if len(entry.value) > VALUE_BYTES_MAX:
+        return None
+    try:
+        record = msgspec.json.decode(entry.value, type=_Record)
+        member = check_member(Member(name, record.url, record.weight, record.state))
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
+        return None
+    if not record.url.isprintable() or " " in record.url:
+        return None  # urlsplit passes over line feeds: nobody should get one into a request
+    return Seat(member, record.session, entry.lease)
+
+
+def write(member: Member, session: str) -> bytes:
+    """Return the JSON that the member's key shall hold: the same bytes for the same member."""
+    return msgspec.json.encode(_Record(member.url, member.weight, session, member.state))
