@@ -13,8 +13,9 @@ Nothing outside this module sees aetcd or gRPC. What was seen of aetcd 1.0, and 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
@@ -24,7 +25,7 @@ import aetcd
 from aetcd import rpc
 
 from quiver.errors import Misconfigured, NotFound, Unavailable
-from quiver.membership import KEYS_MAX, Entry, Gone, Listed
+from quiver.membership import KEYS_MAX, Changed, Entry, Gone, Listed
 
 PAGE_KEYS_MAX: Final = 256
 """Records of 4 KiB, the largest that are valid, fill a quarter of what gRPC accepts."""
@@ -161,7 +162,7 @@ class Etcd:
         return reply is not None and reply.TTL > 0
 
     async def register(self, key: str, value: bytes, lease: int, over: int) -> Entry | None:
-        """Write the key if its revision is still ``over`` (0: absent), else return None. NotFound: the lease is gone."""
+        """Write the key if its revision is still ``over`` (0: absent), else return None. NotFound: no such lease."""
         name, transactions = key.encode(), self._client.transactions
         with self._mapped():
             done, replies = await self._client.transaction(
@@ -175,6 +176,47 @@ class Etcd:
         """End the lease and all keys under it, now."""
         with self._mapped():
             await self._client.revoke_lease(lease)
+
+
+class Inbox:
+    """What a watch brought and was not learnt yet: the last change of each key, so its size is bounded."""
+
+    def __init__(self) -> None:
+        self._changes: dict[str, Entry | Gone] = {}
+        self._lost: Unavailable | None = None
+        self._woken = asyncio.Event()
+
+    def reset(self) -> None:
+        self._changes, self._lost = {}, None
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def fill(self, changes: AsyncIterator[Entry | Gone]) -> None:
+        """Take changes in until the watch ends."""
+        try:
+            async for change in changes:
+                self._changes[change.key] = change
+                if len(self._changes) > KEYS_MAX:
+                    raise Unavailable("etcd", f"more than {KEYS_MAX} keys changed at once")
+                self.wake()
+        except Unavailable as error:
+            self._lost = error
+            self.wake()
+
+    async def wait(self, timeout_seconds: float) -> Changed | None:
+        """Return what came, waiting for it if there is nothing; None if nothing came. Raises when the watch ended."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, timeout_seconds)):
+                await self._woken.wait()
+        self._woken.clear()
+        if self._lost is not None:
+            raise self._lost
+        return self.take()
+
+    def take(self) -> Changed | None:
+        changes, self._changes = self._changes, {}
+        return Changed(tuple(changes.values())) if changes else None
 
 
 def _entry(kv: Any) -> Entry:

@@ -15,7 +15,7 @@ import random
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self, assert_never
 from urllib.parse import urlsplit
@@ -26,7 +26,7 @@ import xxhash
 from quiver import membership as m
 from quiver.errors import Misconfigured, NotFound, Unavailable
 from quiver.ring import Member, Ring, check_member, check_url
-from quiver_cacheserver.etcd import Etcd, parse_endpoints
+from quiver_cacheserver.etcd import Etcd, Inbox, parse_endpoints
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,12 @@ class Registry(Protocol):
     async def drain(self) -> None:
         """Own nothing from now on, but stay in the ring so that others can still ask. Returns within a few seconds."""
 
-    async def wait_until_registered(self, timeout_seconds: float) -> bool:
-        """Return whether others can see this daemon by then. Raises ``Misconfigured`` if its node id is taken."""
+    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
+        """Return whether others can see this daemon by then. Raises ``Misconfigured`` if its node id is taken.
+
+        Without a time it waits while the registry answers, long enough to tell a living holder of the id from a dead
+        one, and not for a registry that is away: a daemon starts without it.
+        """
 
 
 class StaticRegistry:
@@ -124,12 +128,12 @@ class StaticRegistry:
         news, self._news = self._news, asyncio.Event()
         news.set()
 
-    async def wait_until_registered(self, timeout_seconds: float) -> bool:
+    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
         return True
 
 
 def static_id(url: str) -> str:
-    """Return the node id of a daemon that is known by its URL alone: the same on every daemon, two URLs never share it."""
+    """Return the node id of a daemon known by its URL alone: on every daemon the same, for two URLs never."""
     parts = urlsplit(check_url(url))
     host, port = (parts.hostname or "").lower(), parts.port or 80
     name = f"{host}-{port}"
@@ -174,7 +178,8 @@ class EtcdRegistry:
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
-        self._inbox = _Inbox()
+        self._failed_in_a_row = 0
+        self._inbox = Inbox()
         self._news = asyncio.Event()
         self._rarely = _Rarely(clock)
 
@@ -229,11 +234,15 @@ class EtcdRegistry:
                 "%s does not know yet that this daemon drains; its peers find out when it is gone", self._endpoint
             )
 
-    async def wait_until_registered(self, timeout_seconds: float) -> bool:
-        known = await self._wait_for(lambda: self.registered or self._state.taken is not None, timeout_seconds)
+    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
+        def told() -> bool:
+            away = timeout_seconds is None and self._failed_in_a_row > 0
+            return self.registered or self._state.taken is not None or away
+
+        await self._wait_for(told, 3 * self._state.ttl_seconds if timeout_seconds is None else timeout_seconds)
         if self._state.taken is not None:
             raise Misconfigured(_taken(self._state.own, self._state.taken))
-        return known
+        return self.registered
 
     async def _wait_for(self, condition: Callable[[], bool], timeout_seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -245,7 +254,6 @@ class EtcdRegistry:
     # The one task -----------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
-        attempt = 0
         for endpoint in itertools.cycle(self._endpoints):
             self._endpoint = endpoint
             listed_at = self._state.listed_at
@@ -257,9 +265,10 @@ class EtcdRegistry:
             self._learn(m.Lost())
             if self._closing:
                 return
-            attempt = 0 if self._state.listed_at > listed_at else attempt + 1
+            self._failed_in_a_row = 0 if self._state.listed_at > listed_at else self._failed_in_a_row + 1
+            self._tell()
             draw = random.random()  # noqa: S311 - jitter
-            await asyncio.sleep(m.backoff_seconds(attempt, self._state.ttl_seconds, draw))
+            await asyncio.sleep(m.backoff_seconds(self._failed_in_a_row, self._state.ttl_seconds, draw))
 
     async def _converse(self, etcd: Etcd) -> None:
         """Do what is due and learn what comes of it, until the connection is lost or to be given up."""
@@ -320,9 +329,12 @@ class EtcdRegistry:
         if after.taken is not None and self._rarely("taken"):
             log.error(_taken(after.own, after.taken))
         if after.ring is not before.ring or (after.registered, after.taken) != (before.registered, before.taken):
-            news, self._news = self._news, asyncio.Event()
-            news.set()
+            self._tell()
         return action
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     def _warn(self, error: Unavailable) -> None:
         if self._rarely("away"):
@@ -350,47 +362,6 @@ def _taken(own: Member, rival: Member) -> str:
         f"node id {own.id!r} is taken by a living daemon at {rival.url}; this one is {own.url}. "
         "Choose another --node-id, or stop the other daemon"
     )
-
-
-class _Inbox:
-    """What a watch brought and was not learnt yet: the last change of each key, so its size is bounded."""
-
-    def __init__(self) -> None:
-        self._changes: dict[str, m.Entry | m.Gone] = {}
-        self._lost: Unavailable | None = None
-        self._woken = asyncio.Event()
-
-    def reset(self) -> None:
-        self._changes, self._lost = {}, None
-
-    def wake(self) -> None:
-        self._woken.set()
-
-    async def fill(self, changes: AsyncIterator[m.Entry | m.Gone]) -> None:
-        """Take changes in until the watch ends."""
-        try:
-            async for change in changes:
-                self._changes[change.key] = change
-                if len(self._changes) > m.KEYS_MAX:
-                    raise Unavailable("etcd", f"more than {m.KEYS_MAX} keys changed at once")
-                self.wake()
-        except Unavailable as error:
-            self._lost = error
-            self.wake()
-
-    async def wait(self, timeout_seconds: float) -> m.Changed | None:
-        """Return what came, waiting for it if there is nothing; None if nothing came. Raises when the watch ended."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(0.0, timeout_seconds)):
-                await self._woken.wait()
-        self._woken.clear()
-        if self._lost is not None:
-            raise self._lost
-        return self.take()
-
-    def take(self) -> m.Changed | None:
-        changes, self._changes = self._changes, {}
-        return m.Changed(tuple(changes.values())) if changes else None
 
 
 class _Rarely:
