@@ -51,20 +51,25 @@ def plan_batch(manifest: Manifest, indices: npt.NDArray[np.intp], fields: tuple[
 
     ``fields``: the first and the last byte field wanted; what lies between is read as well, to keep one range a sample.
     """
+    return plan_blobs(manifest, manifest.tables.blob_of[indices], fields)
+
+
+def plan_blobs(manifest: Manifest, rows: npt.NDArray[np.integer], fields: tuple[int, int] | None = None) -> Plan:
+    """Plan distinct samples: rows of ``blobs``."""
     tables = manifest.tables
-    blobs = tables.blob_of[indices].astype(np.int64)
+    blobs = rows.astype(np.int64)
     shards = np.searchsorted(tables.firsts, blobs.astype(tables.firsts.dtype), side="right") - 1
     raw = tables.lengths[blobs]
-    first, last = fields if fields is not None else (0, raw.shape[1] - 1)
     offsets = tables.offsets[blobs].astype(np.int64)
     if raw.shape[1] == 1 and not (raw == np.uint64(ABSENT)).any():
         lengths = raw.astype(np.int64)
         return Plan(manifest, blobs, shards, offsets, lengths[:, 0], np.zeros_like(lengths), lengths, 0)
+    first, last = fields if fields is not None else (0, raw.shape[1] - 1)
+    wanted = slice(first, last + 1)
     absent = raw == np.uint64(ABSENT)
     present = np.where(absent, np.uint64(0), raw).astype(np.int64)
     ends = np.cumsum(present, axis=1)
     before = ends[:, first] - present[:, first]
-    wanted = slice(first, last + 1)
     return Plan(
         manifest,
         blobs,
@@ -77,9 +82,9 @@ def plan_batch(manifest: Manifest, indices: npt.NDArray[np.intp], fields: tuple[
     )
 
 
-def no_fields(manifest: Manifest, indices: npt.NDArray[np.intp]) -> Plan:
-    """Return a plan that reads nothing: for a dataset of which only scalars are wanted."""
-    blobs = manifest.tables.blob_of[indices].astype(np.int64)
+def plan_shards(manifest: Manifest, shards: npt.NDArray[np.integer]) -> Plan:
+    """Return a plan that reads nothing of these shards: carrying it out makes them resident."""
+    blobs = manifest.tables.firsts[shards].astype(np.int64)
     nothing = np.zeros(len(blobs), np.int64)
-    no_field = np.zeros((len(blobs), 0), np.int64)
-    return Plan(manifest, blobs, nothing, nothing, nothing, no_field, no_field, 0)
+    cuts = np.zeros((len(blobs), 0), np.int64)
+    return Plan(manifest, blobs, shards.astype(np.int64), nothing, nothing, cuts, cuts, 0)

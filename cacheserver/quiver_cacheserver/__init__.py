@@ -2,6 +2,6 @@
 
     cli -> config -> serve -> app -> reads, uploads -> node -> fills, manifests, counters -> quiver (the kernel)
 
-``node`` is the daemon without HTTP; ``app`` puts routes in front of it; ``serve`` gives it a socket, a place in the ring
-and an end.
+``node`` is the daemon without HTTP; ``app`` puts routes in front of it; ``serve`` gives it a socket, a place in the
+ring and an end.
 """

@@ -91,7 +91,7 @@ def check(config: Config) -> Config:
 
 
 def normal_prefix(prefix: str) -> str:
-    """Return an ``--origin`` in the form that bases are compared with: a URL that ends in ``/``, real for local paths."""
+    """Return an ``--origin`` as bases are compared with it: a URL that ends in ``/``, real for local paths."""
     if "://" not in prefix or prefix.startswith("file://"):
         path = prefix.removeprefix("file://")
         if not Path(path).is_absolute():

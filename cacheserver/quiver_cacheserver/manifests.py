@@ -1,4 +1,4 @@
-"""The manifests that this daemon knows: opened, checked, and fetched from neighbours by digest when somebody names one."""
+"""The manifests that this daemon knows: opened, checked, and fetched from neighbours when somebody names one."""
 
 from __future__ import annotations
 

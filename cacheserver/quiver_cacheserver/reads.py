@@ -1,8 +1,8 @@
 """``POST /v1/read``: all that one reader wants of this daemon for a batch, in one answer.
 
 Shards that are missing are brought in while the reader waits, as long as it said it would; the rest is answered by
-status. File reads happen in threads, a block at a time, and the next block is read while the last one is sent: so memory
-is two blocks a request, and a cold disk holds nobody else up.
+status. File reads happen in threads, a block at a time, and the next block is read while the last one is sent: so
+memory is two blocks a request, and a cold disk holds nobody else up.
 """
 
 from __future__ import annotations

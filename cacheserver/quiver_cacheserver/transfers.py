@@ -106,6 +106,7 @@ class Transfers:
             left -= len(chunk)
             await loop.run_in_executor(self._node.disk_threads, writing.write, chunk)
 
+
 def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
     content = memoryview(writing.content())
     if kind is Kind.SHARD:

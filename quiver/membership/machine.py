@@ -1,4 +1,4 @@
-"""The state of a daemon's membership and its one transition function. For what holds, and why: ``quiver.membership``."""
+"""The state of a daemon's membership and its one transition function. ``quiver.membership`` says what holds and why."""
 
 from __future__ import annotations
 

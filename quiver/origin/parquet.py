@@ -122,7 +122,8 @@ class _File:
 
 def column_of(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array[Any]:
     """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary."""
-    outer, *inner = name.split(".")
+    exact = name in table.schema.names  # a column may have a dot in its name
+    outer, inner = (name, []) if exact else (name.rpartition(".")[0], [name.rpartition(".")[2]])
     column: Any = table.column(outer)
     if isinstance(column, pa.ChunkedArray):
         column = column.combine_chunks()

@@ -6,13 +6,15 @@ a process that may fork uses ``isolated`` instead (docs/adr/0004).
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
+from urllib.parse import unquote
 
-from quiver.errors import Changed, Forbidden, Misconfigured, Unavailable
+from quiver.errors import Changed, Forbidden, Misconfigured, NotFound, Unavailable
 from quiver.origin.base import Extent, check_path
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
@@ -61,34 +63,18 @@ class RemoteStore:
 
     def _get(self, run: _Run) -> Any:
         import obstore
-        from obstore import exceptions as failed
 
         url = self.base + check_path(run.path)
         try:
-            return obstore.get_range(self._store, run.path, start=run.start, end=run.end)
-        except (failed.NotFoundError, FileNotFoundError):
+            with store_errors(url):
+                return obstore.get_range(self._store, run.path, start=run.start, end=run.end)
+        except NotFound:
             raise Changed(url, "vanished") from None
-        except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
-            raise Forbidden(
-                f"{url}: the store refuses the credentials; set the usual variables of the store"
-            ) from error
-        except (failed.BaseError, OSError) as error:
-            text = _first_line(error)
-            if "416" in text or "range" in text.lower():
-                return self._whole(run, url, text)
-            raise Unavailable(url, text) from error
-
-    def _whole(self, run: _Run, url: str, why: str) -> Any:
-        """Read an object from its beginning, for servers that do not answer byte ranges."""
-        import obstore
-        from obstore import exceptions as failed
-
-        if run.start:
-            raise Unavailable(url, f"the server does not answer byte ranges ({why})")
-        try:
-            return obstore.get(self._store, run.path).bytes()
-        except (failed.BaseError, OSError) as error:
-            raise Unavailable(url, _first_line(error)) from error
+        except Unavailable as error:
+            if run.start or "range" not in str(error).lower():
+                raise
+            with store_errors(url):  # a server that does not answer byte ranges: read the object from its beginning
+                return obstore.get(self._store, run.path).bytes()
 
 
 def connect(base: str) -> Any:
@@ -141,3 +127,42 @@ def coalesce(extents: Sequence[Extent]) -> list[_Run]:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+
+
+class Download:
+    """One object being read from its beginning to its end."""
+
+    def __init__(self, url: str, result: Any) -> None:
+        self._url = url
+        self._result = result
+        meta = result.meta
+        self.version = f"{meta['e_tag']} {meta['last_modified']} {meta['size']}"
+
+    def chunks(self, size_bytes: int) -> Iterator[bytes]:
+        with store_errors(self._url):
+            for chunk in self._result.stream(min_chunk_size=size_bytes):
+                yield bytes(chunk)
+
+
+def download(url: str) -> Download:
+    """Begin to read one object, a manifest for instance."""
+    import obstore
+
+    base, _, name = url.rpartition("/")
+    with store_errors(url):
+        return Download(url, obstore.get(connect(base + "/"), unquote(name)))
+
+
+@contextlib.contextmanager
+def store_errors(url: str) -> Iterator[None]:
+    """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
+    from obstore import exceptions as failed
+
+    try:
+        yield
+    except (failed.NotFoundError, FileNotFoundError):
+        raise NotFound(f"{url} does not exist") from None
+    except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
+        raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
+    except (failed.BaseError, OSError) as error:
+        raise Unavailable(url, _first_line(error)) from error

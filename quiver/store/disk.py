@@ -1,8 +1,9 @@
 """A content-addressed store on local disk that never holds more than its capacity.
 
-Invariant: a file under its final name is complete and hashed to that name when it was put there. One recipe sees to it:
-reserve room (a file of the final size in ``tmp``, locked) → write → compare with the name → fsync → rename → fsync of the
-folder → index. Whatever fails on the way leaves nothing behind; what a killed process leaves is swept at the next start.
+Invariant: a file under its final name is complete and hashed to that name when it was put there. One recipe sees to
+it: reserve room (a file of the final size in ``tmp``, locked) → write → compare with the name → fsync → rename → fsync
+of the folder → index. Whatever fails on the way leaves nothing; what a killed process leaves is swept at the next
+start.
 
 Files are immutable and only ever unlinked, so a file that was opened or mapped stays whole, whatever is evicted.
 """

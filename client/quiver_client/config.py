@@ -1,0 +1,74 @@
+"""Where the cache is: the ``cache=`` argument, parsed once.
+
+http://node1:7717,node2:7717          a rack, through any of its daemons
+file:///ssd/quiver?capacity=200GiB    embedded: a folder of this machine, shared by its processes
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from quiver.errors import BadRequest, Misconfigured
+from quiver.ring import check_url
+from quiver.sizes import parse_size
+from quiver.wire import PORT
+
+CAPACITY_BYTES_DEFAULT: Final = 100 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddedCache:
+    """A folder that all processes of this machine share."""
+
+    root: Path
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RackCache:
+    """A rack, known by some of its daemons."""
+
+    urls: tuple[str, ...]
+
+
+CacheConfig = EmbeddedCache | RackCache
+
+
+def cache_home() -> Path:
+    """Return the user's folder for caches, by the XDG convention."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quiver"
+
+
+def parse_cache(cache: str | None) -> CacheConfig:
+    """Parse ``cache=``; ``None`` means ``$QUIVER_CACHE`` or else an embedded cache in ``~/.cache/quiver``.
+
+    Raises ``Misconfigured`` for what is neither.
+    """
+    text = (cache if cache is not None else os.environ.get("QUIVER_CACHE", "")).strip()
+    if not text:
+        return EmbeddedCache(cache_home(), CAPACITY_BYTES_DEFAULT)
+    if text.startswith("http://"):
+        return RackCache(tuple(_daemon(part.strip()) for part in text.split(",") if part.strip()))
+    if text.startswith("https://"):
+        raise Misconfigured(f"cache={text!r}: daemons speak plain HTTP inside the rack; write http://HOST:{PORT}")
+    parts = urlsplit(text)
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        options = parse_qs(parts.query, keep_blank_values=True)
+        unknown = set(options) - {"capacity"}
+        if unknown:
+            raise Misconfigured(f"cache={text!r}: unknown option {sorted(unknown)[0]!r}; there is capacity=SIZE")
+        capacity = parse_size(options["capacity"][-1]) if "capacity" in options else CAPACITY_BYTES_DEFAULT
+        return EmbeddedCache(Path(unquote(parts.path)), capacity)
+    raise Misconfigured(f"cache={text!r}: write http://HOST:{PORT},… for a rack, or file:///FOLDER?capacity=SIZE")
+
+
+def _daemon(text: str) -> str:
+    url = text if "://" in text else f"http://{text}"
+    try:
+        return check_url(url if urlsplit(url).port else f"{url.rstrip('/')}:{PORT}")
+    except (BadRequest, ValueError) as error:
+        raise Misconfigured(f"cache: {error}") from error

@@ -1,0 +1,170 @@
+"""``Dataset``: a map-style torch dataset whose bytes come through the cache.
+
+It is a description (where the manifest is, where the cache is, what is wanted), so it pickles in a few bytes and
+survives a fork; the session behind it opens on first use in each process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast, get_args
+
+import numpy as np
+import numpy.typing as npt
+from torch.utils.data import Dataset as TorchDataset
+
+from quiver.manifest import KEY_FIELD, Manifest
+from quiver.plan import plan_batch
+from quiver_client.config import parse_cache
+from quiver_client.delivery import Verify, field_views
+from quiver_client.fetched import local_manifest
+from quiver_client.session import Session
+
+Sample = dict[str, Any]
+
+
+class Dataset(TorchDataset[Any]):
+    """Samples of an indexed dataset, read through a cache.
+
+    ``manifest`` is the path or URL of a manifest made by ``quiver index``. ``cache`` is ``http://node:7717,…`` for a
+    rack, ``file:///folder?capacity=200GiB`` for a folder of this machine, by default ``$QUIVER_CACHE`` or else
+    ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
+    dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
+    ``"off"`` nothing (shards are verified when they are filled in any case).
+
+    ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``.
+    Raises ``IndexError``; ``Changed`` if the origin lost a sample; ``Unavailable`` if neither cache nor origin answers.
+    """
+
+    def __init__(
+        self,
+        manifest: str | os.PathLike[str],
+        cache: str | None = None,
+        *,
+        fields: Sequence[str] | None = None,
+        transform: Callable[[Sample], Any] | None = None,
+        verify: Verify = "fast",
+    ) -> None:
+        if verify not in get_args(Verify):
+            raise ValueError(f"verify={verify!r}: choose fast, full or off")
+        self._path = local_manifest(os.fspath(manifest))
+        self._cache = parse_cache(cache)
+        self._verify: Verify = verify
+        self._transform = transform
+        self._manifest: Manifest | None = None
+        self._session: Session | None = None
+        self._owner = 0
+        self._lock = threading.Lock()
+        self._choose(fields)
+        self._open(introduce=True)
+
+    def __len__(self) -> int:
+        return len(self.manifest)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at ``indices``: one plan, one request per peer, every sample checked."""
+        samples = self._read(self._checked(indices))
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+
+    def __repr__(self) -> str:
+        return f"Dataset({str(self._path)!r}, {len(self)} samples, cache={self._cache})"
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, mapped and shared with all processes of the machine."""
+        if self._manifest is None:
+            self._manifest = Manifest.open(self._path)
+        return self._manifest
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The class names behind the integer labels, in order of label; empty where there are none."""
+        return next((field.classes for field in self.manifest.header.fields if field.classes), ())
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this process (workers have their own).
+
+        ``samples``; ``bytes_host`` and ``bytes_rack``: sample bytes delivered by that tier; ``bytes_origin``: bytes
+        that this process read from the origin, whether to hand out or to fill a cache; ``fallbacks``: shards for which
+        a daemon was passed over; ``corruptions``: wrong bytes that were found and replaced; and more.
+        """
+        return self._open().stats.snapshot()
+
+    def close(self) -> None:
+        """Let go of sockets, threads and maps. Using the dataset again opens them again."""
+        with self._lock:
+            session, self._session = self._session, None
+        if session is not None and self._owner == os.getpid():
+            session.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        for name in ("_manifest", "_session", "_lock"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=threading.Lock())
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _choose(self, fields: Sequence[str] | None) -> None:
+        header = self.manifest.header
+        known = [field.name for field in header.fields]
+        wanted = known if fields is None else list(fields)
+        unknown = [name for name in wanted if name not in known and name != KEY_FIELD]
+        if unknown:
+            raise ValueError(
+                f"fields: no field {unknown[0]!r} in {self._path}; there are {', '.join(known)}, {KEY_FIELD}"
+            )
+        self._wanted = tuple(wanted)
+        blobs = [field.name for field in header.blobs]
+        chosen = [blobs.index(name) for name in wanted if name in blobs]
+        # A sample's BLAKE3 is over all of its bytes: verified in full, it is read in full.
+        whole = (0, len(blobs) - 1)
+        self._span = None if not chosen else whole if self._verify == "full" else (min(chosen), max(chosen))
+        self._blob_at = {blobs[at]: at - self._span[0] for at in chosen} if self._span else {}
+
+    def _open(self, *, introduce: bool = False) -> Session:
+        if self._session is None or self._owner != os.getpid():
+            with self._lock:
+                if self._session is None or self._owner != os.getpid():
+                    self._session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
+                    self._owner = os.getpid()
+        return self._session
+
+    def _checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
+        rows = np.asarray(indices)
+        if rows.size == 0:
+            return np.empty(0, np.intp)
+        if rows.dtype.kind not in "iu" or rows.ndim != 1:
+            raise TypeError(f"indices must be integers, not {rows.dtype}")
+        count = len(self)
+        rows = rows.astype(np.intp)
+        wrong = (rows < -count) | (rows >= count)
+        if wrong.any():
+            raise IndexError(f"index {int(rows[wrong][0])} is out of range for {count} samples")
+        return cast("npt.NDArray[np.intp]", np.where(rows < 0, rows + count, rows))
+
+    def _read(self, rows: npt.NDArray[np.intp]) -> list[Sample]:
+        manifest = self.manifest
+        columns: dict[str, list[Any]] = {}
+        if self._span is not None and len(rows):
+            delivery = self._open().read(plan_batch(manifest, rows, self._span))
+            views = [field_views(delivery, at) for at in range(len(rows))]
+            for name, at in self._blob_at.items():
+                columns[name] = [None if (view := fields[at]) is None else bytes(view) for fields in views]
+        for name in self._wanted:
+            if name == KEY_FIELD:
+                columns[name] = [manifest.key(row) for row in rows.tolist()]
+            elif name not in columns:
+                columns[name] = manifest.scalars(name, rows)
+        names = self._wanted
+        return [
+            dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
+        ]

@@ -1,0 +1,110 @@
+"""What one process has open for one dataset: its tiers, composed in one place, asked in one order.
+
+A ``Dataset`` is a description and may be pickled or forked; a ``Session`` is threads, sockets and maps, and belongs to
+the process that opened it.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+
+from quiver.errors import Misconfigured, Unavailable
+from quiver.manifest import Manifest
+from quiver.origin import SampleOrigin, open_origin
+from quiver.plan import Plan
+from quiver.sizes import format_size
+from quiver.store import Store
+from quiver_client.config import CacheConfig, EmbeddedCache
+from quiver_client.delivery import Delivery, Tier, Verify
+from quiver_client.stats import Stats
+from quiver_client.tiers.direct import OriginTier
+from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.tiers.members import Members
+from quiver_client.tiers.rack import RackTier
+
+
+class Session:
+    """The open resources of one process for one dataset. Safe from threads."""
+
+    def __init__(self, manifest: Manifest, cache: CacheConfig, verify: Verify, *, introduce: bool) -> None:
+        """``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault."""
+        self.manifest = manifest
+        self.stats = Stats()
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._opened_origin: SampleOrigin | None = None
+        cached = self._embedded(cache) if isinstance(cache, EmbeddedCache) else self._rack(cache.urls, introduce)
+        self.tiers: tuple[Tier, ...] = (cached, OriginTier(self.origin))
+
+    def _embedded(self, cache: EmbeddedCache) -> Tier:
+        store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
+        return EmbeddedTier(self.manifest, store, self.origin, self.stats)
+
+    def _rack(self, urls: tuple[str, ...], introduce: bool) -> Tier:
+        members = Members(self.manifest, urls, self.stats)
+        if introduce:
+            members.introduce(self.manifest)
+            largest = int(self.manifest.tables.shard_sizes.max())
+            node = members.too_small(largest)
+            if node:
+                raise Misconfigured(
+                    f"the capacity of node {node} is smaller than one shard of {self.manifest.path}"
+                    f" ({format_size(largest)}); give it more, or index with a smaller --shard-size"
+                )
+        return RackTier(self.manifest, members, self.origin, self.stats)
+
+    def read(self, plan: Plan) -> Delivery:
+        """Return all samples of the plan, every one checked.
+
+        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers.
+        """
+        delivery = Delivery(plan, self._verify)
+        for tier in self.tiers:
+            before = delivery.checked.copy()
+            self._ask(tier, delivery)
+            arrived = np.flatnonzero(delivery.checked & ~before)
+            self.stats.add(f"samples_{tier.name}", len(arrived))
+            if tier.name != "origin":  # that one is counted where it is read
+                self.stats.add(f"bytes_{tier.name}", delivery.bytes_at(arrived))
+            if delivery.checked.all():
+                break
+        else:
+            raise Unavailable(self.manifest.header.base, f"{len(delivery.missing())} samples could not be had")
+        self.stats.add("samples", len(plan))
+        return delivery
+
+    def bring(self, plan: Plan) -> int:
+        """Make the plan's shards resident; return how many of them the cache could not take."""
+        delivery = Delivery(plan, "off")
+        self.tiers[0].fetch(delivery)
+        delivery.check()
+        return len(delivery.missing())
+
+    def origin(self) -> SampleOrigin:
+        """Return the origin, opened on first use: a job that hits the cache never connects to it."""
+        with self._lock:
+            if self._opened_origin is None:
+                self._opened_origin = open_origin(
+                    self.manifest, may_fork=True, count=lambda count: self.stats.add("bytes_origin", count)
+                )
+            return self._opened_origin
+
+    def close(self) -> None:
+        for tier in self.tiers:
+            tier.close()
+        if self._opened_origin is not None:
+            self._opened_origin.close()
+
+    def _ask(self, tier: Tier, delivery: Delivery) -> None:
+        """Fetch from a tier; what is wrong is held against the tier, which gets one more try."""
+        for _ in (1, 2):
+            tier.fetch(delivery)
+            bad = delivery.check()
+            if not len(bad):
+                return
+            self.stats.add("corruptions", len(bad))
+            self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
+            tier.blame(delivery, bad)

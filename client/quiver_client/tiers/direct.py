@@ -1,0 +1,55 @@
+"""The origin tier: samples read one by one from where the user's data lies, with the user's own credentials.
+
+The last resort of every batch, and the place where a loss becomes an error: what cannot be had here cannot be had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from quiver.errors import Changed
+from quiver.origin import SampleOrigin
+from quiver_client.delivery import Delivery, Positions
+
+
+class OriginTier:
+    """Reads what no cache has. Raises ``Changed``, ``Unavailable`` or ``Forbidden``, naming object and samples."""
+
+    name = "origin"
+
+    def __init__(self, origin: Callable[[], SampleOrigin]) -> None:
+        self._origin = origin
+
+    def fetch(self, delivery: Delivery) -> None:
+        plan, missing = delivery.plan, delivery.missing()
+        if not len(missing):
+            return
+        blobs, which = np.unique(plan.blobs[missing], return_inverse=True)
+        sizes = plan.manifest.blob_sizes(blobs).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        data = memoryview(np.empty(int(starts[-1]), np.uint8)).cast("B")
+        try:
+            self._origin().read(blobs.tolist(), data)
+        except Changed:
+            self._one_by_one(blobs, starts, data)
+            raise
+        inside = plan.offsets - plan.manifest.tables.offsets[plan.blobs].astype(np.int64)
+        for at, blob in zip(missing.tolist(), which.tolist(), strict=True):
+            start = int(starts[blob] + inside[at])
+            delivery.views[at] = data[start : start + int(plan.sizes[at])]
+
+    def blame(self, delivery: Delivery, bad: Positions) -> None:
+        """Raise: the origin's bytes are not what was indexed, and there is nowhere else to go."""
+        manifest, blobs = delivery.plan.manifest, delivery.plan.blobs[bad]
+        url = manifest.object_url(int(manifest.tables.object_of[blobs[0]]))
+        raise Changed(url, "changed", manifest.keys_of_blobs(blobs))
+
+    def close(self) -> None:
+        pass
+
+    def _one_by_one(self, blobs: Positions, starts: Positions, data: memoryview) -> None:
+        """Raise for the first sample that is really lost, so that the error names it and not its whole batch."""
+        for at, blob in enumerate(blobs.tolist()):
+            self._origin().read([blob], data[int(starts[at]) : int(starts[at + 1])])

@@ -1,0 +1,143 @@
+"""The rack as this process knows it: the ring, asked of any daemon and believed as a hint, and who is silent.
+
+A training process never talks to etcd (gRPC does not survive a fork). It asks a daemon for the ring now and then; while
+none answers, the last ring stays.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
+from quiver.manifest import Manifest
+from quiver.peer import PeerClient
+from quiver.ring import Ring
+from quiver_client.stats import Stats
+
+RING_SECONDS: Final = 5.0  # half of the lease's time: a dead daemon is off this ring within a lease and a half
+SILENT_SECONDS: Final = 5.0
+SILENT_SECONDS_MAX: Final = 60.0
+SILENCE_SECONDS: Final = 5.0  # how long a request may go without a byte: the one stall that a dead peer costs
+RUNNERS_UP: Final = 2
+UNKNOWN: Final = -2
+
+
+class Members:
+    """Who is in the rack. Safe from threads."""
+
+    def __init__(self, manifest: Manifest, seeds: Sequence[str], stats: Stats) -> None:
+        self._manifest = manifest
+        self._seeds = tuple(seeds)
+        self._stats = stats
+        self._lock = threading.Lock()
+        self._peers: dict[str, PeerClient] = {}
+        self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
+        self._asked = -RING_SECONDS
+        self._set_ring(None)
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def peer(self, url: str) -> PeerClient:
+        with self._lock:
+            if url not in self._peers:
+                self._peers[url] = PeerClient(url, silence_seconds=SILENCE_SECONDS)
+            return self._peers[url]
+
+    # -- the ring -----------------------------------------------------------------------------------------------------
+
+    def refresh(self) -> Ring | None:
+        """Ask for the ring if it was long ago; return the ring, ``None`` while nobody ever answered."""
+        if time.monotonic() - self._asked < RING_SECONDS:
+            return self._ring
+        self._asked = time.monotonic()
+        known = [member.url for member in self._ring.members] if self._ring else []
+        for url in dict.fromkeys([*self._seeds, *known]):
+            if self.is_down(url):
+                continue
+            try:
+                ring, ignored = self.peer(url).ring().ring()
+            except (Unavailable, Corrupt, BadRequest, NotFound) as error:
+                self.is_silent(url)
+                self._stats.warn(f"ring {url}", f"no ring from a daemon: {error}")
+                continue
+            if ignored:
+                self._stats.warn("ring", f"{ignored} entries of the ring that {url} answered cannot be daemons")
+            if ring.members and ring != self._ring:
+                self._set_ring(ring)
+            break
+        if self._ring is None:
+            self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin")
+        return self._ring
+
+    def ranked(self, shards: npt.NDArray[np.int64]) -> list[list[str]]:
+        """Return for each shard the URLs to ask, best first: its owners, then the runners-up."""
+        ring, ranks = self._ring, self._ranks
+        if ring is None:
+            return [list(self._seeds) for _ in shards]
+        new = shards[ranks[shards, 0] == UNKNOWN]
+        if len(new):
+            ranks[new] = ring.rank(self._manifest.tables.shard_digests[new], ranks.shape[1])
+        return [[ring.members[at].url for at in row if at >= 0] for row in ranks[shards].tolist()]
+
+    def _set_ring(self, ring: Ring | None) -> None:
+        width = (ring.replicas if ring else 1) + RUNNERS_UP
+        self._ring, self._ranks = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32)
+
+    # -- who is silent ------------------------------------------------------------------------------------------------
+
+    def is_down(self, url: str) -> bool:
+        return time.monotonic() < self._silent.get(url, (0.0, 0.0))[0]
+
+    def is_silent(self, url: str) -> None:
+        """Do not ask this daemon for a while, and for longer each time."""
+        _, before = self._silent.get(url, (0.0, SILENT_SECONDS / 2))
+        pause = min(before * 2, SILENT_SECONDS_MAX)
+        self._silent[url] = (time.monotonic() + pause, pause)
+
+    def answered(self, url: str) -> None:
+        self._silent.pop(url, None)
+
+    # -- the manifest -------------------------------------------------------------------------------------------------
+
+    def put_manifest(self, peer: PeerClient, manifest: Manifest) -> None:
+        """Give a daemon the manifest, unless it has it by now."""
+        with self._lock:  # threads of one process need not all send it
+            if not peer.has_manifest(manifest.digest):
+                peer.put_manifest(manifest.digest, manifest.path)
+
+    def introduce(self, manifest: Manifest) -> None:
+        """Put the manifest where the daemons will look for it first. Raises ``Unavailable`` if no daemon answers."""
+        ring = self.refresh()
+        if ring is None:
+            raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
+        failure: QuiverError | None = None
+        for member in ring.owners(manifest.digest, len(ring.members)):
+            try:
+                self.put_manifest(self.peer(member.url), manifest)
+                return
+            except QuiverError as error:
+                failure = error
+                if isinstance(error, Unavailable):
+                    self.is_silent(member.url)
+        raise failure or Unavailable(", ".join(self._seeds), "the ring has no member that is up")
+
+    def too_small(self, largest_bytes: int) -> str:
+        """Return the node whose capacity is below one shard, if any. One that does not answer is not judged."""
+        for member in self._ring.members if self._ring else ():
+            capacity_bytes = member.weight
+            if capacity_bytes <= 1:  # a ring that was given and not kept in etcd does not know capacities
+                try:
+                    capacity_bytes = self.peer(member.url).status().capacity_bytes
+                except QuiverError:
+                    continue
+            if capacity_bytes < largest_bytes:
+                return member.id
+        return ""

@@ -1,0 +1,195 @@
+"""The rack tier: one request per peer and batch, answered into one buffer per peer.
+
+Which peer has what is decided by the ring, which is a hint: a peer that is down, slow or wrong is passed over for the
+next one, and what no peer delivers is left to the origin tier. Nothing in a ring can do more than cost time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import Corrupt, QuiverError, Unavailable
+from quiver.fill import OriginShards
+from quiver.manifest import Manifest
+from quiver.origin import SampleOrigin
+from quiver.peer import PeerClient
+from quiver.source import first_verified
+from quiver.wire import RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
+from quiver_client.delivery import Delivery, Positions
+from quiver_client.stats import Stats
+from quiver_client.tiers.members import Members
+
+FILL_SECONDS_MAX: Final = 60.0  # without anything arriving; then the origin is read directly
+WAIT_MS: Final = 2000
+RUNNERS_UP: Final = 2
+REQUESTS_AT_ONCE: Final = 16
+READ_BYTES_MAX: Final = 256 << 20  # of one request, so that a huge batch is several
+
+
+@dataclass(slots=True)
+class _Round:
+    """What one fetch knows: who was tried for which shard, and which shards are left to the origin."""
+
+    delivery: Delivery
+    tried: dict[int, set[str]] = field(default_factory=dict)
+    given_up: set[int] = field(default_factory=set)
+    progress: float = field(default_factory=time.monotonic)
+
+    def pending(self) -> Positions:
+        missing = [at for at in self.delivery.missing().tolist() if self.delivery.views[at] is None]
+        return np.asarray([at for at in missing if int(self.delivery.plan.shards[at]) not in self.given_up], np.intp)
+
+
+class RackTier:
+    """Samples from the daemons of a rack. One per process and dataset; its threads belong to the process."""
+
+    name = "rack"
+
+    def __init__(self, manifest: Manifest, members: Members, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
+        self._manifest = manifest
+        self._members = members
+        self._origin = origin
+        self._stats = stats
+        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="quiver-rack")
+        self._suspects: set[int] = set()
+        self._lock = threading.Lock()
+
+    def fetch(self, delivery: Delivery) -> None:
+        self._members.refresh()
+        state = _Round(delivery)
+        while len(positions := state.pending()):
+            if time.monotonic() - state.progress > FILL_SECONDS_MAX:
+                self._stats.warn("fill", f"{len(positions)} samples did not come in {FILL_SECONDS_MAX:.0f} s")
+                return
+            jobs = self._jobs(state, positions)
+            if len(jobs) == 1:
+                self._ask(state, *jobs[0])
+            else:
+                for _ in self._pool.map(lambda job: self._ask(state, *job), jobs):
+                    pass
+
+    def blame(self, delivery: Delivery, bad: Positions) -> None:
+        """Have the daemons verify these shards before they answer for them again."""
+        with self._lock:
+            self._suspects.update(np.unique(delivery.plan.shards[bad]).tolist())
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    # -- who is asked for what ----------------------------------------------------------------------------------------
+
+    def _jobs(self, state: _Round, positions: Positions) -> list[tuple[PeerClient, Positions]]:
+        """Group positions by the best peer not yet tried for their shard, cut into requests of bounded size."""
+        plan = state.delivery.plan
+        by_peer: dict[str, list[int]] = {}
+        chosen: dict[int, str | None] = {}
+        shards = plan.shards[positions]
+        distinct = np.unique(shards)
+        for shard, ranked in zip(distinct.tolist(), self._members.ranked(distinct), strict=True):
+            tried = state.tried.get(shard, set())
+            usable = [url for url in ranked if url not in tried and not self._members.is_down(url)]
+            chosen[shard] = usable[0] if usable else None
+            if not usable:
+                state.given_up.add(shard)
+        for at, shard in zip(positions.tolist(), shards.tolist(), strict=True):
+            url = chosen[shard]
+            if url is not None:
+                by_peer.setdefault(url, []).append(at)
+        jobs = []
+        for url, wanted in by_peer.items():
+            run = np.asarray(wanted, np.intp)
+            ends = np.cumsum(plan.sizes[run])
+            cuts = np.searchsorted(ends, np.arange(READ_BYTES_MAX, int(ends[-1]), READ_BYTES_MAX), "right")
+            at_most = np.arange(RANGES_MAX, len(run), RANGES_MAX)
+            parts = np.split(run, np.unique(np.concatenate([cuts, at_most])))
+            jobs += [(self._members.peer(url), part) for part in parts if len(part)]
+        return jobs
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _ask(self, state: _Round, peer: PeerClient, positions: Positions) -> None:
+        plan = state.delivery.plan
+        shards, numbers = np.unique(plan.shards[positions], return_inverse=True)
+        ranges = np.zeros(len(positions), RANGE)
+        ranges["shard"], ranges["offset"], ranges["length"] = numbers, plan.offsets[positions], plan.sizes[positions]
+        suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
+        names = tuple(self._manifest.shard_digest(shard) for shard in shards.tolist())
+        request = ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, RECHECK if suspects else 0)
+        try:
+            statuses, data = peer.read(request)
+        except QuiverError as error:
+            self._passed_over(state, peer, shards, error)
+            return
+        with self._lock:
+            self._suspects -= suspects
+        self._members.answered(peer.url)
+        self._take(state.delivery, positions, statuses, data)
+        if (statuses == RangeStatus.PRESENT).any():
+            state.progress = time.monotonic()
+        for shard, status in dict(zip(shards[numbers].tolist(), statuses.tolist(), strict=True)).items():
+            self._absent(state, peer, shard, status)
+
+    def _take(
+        self, delivery: Delivery, positions: Positions, statuses: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]
+    ) -> None:
+        present = positions[statuses == RangeStatus.PRESENT]
+        self._stats.add("misses_rack", len(positions) - len(present))
+        ends = np.cumsum(delivery.plan.sizes[present]).tolist()
+        view = memoryview(data).cast("B")
+        start = 0
+        for at, end in zip(present.tolist(), ends, strict=True):
+            delivery.views[at] = view[start:end]
+            start = end
+
+    def _absent(self, state: _Round, peer: PeerClient, shard: int, status: int) -> None:
+        """Do what the status of a missing shard asks for. ``FILLING``: nothing, it is asked for again."""
+        if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
+            state.given_up.add(shard)
+        elif status == RangeStatus.UPLOAD:
+            self._upload(state, peer, shard)
+        elif status == RangeStatus.NO_MANIFEST:
+            try:
+                self._members.put_manifest(peer, self._manifest)
+            except QuiverError as error:
+                self._passed_over(state, peer, np.asarray([shard]), error)
+        elif status not in (RangeStatus.PRESENT, RangeStatus.FILLING):
+            self._passed_over(state, peer, np.asarray([shard]), Corrupt(f"status {status} for a range", peer.name))
+
+    def _upload(self, state: _Round, peer: PeerClient, shard: int) -> None:
+        """Read a shard that the daemon may not read, put it there for everybody, and take one's own part of it."""
+        digest = self._manifest.shard_digest(shard)
+        size_bytes = int(self._manifest.tables.shard_sizes[shard])
+        try:
+            source = OriginShards(self._manifest, self._origin())
+            data, _ = first_verified([source], digest, size_bytes)
+        except QuiverError:
+            state.given_up.add(shard)  # the origin tier will meet the same and say which sample it is
+            return
+        plan, view = state.delivery.plan, memoryview(data.data)
+        for at in np.flatnonzero(plan.shards == shard).tolist():
+            start = int(plan.offsets[at])
+            state.delivery.views[at] = view[start : start + int(plan.sizes[at])]
+        state.progress = time.monotonic()
+        try:
+            peer.put_shard(digest, data.data)
+            self._stats.add("uploads")
+        except QuiverError as error:
+            self._stats.warn("upload", f"a shard was read but not shared: {error}")
+
+    def _passed_over(self, state: _Round, peer: PeerClient, shards: npt.NDArray[np.int64], error: QuiverError) -> None:
+        for shard in shards.tolist():
+            state.tried.setdefault(shard, set()).add(peer.url)
+        self._stats.add("fallbacks", len(shards))
+        if isinstance(error, Corrupt):
+            self._stats.add("corruptions")
+        if isinstance(error, Unavailable):
+            self._members.is_silent(peer.url)
+        self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
