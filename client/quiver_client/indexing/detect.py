@@ -1,0 +1,127 @@
+"""Which format a source has, and which of its objects are data in that format.
+
+Nothing is left out silently: a README beside tars is no sample, but the report names it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import BadRequest
+from quiver.manifest.schema import SourceFormat
+from quiver_client.indexing.objects import Listing
+from quiver_client.indexing.report import Notices
+
+Format = Literal["auto", "files", "imagefolder", "webdataset", "parquet"]
+
+# What torchvision's ImageFolder takes, and the formats that image libraries have learnt since.
+IMAGE_SUFFIXES: Final = (
+    *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
+    *(".gif", ".jfif", ".jp2", ".avif", ".heic", ".jxl"),
+)
+TAR_SUFFIXES: Final = (".tar",)
+PACKED_TAR_SUFFIXES: Final = (
+    ".tgz",
+    ".tbz2",
+    ".txz",
+    ".tar.gz",
+    ".tar.bz2",
+    ".tar.xz",
+    ".tar.zst",
+    ".tar.lz4",
+    ".tar.z",
+)
+PARQUET_SUFFIXES: Final = (".parquet", ".parq", ".pq")
+
+OTHER, TAR, PACKED, PARQUET, IMAGE, TOP_IMAGE = range(6)
+
+
+def choose(listing: Listing, asked: Format, notices: Notices) -> tuple[SourceFormat, Listing]:
+    """Return the format and the objects that are data in it."""
+    kinds = _kinds(listing)
+    form = asked if asked != "auto" else _detect(listing, kinds, notices)
+    if form == "files":
+        return form, listing
+    if form == "imagefolder":
+        return form, _images(listing, kinds, notices)
+    kind, suffixes = (TAR, TAR_SUFFIXES) if form == "webdataset" else (PARQUET, PARQUET_SUFFIXES)
+    packed = np.flatnonzero(kinds == PACKED)
+    if form == "webdataset" and len(packed):
+        raise BadRequest(
+            f"{_path(listing, packed[0])} is compressed, and samples inside it cannot be read by byte ranges;"
+            " decompress the tars and index again"
+        )
+    if listing.single:
+        return form, listing
+    return form, _only(listing, kinds == kind, form, suffixes, notices)
+
+
+def _detect(listing: Listing, kinds: npt.NDArray[np.uint8], notices: Notices) -> SourceFormat:
+    """Return the format of most objects; or of most bytes, where those are tars or Parquet files."""
+    tars = (kinds == TAR) | (kinds == PACKED)
+    for form, mask in (("webdataset", tars), ("parquet", kinds == PARQUET)):
+        held = float(listing.sizes[mask].sum()) > listing.total_bytes / 2 and not (kinds >= IMAGE).any()
+        if mask.sum() * 2 > len(kinds) or held:
+            return cast(SourceFormat, form)
+    if listing.single or not (kinds == IMAGE).any():
+        return "files"
+    top = np.flatnonzero(kinds == TOP_IMAGE)
+    if len(top):
+        notices.add(
+            "images outside any class folder, so all was indexed as plain files without labels;"
+            " --format imagefolder leaves them out and makes labels",
+            *(_path(listing, at) for at in top[:100]),
+            count=len(top),
+        )
+        return "files"
+    return "imagefolder"
+
+
+def _images(listing: Listing, kinds: npt.NDArray[np.uint8], notices: Notices) -> Listing:
+    if not (kinds == IMAGE).any():
+        raise BadRequest(
+            f"{listing.base} has no folders of images, one for each class; for files without labels use --format files"
+        )
+    _leave_out(listing, kinds == TOP_IMAGE, "left out, images outside any class folder", notices)
+    _leave_out(listing, kinds < IMAGE, "left out, not images by their names", notices)
+    return listing.only(np.flatnonzero(kinds == IMAGE))
+
+
+def _only(
+    listing: Listing, mask: npt.NDArray[np.bool_], form: str, suffixes: tuple[str, ...], notices: Notices
+) -> Listing:
+    if not mask.any():
+        raise BadRequest(f"{listing.base} holds no file that ends in {suffixes[0]}, which --format {form} takes")
+    _leave_out(listing, ~mask, f"left out, names do not end in {suffixes[0]}", notices)
+    return listing.only(np.flatnonzero(mask))
+
+
+def _leave_out(listing: Listing, mask: npt.NDArray[np.bool_], what: str, notices: Notices) -> None:
+    rows = np.flatnonzero(mask)
+    if len(rows):
+        notices.add(what, *(_path(listing, at) for at in rows[:1000]), count=len(rows))
+
+
+def _kinds(listing: Listing) -> npt.NDArray[np.uint8]:
+    kinds = np.empty(len(listing), np.uint8)
+    for first, paths in listing.blocks():
+        kinds[first : first + len(paths)] = [_kind(path) for path in paths]
+    return kinds
+
+
+def _kind(path: str) -> int:
+    name = path.lower()
+    if name.endswith(IMAGE_SUFFIXES):
+        return IMAGE if "/" in path else TOP_IMAGE
+    if name.endswith(TAR_SUFFIXES):
+        return TAR
+    if name.endswith(PACKED_TAR_SUFFIXES):
+        return PACKED
+    return PARQUET if name.endswith(PARQUET_SUFFIXES) else OTHER
+
+
+def _path(listing: Listing, number: int) -> str:
+    return cast(str, listing.paths[int(number)].as_py())

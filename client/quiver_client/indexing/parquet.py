@@ -1,0 +1,264 @@
+"""Parquet files: each row a sample, binary and text columns its byte fields, numbers its scalars.
+
+Read row group by row group and in batches inside it, so that memory holds a few batches whatever the files look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import blake3
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from quiver.errors import BadRequest
+from quiver.manifest import ABSENT, BLOB_TYPE, KEY_FIELD, Field, OriginObject
+from quiver.manifest.schema import SCALAR_TYPES
+from quiver.origin.parquet import column_of
+from quiver_client.indexing.columns import XXH3_OF_NOTHING, Rows, Samples, byte_rows
+from quiver_client.indexing.objects import Listing
+from quiver_client.indexing.parallel import Meter, in_order
+from quiver_client.indexing.reading import Handle, ObjectFile, Objects
+from quiver_client.indexing.report import Notices
+
+BATCH_BYTES: Final = 8 << 20
+BATCH_ROWS_MAX: Final = 4096
+READ_BYTES: Final = 1 << 20  # of a column at a time, instead of the column of a whole row group
+FILES_REMOTE: Final = 8
+
+_Features = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some row groups of one file: a task."""
+
+    number: int
+    listed: OriginObject
+    metadata: pq.FileMetaData
+    groups: range
+    first_row: int
+
+
+def index_parquet(
+    listing: Listing, objects: Objects, meter: Meter, notices: Notices
+) -> tuple[Samples, tuple[Field, ...]]:
+    """Hash every row of every file."""
+    fields: list[Field] = []
+    schemas: list[tuple[str, pa.Schema]] = []
+    threads = objects.threads if listing.local else FILES_REMOTE
+
+    def check(listed: OriginObject, schema: pa.Schema) -> None:
+        if not schemas:
+            fields.extend(_fields(listed.path, schema, notices))
+            schemas.append((listed.path, schema))
+        else:
+            _check_same(fields, schemas[0], listed.path, schema)
+
+    def work(part: _Part) -> Samples:
+        return _hash_part(part, objects, tuple(fields), plain_keys=listing.single)
+
+    samples = Samples()
+    for found in in_order(work, _parts(listing, objects, check, notices), threads, meter.stop):
+        samples.absorb(found)
+    return samples, tuple(fields)
+
+
+def _parts(
+    listing: Listing, objects: Objects, check: Callable[[OriginObject, pa.Schema], None], notices: Notices
+) -> Iterator[_Part]:
+    """Open each file in turn for its footer, and cut it into tasks of a row group each."""
+    for number in range(len(listing)):
+        listed = listing.object(number)
+        with _opened(objects.open(listed)) as file:
+            metadata = file.metadata
+            check(listed, file.schema_arrow)
+        if not metadata.num_rows:
+            notices.add("Parquet files without a row", listed.path)
+        row = 0
+        for group in range(metadata.num_row_groups):
+            yield _Part(number, listed, metadata, range(group, group + 1), row)
+            row += metadata.row_group(group).num_rows
+
+
+@contextmanager
+def _opened(handle: Handle, metadata: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
+    """Open a Parquet file; turn what pyarrow says of it into an error that names it."""
+    done = False
+    try:
+        with pq.ParquetFile(ObjectFile(handle), metadata=metadata, pre_buffer=False, buffer_size=READ_BYTES) as file:
+            yield file
+        done = True
+    except (pa.ArrowException, OSError, EOFError) as error:
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadRequest(f"{handle.url} is no Parquet file, or is broken: {why}; make or copy it again") from error
+    finally:
+        handle.close(check=done)
+
+
+def _hash_part(part: _Part, objects: Objects, fields: tuple[Field, ...], *, plain_keys: bool) -> Samples:
+    samples = Samples()
+    row = part.first_row
+    blobs = [field for field in fields if field.type == BLOB_TYPE]
+    scalars = [field.name for field in fields if field.type != BLOB_TYPE]
+    columns = list(dict.fromkeys([field.name for field in blobs] + scalars))
+    prefix = "" if plain_keys else part.listed.path + "/"
+    with _opened(objects.open(part.listed), part.metadata) as file:
+        batches = file.iter_batches(_batch_rows(part), row_groups=list(part.groups), columns=columns, use_threads=False)
+        for batch in batches:
+            arrays = [column_of(batch, field.column) for field in blobs]
+            _check_paths(batch, blobs, arrays, f"{part.listed.path}: row", row)
+            digests, hashed = _hash_rows(arrays, [field.name for field in blobs], row)
+            count = batch.num_rows
+            keys = pa.array([f"{prefix}{at:09d}" for at in range(row, row + count)], pa.large_utf8())
+            numbers = np.full(count, part.number, np.uint32)
+            values = {name: batch.column(name) for name in scalars}
+            samples.extend(Rows(keys, byte_rows(digests), numbers, hashed, values))
+            row += count
+    return samples
+
+
+def _hash_rows(arrays: list[pa.Array], names: list[str], row: int) -> tuple[list[bytes], dict[str, Any]]:
+    """Return the digest of each row, and for each field lengths, origins and XXH3-64."""
+    count = len(arrays[0])
+    hashers: list[Any] = []
+    hashed = {}
+    for name, array in zip(names, arrays, strict=True):
+        views = _views(array)
+        if len(arrays) > 1 and not hashers:
+            hashers = [blake3.blake3() for _ in range(count)]
+        for hasher, view in zip(hashers, views, strict=False):
+            if view is not None:
+                hasher.update(view)
+        xxh3 = [XXH3_OF_NOTHING if view is None else xxhash.xxh3_64_intdigest(view) for view in views]
+        lengths = [ABSENT if view is None else len(view) for view in views]
+        hashed[name] = (
+            np.asarray(lengths, np.uint64),
+            np.arange(row, row + count, dtype=np.uint64),
+            np.asarray(xxh3, np.uint64),
+        )
+    if not hashers:
+        return [blake3.blake3(b"" if view is None else view).digest() for view in _views(arrays[0])], hashed
+    return [hasher.digest() for hasher in hashers], hashed
+
+
+def _views(array: pa.Array) -> list[memoryview | None]:
+    """Return the values of a large binary array without copying them; None for a null."""
+    _, offsets_buffer, data_buffer = array.buffers()
+    if not len(array):
+        return []
+    data = memoryview(data_buffer if data_buffer is not None else b"")
+    offsets = np.frombuffer(offsets_buffer, np.int64, len(array) + 1, array.offset * 8).tolist()
+    valid = array.is_valid().to_pylist() if array.null_count else None
+    return [data[offsets[at] : offsets[at + 1]] if valid is None or valid[at] else None for at in range(len(array))]
+
+
+def _batch_rows(part: _Part) -> int:
+    """Return how many rows make up about ``BATCH_BYTES``."""
+    sizes = [part.metadata.row_group(group) for group in part.groups]
+    rows = sum(group.num_rows for group in sizes)
+    size_bytes = sum(group.total_byte_size for group in sizes)
+    return max(1, min(BATCH_ROWS_MAX, int(rows * BATCH_BYTES // max(size_bytes, 1))))
+
+
+def _check_paths(batch: pa.RecordBatch, blobs: list[Field], arrays: list[pa.Array], where: str, row: int) -> None:
+    """Refuse a row whose image is a path without bytes: the bytes lie somewhere that a manifest cannot name."""
+    for field, array in zip(blobs, arrays, strict=True):
+        if field.column == field.name or not array.null_count:
+            continue
+        outer = batch.column(field.name)
+        if outer.type.get_field_index("path") < 0:
+            continue
+        paths = pa.compute.struct_field(outer, "path")
+        torn = np.flatnonzero(pa.compute.and_(array.is_null(), paths.is_valid()).to_numpy(zero_copy_only=False))
+        if len(torn):
+            at = int(torn[0])
+            raise BadRequest(
+                f"{where} {row + at} has a path in column {field.name} ({paths[at].as_py()!r}) but no bytes;"
+                " embed the files when writing the dataset, or index the files themselves"
+            )
+
+
+def _fields(path: str, schema: pa.Schema, notices: Notices) -> list[Field]:
+    """Return the fields of a file, in the order of its columns."""
+    features = _features(schema)
+    fields = []
+    for column in schema:
+        field = None if column.name in (KEY_FIELD, "") else _field(column, features)
+        if field is None:
+            notices.add("columns left out, neither bytes nor text nor numbers", f"{column.name}: {column.type}")
+        else:
+            fields.append(field)
+    if not any(field.type == BLOB_TYPE for field in fields):
+        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
+        raise BadRequest(f"{path} has no binary or text column: there is nothing to cache; it has {columns[:300]}")
+    return fields
+
+
+def _field(column: pa.Field, features: _Features) -> Field | None:
+    kind = column.type
+    if _is_bytes(kind):
+        return Field(column.name, BLOB_TYPE, column=column.name)
+    if pa.types.is_struct(kind):
+        at = kind.get_field_index("bytes")
+        if at >= 0 and _is_bytes(kind.field(at).type):
+            return Field(column.name, BLOB_TYPE, column=f"{column.name}.bytes")
+        return None
+    if str(kind) in SCALAR_TYPES:
+        return Field(column.name, str(kind), classes=_class_names(features.get(column.name)))
+    return None
+
+
+def _is_bytes(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    types = pa.types
+    return bool(
+        types.is_binary(kind)
+        or types.is_large_binary(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_fixed_size_binary(kind)
+        or types.is_string_view(kind)
+        or types.is_binary_view(kind)
+    ) and not types.is_decimal(kind)
+
+
+def _features(schema: pa.Schema) -> _Features:
+    """Return what Hugging Face's datasets library says of the columns, if it wrote the file."""
+    raw = (schema.metadata or {}).get(b"huggingface", b"")
+    try:
+        features = msgspec.json.decode(raw)["info"]["features"] if raw else {}
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return {}
+    return features if isinstance(features, dict) else {}
+
+
+def _class_names(feature: Any) -> tuple[str, ...]:
+    if not isinstance(feature, dict) or feature.get("_type") != "ClassLabel":
+        return ()
+    names = feature.get("names")
+    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
+
+
+def _check_same(fields: list[Field], first: tuple[str, pa.Schema], path: str, schema: pa.Schema) -> None:
+    """Refuse a file whose columns are not those of the first one."""
+    others = {field.name: field for field in _fields(path, schema, Notices())}
+    for field in fields:
+        other = others.pop(field.name, None)
+        if other is None or (other.type, other.column) != (field.type, field.column):
+            there = "it is missing" if other is None else f"it is {other.type}"
+            raise BadRequest(
+                f"{path}: column {field.name} is {field.type} in {first[0]} and here {there};"
+                " index files of one schema at a time"
+            )
+    if others:
+        raise BadRequest(
+            f"{path} has columns that {first[0]} has not: {', '.join(others)}; index files of one schema at a time"
+        )

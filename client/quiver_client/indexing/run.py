@@ -1,0 +1,142 @@
+"""``index``: one pass over a source where it lies, and a manifest at the end of it.
+
+list the source → choose the format → hash every sample, in parallel → store equal ones once → place → write
+"""
+
+from __future__ import annotations
+
+import os
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound
+from quiver.layout import SHARD_BYTES_MAX, SHARD_BYTES_MIN, Layout
+from quiver.manifest import FORMAT_VERSION, Field, Header, Manifest, write_manifest
+from quiver.manifest.schema import SourceFormat
+from quiver.origin.base import split_url
+from quiver.sizes import format_size, parse_size
+from quiver_client.indexing.assemble import assemble, check_base
+from quiver_client.indexing.columns import Samples
+from quiver_client.indexing.detect import Format, choose
+from quiver_client.indexing.files import index_files
+from quiver_client.indexing.listing import list_source
+from quiver_client.indexing.objects import Listing
+from quiver_client.indexing.parallel import Meter, NoProgress, Progress
+from quiver_client.indexing.reading import open_objects
+from quiver_client.indexing.report import Notices, Report
+
+FORMATS: Final = ("auto", "files", "imagefolder", "webdataset", "parquet")
+LAYOUTS: Final = ("auto", "mixed", "sequential")
+
+
+def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
+    source: str | PathLike[str],
+    output: str | PathLike[str],
+    format: Format = "auto",
+    layout: str = "auto",
+    shard_bytes: str | int = "32MiB",
+    base: str | PathLike[str] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> Report:
+    """Read ``source`` once, where it lies, and write its manifest to ``output``.
+
+    source: a path, a ``file://``, ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL of a file or folder, or a brace
+    pattern of either. ``layout`` is ``mixed`` for separate files and ``sequential`` for tars and Parquet files unless
+    told otherwise (or the layout of ``base``). ``base``: an older manifest.
+    Each of its shards whose samples are all still there is kept, and the
+    other samples are laid out among themselves; a shard that lost a sample could not be filled from the new source, so
+    that its remaining samples move. Returns a report; raises a ``QuiverError`` that names what is wrong, and then
+    leaves no file behind.
+    """
+    if format not in FORMATS:
+        raise Misconfigured(f"format {format!r} is not known; use one of {', '.join(FORMATS)}")
+    if layout not in LAYOUTS:
+        raise Misconfigured(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+    limit_bytes = _shard_bytes(shard_bytes)
+    target = _output(output)
+    old = Manifest.open(Path(_local(base, "the base"))) if base is not None else None
+
+    notices = Notices()
+    listing = list_source(os.fspath(source), notices, target)
+    form, listing = choose(listing, format, notices)
+    meter = Meter(progress or NoProgress())
+    meter.progress.start(listing.total_bytes)
+    samples, fields = _read(form, listing, meter, notices)
+    if not len(samples):
+        raise BadRequest(f"{os.fspath(source)} holds no samples in format {form}")
+    header = Header(FORMAT_VERSION, _layout(layout, form, old), limit_bytes, form, listing.base, fields)
+    if old is not None:
+        check_base(old, header)
+    assembled = assemble(samples, listing, header, old)
+    if old is not None and assembled.left_shards:
+        notices.add(
+            "shards of the base not kept, since samples in them are gone", str(old.path), count=assembled.left_shards
+        )
+    write_manifest(target, assembled.parts)
+    manifest = Manifest.open(target)
+    return Report(
+        manifest=target,
+        digest=str(manifest.digest),
+        format=form,
+        layout=header.layout,
+        samples=len(manifest),
+        distinct=len(manifest.tables.offsets),
+        shards=manifest.shard_count,
+        bytes=manifest.total_bytes,
+        reused_shards=assembled.reused_shards,
+        warnings=notices.all(),
+    )
+
+
+def _read(form: SourceFormat, listing: Listing, meter: Meter, notices: Notices) -> tuple[Samples, tuple[Field, ...]]:
+    objects = open_objects(listing.base, meter)
+    try:
+        if form == "webdataset":
+            from quiver_client.indexing.webdataset import index_tars
+
+            return index_tars(listing, objects, meter, notices)
+        if form == "parquet":
+            from quiver_client.indexing.parquet import index_parquet
+
+            return index_parquet(listing, objects, meter, notices)
+        return index_files(listing, objects, meter, labels=form == "imagefolder")
+    finally:
+        objects.close()
+
+
+def _layout(asked: str, form: SourceFormat, base: Manifest | None) -> Layout:
+    if asked == "auto":
+        if base is not None:
+            return base.header.layout
+        return "mixed" if form in ("files", "imagefolder") else "sequential"
+    return "mixed" if asked == "mixed" else "sequential"
+
+
+def _shard_bytes(asked: str | int) -> int:
+    limit_bytes = parse_size(asked)
+    if not SHARD_BYTES_MIN <= limit_bytes <= SHARD_BYTES_MAX:
+        raise Misconfigured(
+            f"a shard size of {asked} is outside {format_size(SHARD_BYTES_MIN)} to {format_size(SHARD_BYTES_MAX)}"
+        )
+    return limit_bytes
+
+
+def _local(path: str | PathLike[str], what: str) -> str:
+    scheme, rest = split_url(os.fspath(path))
+    if scheme != "file":
+        raise Misconfigured(f"{what} {os.fspath(path)} must be a local file; copy it from or to the store")
+    return rest
+
+
+def _output(output: str | PathLike[str]) -> Path:
+    """Return where the manifest goes. What cannot work is refused before hours of reading."""
+    target = Path(_local(output, "the output"))
+    if target.is_dir():
+        raise Misconfigured(f"{target} is a folder; name a file, for example {target / 'dataset.quiver'}")
+    if not target.parent.is_dir():
+        raise NotFound(f"there is no folder {target.parent}; make it first")
+    if not os.access(target.parent, os.W_OK):
+        raise DiskFailed(f"cannot write in {target.parent}; choose another folder for the manifest")
+    return target

@@ -1,0 +1,181 @@
+"""Walking the members of an uncompressed tar: ustar, GNU and pax headers, by reads of the caller's.
+
+The standard library's reader takes garbage in the middle of an archive for its end, and keeps an object for every
+member; here what cannot be read is an error that names the offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from quiver.errors import BadRequest
+
+BLOCK: Final = 512
+EXTENDED_BYTES_MAX: Final = 1 << 20  # of a long name or a pax header
+_PAX, _PAX_GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = b"x", b"g", b"L", b"K", b"S"
+_WITHOUT_DATA: Final = frozenset(b"123456")  # links, devices, folders, pipes
+_LINK_OR_DEVICE: Final = {b"1": "hard link", b"2": "symbolic link", b"3": "device", b"4": "device", b"6": "pipe"}
+_COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"(\xb5": "zstd", b'\x04"': "lz4"}
+
+ReadAt = Callable[[int, int], memoryview]  # (offset, length) -> exactly that many bytes, valid until the next call
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member: ``odd`` says what it is if it is no regular file."""
+
+    name: str
+    start: int  # offset of its first header
+    offset: int  # of its bytes
+    size: int
+    odd: str = ""
+
+
+def members(url: str, size: int, read: ReadAt, no_end: Callable[[], None] = lambda: None) -> Iterator[Member]:
+    """Yield the members of the tar of ``size`` bytes, but for folders. ``no_end`` is called if its end mark is missing.
+
+    Raises ``BadRequest`` naming ``url`` and the offset where it is broken or cut short.
+    """
+    walk = _Walk(url, size, read)
+    while (member := walk.next()) is not None:
+        if member.odd != "folder":
+            yield member
+    if not walk.ended:
+        no_end()
+
+
+class _Walk:
+    def __init__(self, url: str, size: int, read: ReadAt) -> None:
+        self._url = url
+        self._size = size
+        self._read = read
+        self._at = 0
+        self._globals: dict[str, str] = {}
+        self.ended = False
+
+    def next(self) -> Member | None:
+        """Return the next member with all that its extended headers say."""
+        start = self._at
+        pax: dict[str, str] = {}
+        long_name = ""
+        while True:
+            if self._at + BLOCK > self._size:
+                if self._at < self._size or self._at != start:
+                    raise self._broken(self._at, "ends in the middle of a header")
+                return None
+            header = bytes(self._read(self._at, BLOCK))
+            if header[0] == 0 and not any(header):
+                if self._at != start:
+                    raise self._broken(self._at, "ends between an extended header and its member")
+                self.ended = True
+                return None
+            size = self._checked_size(header)
+            kind = header[156:157]
+            if kind in (_PAX, _PAX_GLOBAL):
+                records = self._pax(self._extended(size))
+                pax.update(records) if kind == _PAX else self._globals.update(records)
+            elif kind == _LONG_NAME:
+                long_name = self._text(self._extended(size).rstrip(b"\0"))
+            elif kind == _LONG_LINK:
+                self._extended(size)
+            else:
+                return self._member(start, header, kind, size, long_name, {**self._globals, **pax})
+
+    def _member(self, start: int, header: bytes, kind: bytes, size: int, long_name: str, pax: dict[str, str]) -> Member:
+        data = self._at + BLOCK
+        if kind == _SPARSE:
+            more = header[482]
+            while more:  # the map of a sparse file goes on in further blocks
+                if data + BLOCK > self._size:
+                    raise self._broken(data, "ends in the map of a sparse file")
+                more = self._read(data, BLOCK)[504]
+                data += BLOCK
+        name = pax.get("GNU.sparse.name") or pax.get("path") or long_name or self._text(_name(header))
+        if "size" in pax:
+            size = self._decimal(pax["size"])
+        odd = _LINK_OR_DEVICE.get(kind, "")
+        if kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in pax):
+            odd = "sparse file"
+        elif kind == b"5" or (kind in (b"\0", b"0") and name.endswith("/")):
+            odd = "folder"
+        elif kind not in (b"\0", b"0", b"7") and not odd:
+            odd = f"member of type {kind!r}"
+        stored = 0 if kind[0] in _WITHOUT_DATA else size
+        if data + stored > self._size:
+            raise self._broken(start, f"is cut short: member {name!r} needs {stored} bytes from {data}")
+        self._at = data + -(-stored // BLOCK) * BLOCK
+        self._at = min(self._at, self._size)  # the padding of the last member may be missing
+        return Member(name, start, data, size, odd)
+
+    def _extended(self, size: int) -> bytes:
+        """Return the content of an extended header at the current place, and go past it."""
+        data = self._at + BLOCK
+        if size > EXTENDED_BYTES_MAX or data + size > self._size:
+            raise self._broken(self._at, f"has an extended header of {size} bytes, which is cut short or too large")
+        content = bytes(self._read(data, size))
+        self._at = data + -(-size // BLOCK) * BLOCK
+        return content
+
+    def _checked_size(self, header: bytes) -> int:
+        try:
+            expected = int(header[148:156].strip(b" \0"), 8)
+        except ValueError:
+            expected = -1
+        if sum(header) - sum(header[148:156]) + 8 * 32 != expected:
+            for magic, name in _COMPRESSED.items():
+                if self._at == 0 and header.startswith(magic):
+                    raise BadRequest(
+                        f"{self._url} is compressed ({name}), and samples inside it cannot be read by byte ranges;"
+                        " decompress it and index again"
+                    )
+            raise self._broken(self._at, "has no valid header there (wrong checksum)")
+        field = header[124:136]
+        if field[0] & 0x80:
+            return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
+        try:
+            return int(field.strip(b" \0") or b"0", 8)
+        except ValueError:
+            raise self._broken(self._at, f"has a member of size {field!r}") from None
+
+    def _pax(self, content: bytes) -> dict[str, str]:
+        """Parse records ``length key=value\\n``."""
+        records = {}
+        at = 0
+        while at < len(content) and content[at] != 0:
+            space = content.find(b" ", at, at + 20)
+            length = int(content[at:space]) if space > at and content[at:space].isdigit() else 0
+            key, equals, value = content[space + 1 : at + length - 1].partition(b"=")
+            if length <= space - at + 1 or not equals or content[at + length - 1 : at + length] != b"\n":
+                raise self._broken(self._at, "has a pax header just before that cannot be read")
+            records[self._text(key)] = self._text(value) if key in (b"path", b"size", b"GNU.sparse.name") else ""
+            at += length
+        return records
+
+    def _decimal(self, text: str) -> int:
+        if not (text.isascii() and text.isdigit()):
+            raise self._broken(self._at, f"has a member of size {text!r}")
+        return int(text)
+
+    def _text(self, raw: bytes) -> str:
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            shown = raw.decode(errors="backslashreplace")
+            raise BadRequest(
+                f"{self._url}: the member name {shown} at byte {self._at} is not UTF-8; rename it in the tar"
+            ) from None
+
+    def _broken(self, offset: int, why: str) -> BadRequest:
+        return BadRequest(
+            f"{self._url} is no tar, or is broken: at byte {offset} of {self._size} it {why}; make or copy it again"
+        )
+
+
+def _name(header: bytes) -> bytes:
+    name = header[:100].split(b"\0", 1)[0]
+    if header[257:263] == b"ustar\0":  # GNU's own magic, "ustar  ", has other things in the place of the prefix
+        prefix = header[345:500].split(b"\0", 1)[0]
+        return prefix + b"/" + name if prefix else name
+    return name
