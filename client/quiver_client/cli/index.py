@@ -1,0 +1,73 @@
+"""``quiver index``."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import click
+
+from quiver.layout import SHARD_BYTES_DEFAULT, SHARD_BYTES_MAX, SHARD_BYTES_MIN
+from quiver.sizes import format_size
+from quiver_client.cli.options import Size, json_option, print_json
+from quiver_client.cli.progress import byte_bar
+from quiver_client.indexing import Report, index
+from quiver_client.indexing.detect import Format
+from quiver_client.indexing.run import LAYOUTS
+
+
+def _within_limits(ctx: click.Context, param: click.Parameter, value: int) -> int:
+    if not SHARD_BYTES_MIN <= value <= SHARD_BYTES_MAX:
+        low, high = format_size(SHARD_BYTES_MIN), format_size(SHARD_BYTES_MAX)
+        raise click.BadParameter(f"a shard holds {low} to {high}, not {format_size(value)}", ctx, param)
+    return value
+
+
+@click.command(
+    "index",
+    epilog="Examples: quiver index /data/imagenet/train -o imagenet.quiver; "
+    "quiver index 's3://bucket/train-{000..099}.tar' -o train.quiver",
+)
+@click.argument("source")
+@click.option("-o", "--output", required=True, metavar="M.quiver", help="Where to write the manifest.")
+@click.option("--format", "form", type=click.Choice(get_args(Format)), default="auto", show_default=True)
+@click.option(
+    "--layout",
+    type=click.Choice(LAYOUTS),
+    default="auto",
+    show_default=True,
+    help="mixed: every shard a random part of the data; sequential: the order of the source.",
+)
+@click.option(
+    "--shard-size",
+    type=Size(),
+    default=SHARD_BYTES_DEFAULT,
+    show_default="32MiB",
+    callback=_within_limits,
+    help="The most that a shard holds.",
+)
+@click.option("--base", metavar="OLD.quiver", help="Keep the shards of this manifest where they still fit.")
+@json_option
+def command(  # noqa: PLR0913  # one for each option
+    source: str, output: str, form: Format, layout: str, shard_size: int, base: str | None, *, as_json: bool
+) -> None:
+    """Read SOURCE once, where it lies, and write its manifest.
+
+    SOURCE is a path or a file://, s3://, gs://, az:// or http(s):// URL of a file or a folder, or a pattern such as
+    train-{000..099}.tar. Nothing is copied or converted.
+    """
+    with byte_bar("indexing") as progress:
+        report = index(source, output, form, layout, shard_size, base, progress=progress)
+    for notice in report.warnings:
+        click.echo(f"warning: {notice}", err=True)
+    if as_json:
+        print_json(report.as_json())
+    else:
+        click.echo(_line(report))
+
+
+def _line(report: Report) -> str:
+    equal = report.samples - report.distinct
+    stored = f" ({equal} of them equal to others)" if equal else ""
+    kept = f", {report.reused_shards} of them from the base" if report.reused_shards else ""
+    held = f"{format_size(report.bytes)} in {report.shards} shards{kept}"
+    return f"{report.manifest}: {report.samples} samples{stored}, {held} ({report.format}, {report.layout})"

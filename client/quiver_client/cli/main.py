@@ -1,0 +1,82 @@
+"""The group of commands, and what becomes of errors: one line and exit 1, or exit 2 where the command was used wrongly.
+
+A command is a module here with a click command named ``command``; it is imported when it is used, so that ``quiver
+info`` need not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Final
+
+import click
+
+from quiver import __version__
+from quiver.errors import QuiverError
+
+COMMANDS: Final = {
+    "index": "Make a manifest of a dataset, where it lies.",
+    "info": "Say what a manifest holds.",
+}
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
+
+
+class _Commands(click.Group):
+    """Commands that are imported when they are asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"quiver_client.cli.{cmd_name}").command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(COMMANDS.items()))
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"auto_envvar_prefix": "QUIVER", "help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Example: quiver index /data/imagenet/train -o imagenet.quiver",
+)
+@click.version_option(__version__, prog_name="quiver")
+def quiver() -> None:
+    """A cache that keeps GPUs fed with training data."""
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line; return the exit status."""
+    try:
+        return int(quiver.main(arguments, prog_name="quiver", standalone_mode=False) or 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+        return WRONG_USE
+    except click.UsageError as error:
+        where = f"{error.ctx.command_path}: " if error.ctx else ""
+        hint = f" (see `{error.ctx.command_path} --help`)" if error.ctx else ""
+        return _say(f"{where}{error.format_message()}{hint}", WRONG_USE)
+    except click.ClickException as error:
+        return _say(error.format_message(), FAILED)
+    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (QuiverError, OSError) as error:
+        return _say(str(error) or type(error).__name__, FAILED)
+    except (KeyboardInterrupt, click.Abort):
+        return _say("interrupted", INTERRUPTED)
+
+
+def _say(message: str, status: int) -> int:
+    click.echo("error: " + " ".join(message.splitlines()), err=True)
+    return status

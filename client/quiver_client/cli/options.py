@@ -1,0 +1,31 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from quiver.errors import Misconfigured
+from quiver.sizes import parse_size
+
+
+class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.2 on
+    """A size as people write it, in bytes."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        try:
+            return parse_size(value)
+        except Misconfigured as error:
+            self.fail(str(error), param, ctx)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def print_json(value: Any) -> None:
+    """Print a report for programs."""
+    click.echo(json.dumps(value, ensure_ascii=False, indent=2))

@@ -1,0 +1,35 @@
+"""A progress bar on a terminal, and nothing elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+
+class ByteBar:
+    """Bytes done of bytes in all, the rate, and how long it will take. Called from any thread."""
+
+    def __init__(self, bar: Progress, what: str) -> None:
+        self._bar = bar
+        self._task = bar.add_task(what, total=None)
+
+    def start(self, total_bytes: int) -> None:
+        self._bar.update(self._task, total=total_bytes)
+
+    def advance(self, read_bytes: int) -> None:
+        self._bar.advance(self._task, read_bytes)
+
+
+@contextmanager
+def byte_bar(what: str) -> Iterator[ByteBar | None]:
+    """Show a bar on standard error while the block runs, if that is a terminal; yield None if it is not."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn()
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        yield ByteBar(bar, what)
