@@ -66,7 +66,7 @@ class Registry(Protocol):
         """Leave the rack."""
 
     async def changed(self) -> None:
-        """Return when the ring or ``registered`` has changed. Check, then wait: nothing is missed in between."""
+        """Return when something has changed: the ring, ``registered``, the connection. Check, then wait, in a loop."""
 
     async def drain(self) -> None:
         """Own nothing from now on, but stay in the ring so that others can still ask. Returns within a few seconds."""
@@ -203,6 +203,11 @@ class EtcdRegistry:
     def registered(self) -> bool:
         return self._state.registered
 
+    @property
+    def state(self) -> m.State:
+        """All that is known, as a value: for tests and for whoever looks for a fault."""
+        return self._state
+
     def __repr__(self) -> str:
         s = self._state
         return f"EtcdRegistry({s.key}, {self._endpoint}, connected={s.connected}, members={len(s.ring.members)})"
@@ -328,7 +333,7 @@ class EtcdRegistry:
             log.warning("ignored %d records under %s that describe no member", after.ignored_total, after.prefix)
         if after.taken is not None and self._rarely("taken"):
             log.error(_taken(after.own, after.taken))
-        if after.ring is not before.ring or (after.registered, after.taken) != (before.registered, before.taken):
+        if _standing(after) != _standing(before):
             self._tell()
         return action
 
@@ -355,6 +360,11 @@ class EtcdRegistry:
         except (Unavailable, NotFound) as error:
             log.info("the lease was not revoked and runs out by itself: %s", error)
         self._learn(m.LeaseLost())
+
+
+def _standing(state: m.State) -> tuple[object, ...]:
+    """What waiters wait for: all but the timers."""
+    return id(state.ring), state.registered, state.taken, state.connected, state.watching, len(state.kept)
 
 
 def _taken(own: Member, rival: Member) -> str:
