@@ -1,0 +1,371 @@
+"""A rack in a real etcd that is frozen, killed, wiped and lied to. Every wait is for the thing, with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+import uvloop
+
+from quiver.errors import Misconfigured, Unavailable
+from quiver.ring import Member
+from quiver_cacheserver import registry as registry_module
+from quiver_cacheserver.etcd import Endpoint
+from quiver_cacheserver.etcd import Etcd as Client
+from quiver_cacheserver.registry import EtcdRegistry
+from tests.support.etcd import Etcd, free_ports
+
+TTL = 1.5
+"""etcd grants whole seconds: two. Timers here run on 1.5."""
+GRANTED = 2.0
+_racks = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def etcd() -> Iterator[Etcd]:
+    with Etcd() as running:
+        yield running
+
+
+@pytest.fixture
+def rack() -> str:
+    return f"rack-{next(_racks)}"
+
+
+def daemon(etcd: Etcd | str, rack: str, name: str = "a", port: int = 1, **more: Any) -> EtcdRegistry:
+    url = etcd if isinstance(etcd, str) else etcd.url
+    return EtcdRegistry(url, rack, Member(name, f"http://{name}.test:{port}", 1e9), ttl_seconds=TTL, **more)
+
+
+async def until(registry: EtcdRegistry, condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until the condition holds, asked anew at each change of the registry."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await registry.changed()
+    except TimeoutError:
+        raise AssertionError(f"not within {seconds} s: {registry!r} {registry.ring}") from None
+
+
+def ids(registry: EtcdRegistry) -> str:
+    return "".join(member.id for member in registry.ring.members)
+
+
+@contextlib.asynccontextmanager
+async def members(etcd: Etcd, rack: str, names: str) -> AsyncIterator[list[EtcdRegistry]]:
+    """Run daemons that all know one another."""
+    async with contextlib.AsyncExitStack() as stack:
+        running = [await stack.enter_async_context(daemon(etcd, rack, name)) for name in names]
+        for each in running:
+            await until(each, lambda each=each: each.registered and ids(each) == names)
+        yield running
+
+
+class Flaps:
+    """Counts the rings that a registry goes through."""
+
+    def __init__(self, registry: EtcdRegistry) -> None:
+        self.registry, self.rings = registry, [ids(registry)]
+
+    async def __aenter__(self) -> Flaps:
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
+        self._task = self._group.create_task(self._follow())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    async def _follow(self) -> None:
+        while True:
+            await self.registry.changed()
+            if ids(self.registry) != self.rings[-1]:
+                self.rings.append(ids(self.registry))
+
+
+def key(rack: str, name: str) -> str:
+    return f"/quiver/racks/{rack}/members/{name}"
+
+
+def lease_of(etcd: Etcd, rack: str, name: str) -> str:
+    found = re.search(r'"Lease" : (\d+)', etcd.ctl("get", "--write-out=fields", key(rack, name)))
+    assert found
+    return f"{int(found[1]):x}"
+
+
+# All is well ---------------------------------------------------------------------------------------------------------
+
+
+async def test_who_joins_is_seen_at_once_and_who_leaves_in_good_order_too(etcd: Etcd, rack: str) -> None:
+    async with members(etcd, rack, "ab") as (a, b):
+        assert a.ring == b.ring
+        async with daemon(etcd, rack, "c") as c:
+            assert await c.wait_until_registered()
+            await until(a, lambda: ids(a) == "abc", 1.0)
+        await until(a, lambda: ids(a) == "ab", 1.0)
+        assert 0 <= a.age_seconds < TTL
+
+
+async def test_racks_do_not_see_one_another(etcd: Etcd, rack: str) -> None:
+    async with members(etcd, rack, "a") as (a,), members(etcd, rack + "0", "b"):
+        assert ids(a) == "a"
+
+
+async def test_a_daemon_that_drains_owns_nothing_and_stays_in_the_ring(etcd: Etcd, rack: str) -> None:
+    async with members(etcd, rack, "ab") as (a, b):
+        await b.drain()
+        assert b.own.state == "draining"
+        await until(a, lambda: [a.ring.members[i].id for i in a.ring.owning] == ["a"], 1.0)
+        assert ids(a) == ids(b) == "ab"
+
+
+async def test_a_member_that_is_killed_is_off_the_ring_within_the_ttl_and_a_second(etcd: Etcd, rack: str) -> None:
+    script = (
+        "import asyncio, sys\n"
+        "from quiver.ring import Member\n"
+        "from quiver_cacheserver.registry import EtcdRegistry\n"
+        "async def main():\n"
+        "    async with EtcdRegistry(sys.argv[1], sys.argv[2], Member('b', 'http://b:1'), ttl_seconds=2.0):\n"
+        "        await asyncio.Event().wait()\n"
+        "asyncio.run(main())\n"
+    )
+    async with members(etcd, rack, "a") as (a,):
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", script, etcd.url, rack)
+        try:
+            await until(a, lambda: ids(a) == "ab", 20.0)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            killed_at = time.monotonic()
+            await process.wait()
+        await until(a, lambda: ids(a) == "a")
+        assert time.monotonic() - killed_at <= 2.0 + 1.0
+
+
+# etcd fails ----------------------------------------------------------------------------------------------------------
+
+
+async def test_without_an_etcd_a_daemon_serves_alone_says_so_once_and_joins_when_there_is_one(
+    rack: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    etcd = Etcd()
+    try:
+        async with daemon(etcd, rack) as a:
+            began = time.monotonic()
+            assert not await a.wait_until_registered(), "nobody waits for an etcd that is away"
+            assert time.monotonic() - began < 2.0
+            assert ids(a) == "a"
+            etcd.start()
+            assert await a.wait_until_registered(10.0)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert len(warnings) == 1
+        assert f"etcd at http://127.0.0.1:{etcd.client_port}" in warnings[0]
+        assert "Check that etcd runs there" in warnings[0]
+    finally:
+        etcd.__exit__(None, None, None)
+
+
+async def test_an_etcd_that_restarts_moves_no_member_and_takes_no_write(rack: str) -> None:
+    with Etcd() as etcd:
+        async with members(etcd, rack, "ab") as (a, b), Flaps(a) as flaps:
+            await asyncio.to_thread(etcd.stop)
+            await until(a, lambda: not a.state.connected)
+            await asyncio.to_thread(etcd.start)
+            await until(a, lambda: a.state.connected and a.state.watching)
+            await until(b, lambda: b.state.connected and b.state.watching)
+            assert flaps.rings == ["ab"]
+            assert '"Version" : 1\n' in etcd.ctl("get", "--write-out=fields", key(rack, "a"))
+            async with daemon(etcd, rack, "c"):
+                await until(a, lambda: ids(a) == "abc", 5.0)
+
+
+@pytest.mark.parametrize("how", ["frozen", "killed"])
+async def test_an_etcd_away_for_longer_than_a_lease_moves_no_member(how: str, rack: str) -> None:
+    with Etcd() as etcd:
+        async with members(etcd, rack, "abc") as daemons, Flaps(daemons[0]) as flaps:
+            leases = {each: each.state.lease for each in daemons}
+            etcd.freeze() if how == "frozen" else await asyncio.to_thread(etcd.kill)
+            for each in daemons:  # a try at etcd fails every now and then, and wakes us
+                await until(each, lambda each=each: not each.state.connected and each.age_seconds > GRANTED + 0.5)
+            assert {ids(each) for each in daemons} == {"abc"}
+            etcd.thaw() if how == "frozen" else await asyncio.to_thread(etcd.start)
+            for each in daemons:
+                # Frozen, etcd's clock ran on and it revokes every lease; started anew, it gives every lease a new TTL.
+                await until(each, lambda each=each: (each.state.lease != leases[each]) == (how == "frozen"))
+                await until(each, lambda each=each: each.state.connected and each.registered and not each.state.kept)
+            assert flaps.rings == ["abc"]
+
+
+async def test_an_etcd_that_lost_its_data_is_filled_again_and_moves_no_member(rack: str) -> None:
+    with Etcd() as etcd:
+        async with members(etcd, rack, "ab") as (a, b), Flaps(a) as flaps:
+            etcd.ctl("put", "/other", "1")
+            await asyncio.to_thread(etcd.wipe)
+            for each in (a, b):
+                await until(each, lambda each=each: each.state.connected and each.registered and not each.state.kept)
+            assert flaps.rings == ["ab"]
+            async with daemon(etcd, rack, "c"):
+                await until(a, lambda: ids(a) == "abc", 5.0)
+
+
+async def test_leaving_takes_little_time_while_etcd_is_frozen(rack: str) -> None:
+    with Etcd() as etcd:
+        async with members(etcd, rack, "a"):
+            etcd.freeze()
+            began = time.monotonic()
+        assert time.monotonic() - began < 2.0
+
+
+async def test_the_next_endpoint_is_tried_where_one_is_dead(etcd: Etcd, rack: str) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    async with daemon(f"{dead},{etcd.url}", rack) as a:
+        assert await a.wait_until_registered(5.0)
+
+
+async def test_a_wrong_password_is_named_and_never_shown(
+    etcd: Etcd, rack: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with daemon(etcd.url.replace("http://", "http://me:hunter2@"), rack) as a:
+        assert not await a.wait_until_registered()
+    assert "authentication" in caplog.text
+    assert "hunter2" not in caplog.text + repr(a)
+
+
+# Members and keys are tampered with ----------------------------------------------------------------------------------
+
+
+async def test_a_lease_revoked_under_a_living_daemon_is_replaced(etcd: Etcd, rack: str) -> None:
+    async with members(etcd, rack, "ab") as (a, b):
+        lease = lease_of(etcd, rack, "a")
+        await asyncio.to_thread(etcd.ctl, "lease", "revoke", lease)
+        await until(a, lambda: f"{a.state.lease:x}" != lease and a.registered)
+        await until(b, lambda: ids(b) == "ab")
+        assert lease_of(etcd, rack, "a") != lease
+
+
+@pytest.mark.parametrize("tampering", [("del",), ("put", "junk")])
+async def test_one_s_own_key_deleted_or_overwritten_is_written_anew(
+    etcd: Etcd, rack: str, tampering: tuple[str, ...]
+) -> None:
+    async with members(etcd, rack, "ab") as (a, b):
+        what, *value = tampering
+        before = a.state.keys[key(rack, "a")]
+        await asyncio.to_thread(etcd.ctl, what, key(rack, "a"), *value)
+        await until(a, lambda: a.registered and a.state.keys[key(rack, "a")] > before)
+        await until(b, lambda: ids(b) == "ab")
+
+
+async def test_a_watch_that_says_nothing_is_made_up_for_by_lists(
+    etcd: Etcd, rack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(self: Client, prefix: str, from_revision: int) -> AsyncIterator[Any]:
+        async def never() -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+        return never()
+
+    monkeypatch.setattr(Client, "watch", silent)
+    async with members(etcd, rack, "ab") as (a, _):
+        async with daemon(etcd, rack, "c"):
+            await until(a, lambda: ids(a) == "abc", 3 * TTL)
+        await until(a, lambda: ids(a) == "ab", 3 * TTL)
+
+
+async def test_history_compacted_under_a_watch_changes_nothing(etcd: Etcd, rack: str) -> None:
+    async with members(etcd, rack, "a") as (a,):
+        await asyncio.to_thread(etcd.compact)
+        async with daemon(etcd, rack, "b"):
+            await until(a, lambda: ids(a) == "ab", 1.0)
+
+
+async def test_a_watch_from_history_that_was_compacted_away_ends_in_an_error(etcd: Etcd, rack: str) -> None:
+    etcd.ctl("put", key(rack, "x"), "1")
+    etcd.compact()
+    async with Client(Endpoint("127.0.0.1", etcd.client_port), 5.0) as client:
+        changes = await client.watch(key(rack, ""), 1)
+        with pytest.raises(Unavailable, match="compacted"):
+            async with asyncio.timeout(5.0):
+                await anext(changes)
+
+
+async def test_hostile_records_are_ignored_and_counted(etcd: Etcd, rack: str, tmp_path: Any) -> None:
+    fat = "x" * 100_000
+    junk = {"junk": "{", "fat": fat, "odd": '{"url":"ftp://x","weight":1,"session":"s"}', "a/b": "{}", "ü": "{}"}
+    for name, value in junk.items():
+        etcd.ctl("put", key(rack, name), value)
+    async with members(etcd, rack, "ab") as (a, _):
+        assert a.ignored_total == len(junk)
+        await asyncio.to_thread(etcd.ctl, "put", key(rack, "junk"), "[")
+        async with daemon(etcd, rack, "c"):
+            await until(a, lambda: ids(a) == "abc")
+        assert a.ignored_total == len(junk) + 1
+
+
+async def test_a_folder_of_many_and_fat_records_is_read_page_by_page(etcd: Etcd, rack: str) -> None:
+    async with Client(Endpoint("127.0.0.1", etcd.client_port), 10.0) as client:
+        lease = await client.grant(60)
+        for i in range(700):
+            assert await client.register(key(rack, f"n{i:03}"), b"{" * (1 << 20 if 300 <= i < 307 else 10), lease, 0)
+        listed = await client.list(key(rack, ""))
+        await client.revoke(lease)
+    assert [entry.key for entry in listed.entries] == [key(rack, f"n{i:03}") for i in range(700)]
+
+
+# One name, two daemons -----------------------------------------------------------------------------------------------
+
+
+async def test_a_node_id_held_by_a_living_daemon_is_refused_and_named(etcd: Etcd, rack: str) -> None:
+    async with members(etcd, rack, "a") as (a,):
+        async with daemon(etcd, rack, "a", port=2) as second:
+            with pytest.raises(Misconfigured, match=r"'a' is taken .* http://a\.test:1; .* Choose another --node-id"):
+                await second.wait_until_registered()
+            assert not second.registered
+        assert a.registered
+        assert [member.url for member in a.ring.members] == ["http://a.test:1"]
+
+
+async def test_a_node_id_whose_daemon_died_is_free_once_its_lease_has_run_out(etcd: Etcd, rack: str) -> None:
+    etcd_lease = etcd.ctl("lease", "grant", "2").split()[1]
+    record = '{"url":"http://dead:1","weight":1,"session":"dead"}'
+    etcd.ctl("put", key(rack, "a"), record, f"--lease={etcd_lease}")
+    async with daemon(etcd, rack, "a") as a:
+        assert await a.wait_until_registered(GRANTED + 3.0)
+
+
+async def test_a_daemon_that_restarts_at_its_address_takes_its_own_place_at_once(etcd: Etcd, rack: str) -> None:
+    record = '{"url":"http://a.test:1","weight":1,"session":"former"}'
+    etcd.ctl("put", key(rack, "a"), record)
+    async with daemon(etcd, rack, "a") as a:
+        assert await a.wait_until_registered(1.0)
+        assert "former" not in etcd.ctl("get", key(rack, "a"))
+
+
+# The loop it runs on -------------------------------------------------------------------------------------------------
+
+
+def test_it_runs_on_uvloop(etcd: Etcd, rack: str) -> None:
+    async def main() -> None:
+        async with members(etcd, rack, "ab") as (a, b):
+            assert a.ring == b.ring
+
+    uvloop.run(main())
+
+
+async def test_an_error_in_the_daemon_passes_through_as_it_is(etcd: Etcd, rack: str) -> None:
+    with pytest.raises(Misconfigured, match="mine"):
+        async with daemon(etcd, rack):
+            raise Misconfigured("mine")
+
+
+def test_the_lease_is_that_of_the_design() -> None:
+    assert registry_module.TTL_SECONDS == 10.0
