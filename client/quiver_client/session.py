@@ -7,6 +7,7 @@ the process that opened it.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client.config import CacheConfig, EmbeddedCache
-from quiver_client.delivery import Delivery, Tier, Verify
+from quiver_client.delivery import Delivery, Positions, Tier, Verify
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
 from quiver_client.tiers.embedded import EmbeddedTier
@@ -29,15 +30,33 @@ from quiver_client.tiers.rack import RackTier
 class Session:
     """The open resources of one process for one dataset. Safe from threads."""
 
-    def __init__(self, manifest: Manifest, cache: CacheConfig, verify: Verify, *, introduce: bool) -> None:
-        """``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        cache: CacheConfig | None,
+        verify: Verify,
+        *,
+        introduce: bool,
+        on_wrong: Callable[[str, Delivery, Positions], None] = lambda tier, delivery, bad: None,
+    ) -> None:
+        """Compose the tiers: the cache, if there is one, and the origin.
+
+        ``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault.
+        ``on_wrong`` hears which samples of a tier had wrong bytes, before they are fetched again.
+        """
         self.manifest = manifest
         self.stats = Stats()
         self._verify = verify
         self._lock = threading.Lock()
         self._opened_origin: SampleOrigin | None = None
-        cached = self._embedded(cache) if isinstance(cache, EmbeddedCache) else self._rack(cache.urls, introduce)
-        self.tiers: tuple[Tier, ...] = (cached, OriginTier(self.origin))
+        self._on_wrong = on_wrong
+        direct = OriginTier(self.origin)
+        if cache is None:
+            self.tiers: tuple[Tier, ...] = (direct,)
+        elif isinstance(cache, EmbeddedCache):
+            self.tiers = (self._embedded(cache), direct)
+        else:
+            self.tiers = (self._rack(cache.urls, introduce), direct)
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
@@ -107,4 +126,5 @@ class Session:
                 return
             self.stats.add("corruptions", len(bad))
             self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
+            self._on_wrong(tier.name, delivery, bad)
             tier.blame(delivery, bad)

@@ -19,6 +19,9 @@ from quiver.errors import QuiverError
 COMMANDS: Final = {
     "index": "Make a manifest of a dataset, where it lies.",
     "info": "Say what a manifest holds.",
+    "verify": "Read and hash everything again, through a cache.",
+    "warm": "Bring a dataset into a cache before it is needed.",
+    "status": "Say how a cache is doing.",
 }
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 

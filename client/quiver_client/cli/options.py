@@ -25,6 +25,8 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
+CACHE_HELP = "http://node:7717,… for a rack, file:///folder?capacity=200GiB for a folder of this machine."
+
 
 def print_json(value: Any) -> None:
     """Print a report for programs."""

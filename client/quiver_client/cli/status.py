@@ -1,0 +1,90 @@
+"""``quiver status``: one line a daemon, and the rack as a whole."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+
+from quiver.errors import QuiverError, Unavailable
+from quiver.peer import PeerClient
+from quiver.ring import Member, Ring
+from quiver.sizes import format_size
+from quiver.store import Store
+from quiver_client.cli.options import CACHE_HELP, json_option, print_json
+from quiver_client.config import EmbeddedCache, parse_cache
+
+ASKED_AT_ONCE = 16
+
+
+@click.command("status", epilog="Example: quiver status --cache http://node1:7717 --json")
+@click.option("--cache", metavar="URL", envvar="QUIVER_CACHE", help=f"{CACHE_HELP} [default: ~/.cache/quiver]")
+@json_option
+def command(cache: str | None, *, as_json: bool) -> None:
+    """Say who is in a rack, what it holds, and what it has read from the origin."""
+    config = parse_cache(cache)
+    report = _embedded(config) if isinstance(config, EmbeddedCache) else _rack(config.urls)
+    if as_json:
+        print_json(report)
+        return
+    for member in report["members"]:
+        held = f"{format_size(member['resident_bytes'])} of {format_size(member['capacity_bytes'])}"
+        click.echo(f"{member['id']:20} {member['state']:12} {held:24} {member['url']}")
+    total = f"{format_size(report['resident_bytes'])} of {format_size(report['capacity_bytes'])}"
+    read = format_size(report["origin_read_bytes"])
+    click.echo(f"{report['rack']}: {len(report['members'])} members, {total}, {read} read from the origin")
+
+
+def _rack(urls: tuple[str, ...]) -> dict[str, Any]:
+    ring = _ring(urls)
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        members = list(pool.map(_member, ring.members))
+    totals = ("resident_bytes", "capacity_bytes", "origin_read_bytes")
+    return {"rack": ring.rack, "members": members} | {name: sum(m[name] for m in members) for name in totals}
+
+
+def _ring(urls: tuple[str, ...]) -> Ring:
+    """Return the ring from the first daemon that answers."""
+    failure: QuiverError = Unavailable(", ".join(urls), "no daemon is named")
+    for url in urls:
+        peer = PeerClient(url)
+        try:
+            return peer.ring().ring()[0]
+        except QuiverError as error:
+            failure = error
+        finally:
+            peer.close()
+    raise failure
+
+
+def _member(member: Member) -> dict[str, Any]:
+    peer = PeerClient(member.url)
+    try:
+        status = peer.status()
+        return {
+            "id": member.id,
+            "url": member.url,
+            "state": status.state if status.disk == "ok" else "disk failed",
+            "resident_bytes": status.resident_bytes,
+            "capacity_bytes": status.capacity_bytes,
+            "origin_read_bytes": status.origin_read_bytes,
+            "served_bytes": status.served_bytes,
+            "shards": status.shards,
+            "disk": status.disk,
+            "ring_members": status.ring_members,
+            "ring_age_seconds": status.ring_age_seconds,
+        }
+    except QuiverError as error:
+        nothing = {"resident_bytes": 0, "capacity_bytes": 0, "origin_read_bytes": 0}
+        return {"id": member.id, "url": member.url, "state": "unreachable", **nothing, "error": str(error)}
+    finally:
+        peer.close()
+
+
+def _embedded(cache: EmbeddedCache) -> dict[str, Any]:
+    store = Store.open(cache.root, cache.capacity_bytes, shared=True)
+    resident = store.resident_bytes()
+    store.close()
+    totals = {"resident_bytes": resident, "capacity_bytes": cache.capacity_bytes, "origin_read_bytes": 0}
+    return {"rack": f"embedded cache {cache.root}", "members": []} | totals
