@@ -63,7 +63,7 @@ class ParquetOrigin:
         buffer = column[row].as_buffer()
         if buffer is None or buffer.size != size:
             raise Changed(self.base + self._manifest.object(number).path, "changed")
-        return memoryview(buffer)
+        return memoryview(buffer).cast("B")  # an Arrow buffer is of signed bytes, which a bytearray does not take
 
     def _group(self, number: int, row: int) -> tuple[list[pa.Array[Any]], int, int]:
         """Return the columns of the row group that holds the row, the row inside it, and the bytes read for it."""

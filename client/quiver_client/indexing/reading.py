@@ -190,6 +190,23 @@ class RemoteObjects:
     def close(self) -> None:
         self.store.close()
 
+    def require_ranges(self, listed: OriginObject) -> None:
+        """Raise ``BadRequest`` if the server answers no byte ranges: a manifest of its objects would be of no use."""
+        import obstore
+        from obstore.exceptions import NotSupportedError
+
+        if listed.size < 2:
+            return
+        url = self.base + listed.path
+        with mapped(url):
+            try:
+                obstore.get_range(self.client, listed.path, start=1, end=2)
+            except NotSupportedError as error:
+                raise BadRequest(
+                    f"{url}: the server answers no byte ranges, which samples inside large objects need;"
+                    " serve the data with one that does (nginx, S3), or copy it here"
+                ) from error
+
     @property
     def client(self) -> Any:
         return self.store._store
@@ -228,20 +245,21 @@ class RemoteHandle:
 @contextmanager
 def mapped(url: str, *, listing: bool = False) -> Iterator[None]:
     """Turn obstore's exceptions about ``url`` into ours. ``listing``: an object that is not there never was."""
-    from obstore import exceptions as failed
+    from obstore.exceptions import InvalidPathError
+
+    from quiver.origin.remote import store_errors
 
     try:
-        yield
-    except (FileNotFoundError, failed.NotFoundError) as error:
+        with store_errors(url):
+            try:
+                yield
+            except InvalidPathError as error:
+                why = str(error).splitlines()[0]
+                raise BadRequest(f"{url}: {why}; rename the object, or index a folder without it") from error
+    except NotFound as error:
         if listing:
-            raise NotFound(f"there is no {url}; check the source's URL") from error
+            raise
         raise SourceChanged(url, "vanished") from error
-    except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
-        raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
-    except failed.InvalidPathError as error:
-        raise BadRequest(f"{url}: {_first_line(error)}; rename the object, or index a folder without it") from error
-    except (failed.BaseError, OSError) as error:
-        raise Unavailable(url, _first_line(error)) from error
 
 
 class ObjectFile(io.RawIOBase):
@@ -272,6 +290,3 @@ class ObjectFile(io.RawIOBase):
         self._at += len(data)
         return bytes(data)
 
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]

@@ -10,11 +10,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+
 from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound
 from quiver.layout import SHARD_BYTES_MAX, SHARD_BYTES_MIN, Layout
 from quiver.manifest import FORMAT_VERSION, Field, Header, Manifest, write_manifest
 from quiver.manifest.schema import SourceFormat
 from quiver.origin.base import split_url
+from quiver.origin.remote import RUN_BYTES_MAX
 from quiver.sizes import format_size, parse_size
 from quiver_client.indexing.assemble import assemble, check_base
 from quiver_client.indexing.columns import Samples
@@ -23,7 +26,7 @@ from quiver_client.indexing.files import index_files
 from quiver_client.indexing.listing import list_source
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, NoProgress, Progress
-from quiver_client.indexing.reading import open_objects
+from quiver_client.indexing.reading import Objects, RemoteObjects, open_objects
 from quiver_client.indexing.report import Notices, Report
 
 FORMATS: Final = ("auto", "files", "imagefolder", "webdataset", "parquet")
@@ -93,6 +96,8 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
 def _read(form: SourceFormat, listing: Listing, meter: Meter, notices: Notices) -> tuple[Samples, tuple[Field, ...]]:
     objects = open_objects(listing.base, meter)
     try:
+        if listing.base.startswith("http"):
+            _require_ranges(form, listing, objects)
         if form == "webdataset":
             from quiver_client.indexing.webdataset import index_tars
 
@@ -104,6 +109,13 @@ def _read(form: SourceFormat, listing: Listing, meter: Meter, notices: Notices) 
         return index_files(listing, objects, meter, labels=form == "imagefolder")
     finally:
         objects.close()
+
+
+def _require_ranges(form: SourceFormat, listing: Listing, objects: Objects) -> None:
+    """Whole small files can be read from any HTTP server; parts of files only from one that answers byte ranges."""
+    largest = listing.object(int(np.argmax(listing.sizes)))
+    if isinstance(objects, RemoteObjects) and (form in ("webdataset", "parquet") or largest.size > RUN_BYTES_MAX):
+        objects.require_ranges(largest)
 
 
 def _layout(asked: str, form: SourceFormat, base: Manifest | None) -> Layout:
