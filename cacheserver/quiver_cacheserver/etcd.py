@@ -88,12 +88,14 @@ class Etcd:
         )
 
     async def __aenter__(self) -> Self:
+        connected = False
         try:
             with self._mapped():
                 await self._client.connect()  # asks nothing of etcd unless there is a password
-        except Unavailable:
-            await self._client.close()
-            raise
+            connected = True
+        finally:
+            if not connected:
+                await self._client.close()
         return self
 
     async def __aexit__(

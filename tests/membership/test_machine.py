@@ -266,6 +266,10 @@ def test_a_member_that_comes_back_after_an_outage_never_left_the_ring() -> None:
     assert ids(state) == ["a", "b", "self"]
     state = learn(state, m.Changed((record("a", 21),)), now=61.0)
     assert ids(learn(state, m.Tick(), now=60.0 + TTL)) == ["a", "self"]
+    state = learn(state, m.Watching(), m.Listed((record("a", 21),), 22), now=66.5)
+    state = learn(state, m.Listed((record("a", 21),), 22), m.LeaseGranted(5), now=69.0)
+    _, action = m.step(state, m.Registered(m.Entry(state.key, state.value, 23, 5)), 69.0)
+    assert action == m.Wait(60.0 + TTL), "it is let go on time, not with the next list"
 
 
 def test_a_member_that_dies_while_all_is_well_leaves_at_once() -> None:
@@ -339,6 +343,19 @@ def test_a_living_daemon_with_the_same_id_is_found_out_after_a_ttl_and_never_ove
     state, _ = m.step(state, m.Tick(), TTL + 1.0)
     assert state.taken == Member("self", "http://10.0.0.2:7717", 2.0)
     assert [member.url for member in state.ring.members] == ["http://10.0.0.2:7717"], "the ring is what is listed"
+
+
+def test_a_holder_of_the_id_is_not_found_living_by_an_outage_in_which_no_lease_ran_out() -> None:
+    rival = record("self", 9, url="http://10.0.0.2:7717", session="other")
+    state = learn(standing(rival), m.Lost(), now=1.0)
+    state = learn(state, m.Connected(), m.Listed((rival,), 10), m.Watching(), now=60.0)
+    assert state.taken is None
+    assert learn(state, m.Tick(), now=60.0 + TTL + 1.0).taken is not None
+
+
+def test_a_refused_registration_reads_the_list_again_first() -> None:
+    state = learn(standing(), m.LeaseGranted(5))
+    assert m.step(state, m.Refused(), 1.0)[1] == m.List()
 
 
 def test_a_dead_daemon_with_the_same_id_makes_room_when_its_lease_runs_out() -> None:
