@@ -2,8 +2,8 @@
 
 Nothing outside this module sees aetcd or gRPC. What was seen of aetcd 1.0, and shapes this file (docs/adr has more):
 
-* A connection is cheap and lazy; a lost one is thrown away whole. aetcd's watcher does not come back by itself, and a
-  watch stream that etcd ends in good order is never reported, nor can it be opened again on that client.
+* A connection is cheap and lazy; a lost one is thrown away whole. aetcd's watcher does not come back by itself. Read in
+  its source, not seen: a watch stream that etcd ends in good order, or cancels, is reported to nobody.
 * Without a timeout a call to a frozen etcd waits for ever, so every call has one. A watch has none: it stays open and
   says nothing while etcd is frozen. Periodic lists find that out.
 * A lease that is gone is not an error in a keep-alive (TTL 0), but is ``NOT_FOUND`` in a put.
