@@ -2,7 +2,8 @@
 
 Arrows inside the kernel run one way, from the formats outward:
 
-    errors, digest, sizes -> shard -> manifest -> layout, ring, plan -> wire -> store, origin, peer -> fill
+    errors, digest, sizes -> shard -> layout -> ring -> manifest, residency, membership -> plan, source, wire
+        -> store, origin, peer -> fill
 
 ``quiver_client`` and ``quiver_cacheserver`` both import this package and never one another.
 """
