@@ -33,7 +33,9 @@ U64 = npt.NDArray[np.uint64]
 I32 = npt.NDArray[np.int32]
 
 MEMBERS_MAX: Final = 4096
+DRAWS_MAX: Final = 1 << 22  # at a time: 32 MiB of temporaries, however many shards and members there are
 URL_BYTES_MAX: Final = 256
+_PRINTABLE = re.compile(r"[!-~]+")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
@@ -58,21 +60,17 @@ def check_member(member: Member) -> Member:
 
 def check_url(url: str) -> str:
     """Return the URL of a daemon without a trailing slash; raise ``BadRequest`` if it is not ``http://host:port``."""
+    wrong = BadRequest(f"not the URL of a daemon: {url[:120]!r}; expected http://HOST:PORT")
+    if len(url) > URL_BYTES_MAX or not _PRINTABLE.fullmatch(url):  # urlsplit drops line feeds and goes on
+        raise wrong
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise BadRequest(f"not the URL of a daemon: {url[:120]!r} ({error})") from error
-    odd = parts.path.strip("/") or parts.query or parts.fragment or parts.username is not None
-    if (
-        parts.scheme != "http"
-        or not parts.hostname
-        or port == 0
-        or odd
-        or len(url) > URL_BYTES_MAX
-        or not url.isascii()
-    ):
-        raise BadRequest(f"not the URL of a daemon: {url[:120]!r}; expected http://HOST:PORT")
+        raise wrong from error
+    extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
+    if parts.scheme != "http" or not parts.hostname or not port or extra:
+        raise wrong
     return url.rstrip("/")
 
 
@@ -115,6 +113,11 @@ class Ring:
         ranked = np.full((len(digests), n), -1, np.int32)
         if not self.owning or not len(digests) or n < 1:
             return ranked
+        rows_max = max(DRAWS_MAX // len(self.owning), 1)
+        if len(digests) > rows_max:
+            return np.concatenate(
+                [self.rank(digests[at : at + rows_max], n) for at in range(0, len(digests), rows_max)]
+            )
         words = np.ascontiguousarray(digests[:, :8]).view("<u8").reshape(-1)
         draws = np.empty((len(self.owning), len(digests)))
         for row, at in enumerate(self.owning):
