@@ -16,11 +16,15 @@ import fcntl
 import itertools
 import mmap
 import os
+import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
+
+import numpy as np
+import pyarrow as pa
 
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
@@ -40,16 +44,40 @@ class OpenFile:
     __slots__ = ("__weakref__", "fd", "size_bytes")
 
     def __init__(self, path: Path) -> None:
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        self.size_bytes = os.fstat(self.fd).st_size
+        # Not followed and not waited for: a link or a fifo under a digest's name is a stray, and must not hang us.
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        found = os.fstat(self.fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
+        self.size_bytes = found.st_size
 
     def __del__(self) -> None:
         if hasattr(self, "fd"):
             os.close(self.fd)
 
-    def map(self) -> mmap.mmap:
-        """Return the file mapped read-only. Raises ``ValueError`` for an empty file."""
-        return mmap.mmap(self.fd, self.size_bytes, access=mmap.ACCESS_READ)
+    @property
+    def linked(self) -> bool:
+        """Whether the file still has a name: one that was evicted keeps its room until nobody holds it open."""
+        return os.fstat(self.fd).st_nlink > 0
+
+    def map(self) -> memoryview:
+        """Return the file mapped read-only. The mapping keeps no descriptor: a process may map thousands of shards.
+
+        (``mmap.mmap`` keeps a duplicate for each until Python 3.13, and 1,024 is all that most processes may have.)
+        """
+        with _disk_errors(Path(f"/proc/self/fd/{self.fd}"), "map"), pa.memory_map(f"/proc/self/fd/{self.fd}") as mapped:
+            return memoryview(mapped.read_buffer(self.size_bytes))
+
+    def read(self) -> memoryview:
+        """Return the file's bytes, copied: unlike a mapping, a disk that fails here is an error and no signal."""
+        data = np.empty(self.size_bytes, np.uint8).data
+        at = 0
+        while at < len(data):
+            count = os.preadv(self.fd, [data[at:]], at)
+            if not count:
+                break
+            at += count
+        return data[:at]
 
 
 class Store:
@@ -101,26 +129,41 @@ class Store:
             if file is not None:
                 self._open.move_to_end((kind, digest))
         if file is None:
-            try:
-                file = OpenFile(file_of(self.root, kind, digest))
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.ELOOP):
-                    self.inventory.removed(kind, digest)
-                    raise NotFound("the disk does not hold it") from None
-                raise DiskFailed(f"{self.root}: {error.strerror}") from error
+            file = self._opened(kind, digest)
             with self._lock:
                 self._open[kind, digest] = file
                 while len(self._open) > OPEN_FILES_MAX:
                     self._open.popitem(last=False)
+                if not file.linked:  # dropped just now: kept open, it would keep its room
+                    self._open.pop((kind, digest), None)
         self.inventory.touched(kind, digest)
         return file
 
+    def map_file(self, kind: Kind, digest: Digest) -> memoryview:
+        """Return the file, mapped; no descriptor stays open. Raises ``NotFound``, ``DiskFailed``."""
+        mapped = self._opened(kind, digest).map()
+        self.inventory.touched(kind, digest)
+        return mapped
+
+    def _opened(self, kind: Kind, digest: Digest) -> OpenFile:
+        try:
+            return OpenFile(file_of(self.root, kind, digest))
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+                self.inventory.removed(kind, digest)
+                raise NotFound("the disk does not hold it") from None
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise OverCapacity(
+                    f"{self.root}: too many open files; allow the process more (ulimit -n, LimitNOFILE=)", 1.0
+                ) from error
+            raise DiskFailed(f"cannot read from {self.root}: {error.strerror}") from error
+
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard as a mapping of its file: ``ShardSource``."""
-        file = self.open_file(Kind.SHARD, digest)
-        if not 0 < file.size_bytes <= size_bytes:
-            raise Corrupt(f"shard of {file.size_bytes} bytes where {size_bytes} were expected", self.name)
-        return memoryview(file.map())
+        mapped = self.map_file(Kind.SHARD, digest)
+        if not 0 < len(mapped) <= size_bytes:
+            raise Corrupt(f"shard of {len(mapped)} bytes where {size_bytes} were expected", self.name)
+        return mapped
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
         """Put the file aside: a disk that rots is not asked for it again."""
@@ -128,12 +171,12 @@ class Store:
         return error
 
     def check(self, digest: Digest) -> None:
-        """Read and verify a resident shard. Raises ``Corrupt``, having quarantined it, or ``NotFound``."""
-        file = self.open_file(Kind.SHARD, digest)
+        """Read and verify a shard. Raises ``Corrupt``, having quarantined it, ``NotFound`` or ``DiskFailed``."""
+        file = self._opened(Kind.SHARD, digest)  # afresh: what has the name now, not what was opened under it once
         try:
-            if not file.size_bytes:
-                raise Corrupt("shard file is empty", self.name)
-            verified(digest, memoryview(file.map()), self.name)
+            with _disk_errors(self.root, "read from"):
+                data = file.read()
+            verified(digest, data, self.name)
         except Corrupt:
             self.quarantine(Kind.SHARD, digest)
             raise
@@ -150,7 +193,7 @@ class Store:
     def reserve(self, kind: Kind, digest: Digest, size_bytes: int) -> Iterator[Writing]:
         """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays."""
         temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
-        with self.inventory.locked():
+        with _disk_errors(self.root), self.inventory.locked():
             self._make_room(size_bytes)
             fd = _create(temporary, size_bytes)
             self.inventory.reserved(size_bytes)
@@ -158,31 +201,47 @@ class Store:
         try:
             yield writing
         finally:
-            with self.inventory.locked():
-                if not writing.committed:
-                    temporary.unlink(missing_ok=True)
-                self.inventory.released(size_bytes)
+            self._settle(writing)
+
+    def _settle(self, writing: Writing) -> None:
+        """Turn the reservation into a thing held, or into nothing. What cannot be removed now is swept later."""
+        try:
+            with _disk_errors(self.root), self.inventory.locked():
+                self.inventory.released(writing.size_bytes)
                 if writing.committed:
-                    self.inventory.added(kind, digest, size_bytes)
-            os.close(fd)
+                    self.inventory.added(writing.kind, writing.digest, writing.size_bytes)
+                else:
+                    writing.path.unlink(missing_ok=True)
+        finally:
+            writing.close()
 
     def drop(self, kind: Kind, digest: Digest) -> None:
         """Remove something. Who has it open or mapped keeps it."""
-        with self._lock:
-            self._open.pop((kind, digest), None)
         file_of(self.root, kind, digest).unlink(missing_ok=True)
-        self.inventory.removed(kind, digest)
+        self._forget(kind, digest)
 
     def quarantine(self, kind: Kind, digest: Digest) -> None:
-        """Put a wrong file where it is not read any more, and where a person can look at it."""
+        """Put a wrong file where it is not read any more, and where a person can look at it.
+
+        A disk that refuses even that still loses the file from what is held: it is not read again.
+        """
+        folder = self.root / "quarantine"
+        with contextlib.suppress(OSError):
+            file_of(self.root, kind, digest).replace(folder / digest.hex())
+        self._forget(kind, digest)
+        with contextlib.suppress(OSError):  # of two processes that tidy up, one comes second
+            kept = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime)
+            for path in kept[:-QUARANTINE_FILES_MAX]:
+                path.unlink(missing_ok=True)
+
+    def forget_open(self, kind: Kind, digest: Digest) -> None:
+        """Open the file anew next time: there is another one under its name."""
         with self._lock:
             self._open.pop((kind, digest), None)
-        with contextlib.suppress(FileNotFoundError):
-            file_of(self.root, kind, digest).replace(self.root / "quarantine" / digest.hex())
+
+    def _forget(self, kind: Kind, digest: Digest) -> None:
+        self.forget_open(kind, digest)
         self.inventory.removed(kind, digest)
-        kept = sorted((self.root / "quarantine").iterdir(), key=lambda path: path.lstat().st_mtime)
-        for path in kept[:-QUARANTINE_FILES_MAX]:
-            path.unlink(missing_ok=True)
 
     def _make_room(self, size_bytes: int) -> None:
         if size_bytes > self.capacity_bytes:
@@ -210,8 +269,8 @@ class Writing:
         self.size_bytes = size_bytes
         self.committed = False
         self._store = store
-        self._kind = kind
-        self._digest = digest
+        self.kind = kind
+        self.digest = digest
         self.path = temporary
         self._fd = fd
         self._at = 0
@@ -237,17 +296,32 @@ class Writing:
         """Make the file visible under its name. The caller has compared the content with the name."""
         if self._at != self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
-        final = file_of(self._store.root, self._kind, self._digest)
+        final = file_of(self._store.root, self.kind, self.digest)
         with _disk_errors(self._store.root):
             os.fsync(self._fd)
             final.parent.mkdir(exist_ok=True)
             self.path.replace(final)
-            folder = os.open(final.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+                _sync_folder(final.parent)
+            except OSError:
+                final.unlink(missing_ok=True)  # not known to last, and not counted: so not there
+                raise
+        self._store.forget_open(self.kind, self.digest)
         self.committed = True
+
+    def close(self) -> None:
+        """Let go of the temporary file, whether or not a forked child holds it open as well."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        os.close(self._fd)
+
+
+def _sync_folder(path: Path) -> None:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _create(path: Path, size_bytes: int) -> int:
@@ -265,7 +339,7 @@ def _create(path: Path, size_bytes: int) -> int:
 
 
 @contextlib.contextmanager
-def _disk_errors(root: Path) -> Iterator[None]:
+def _disk_errors(root: Path, doing: str = "write to") -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -274,4 +348,4 @@ def _disk_errors(root: Path) -> Iterator[None]:
             errno.EDQUOT: "the disk quota is used up; free some room, or lower the capacity",
             errno.EROFS: "the disk is read-only",
         }.get(error.errno or 0, error.strerror or str(error))
-        raise DiskFailed(f"cannot write to {root}: {what}") from error
+        raise DiskFailed(f"cannot {doing} {root}: {what}") from error

@@ -90,7 +90,11 @@ def sweep(root: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if not entry.is_file(follow_symlinks=False):
                 continue
-            fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            except PermissionError:  # another user's: not ours to remove, and it takes room all the same
+                reserved += entry.stat(follow_symlinks=False).st_size
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(entry.path)
@@ -103,7 +107,10 @@ def sweep(root: Path) -> int:
 
 def lock_folder(root: Path, *, wait: bool) -> int:
     """Lock a store's folder; return the descriptor that holds the lock until it is closed or its process dies."""
-    fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise DiskFailed(f"{root} cannot be locked: {error.strerror}; choose a folder that you may write to") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -192,6 +199,8 @@ class FolderInventory:
         try:
             yield
         finally:
+            # Unlocked and not only closed: a child that was forked meanwhile holds the same lock by its copy.
+            fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
     def held(self, kind: Kind) -> list[Held]:
