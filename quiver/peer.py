@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import io
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -152,23 +154,28 @@ class PeerClient:
     @contextlib.contextmanager
     def _asked(
         self, method: str, path: str, body: object = None, content_type: str = "", wait_seconds: float = 0.0
-    ) -> Iterator[tuple[http.client.HTTPResponse, int, float]]:
+    ) -> Iterator[tuple[_Response, int, float]]:
         """Send a request; yield the answer's head, its length in bytes, and when patience ends (monotonic seconds)."""
-        connection, fresh = self._connection()
         headers = {"Content-Type": content_type} if content_type else {}
+        size = 0
         if isinstance(body, (bytes, bytearray, memoryview)):
-            headers["Content-Length"] = str(memoryview(body).nbytes)
+            size = memoryview(body).nbytes
         elif body is not None:
-            headers["Content-Length"] = str(os.fstat(body.fileno()).st_size)  # type: ignore[attr-defined]
+            size = os.fstat(body.fileno()).st_size  # type: ignore[attr-defined]
+        if body is not None:
+            headers["Content-Length"] = str(size)
+        patience = self._silence_seconds + wait_seconds + size / SLOWEST_BYTES_PER_SECOND
+        # A file cannot be sent twice, so it goes over a connection that cannot have been closed for idleness.
+        connection, fresh = (self._connect(), True) if hasattr(body, "read") else self._connection()
         try:
             try:
-                response = self._exchange(connection, method, path, body, headers, wait_seconds)
+                response = _exchange(connection, method, path, body, headers, patience)
             except (ConnectionError, http.client.BadStatusLine):
-                if fresh or not (body is None or isinstance(body, bytes)):
+                if fresh:
                     raise
                 connection.close()  # the daemon closed an idle connection just then: not its fault, ask once more
                 connection = self._connect()
-                response = self._exchange(connection, method, path, body, headers, wait_seconds)
+                response = _exchange(connection, method, path, body, headers, patience)
             deadline = time.monotonic() + self._silence_seconds
             length = self._checked(response, method, deadline)
             yield response, length, deadline
@@ -182,28 +189,7 @@ class PeerClient:
         response.close()
         self._give_back(connection, response)
 
-    def _exchange(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: object,
-        headers: dict[str, str],
-        wait_seconds: float,
-    ) -> http.client.HTTPResponse:
-        connection.sock.settimeout(self._silence_seconds + wait_seconds)
-        try:
-            connection.request(method, path, body=body, headers=headers)  # type: ignore[arg-type]
-        except ConnectionError:
-            # A daemon that refuses an upload answers before it has read it all: its answer says more than the reset.
-            if not isinstance(body, (bytes, bytearray, memoryview)):
-                raise
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                return connection.getresponse()
-            raise
-        return connection.getresponse()
-
-    def _checked(self, response: http.client.HTTPResponse, method: str, deadline: float) -> int:
+    def _checked(self, response: _Response, method: str, deadline: float) -> int:
         """Return the length of a good answer's body; raise what a bad one means."""
         length = response.length if response.length is not None else -1
         if response.getheader("Content-Encoding", "identity") != "identity":
@@ -247,6 +233,7 @@ class PeerClient:
 
     def _connect(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS, blocksize=1 << 20)
+        connection.response_class = _Response
         try:
             connection.connect()
         except OSError as error:
@@ -263,16 +250,70 @@ class PeerClient:
         connection.close()
 
 
-def _receive(response: http.client.HTTPResponse, out: memoryview, deadline: float, who: str) -> None:
+class _PatientSocket(io.RawIOBase):
+    """The reading end of a socket with a deadline for everything: a timeout alone never ends while bytes trickle in."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._silence_seconds = sock.gettimeout() or SILENCE_SECONDS
+        self._file = sock.makefile("rb", buffering=0)  # counts as a user of the socket, as http.client expects
+        self.deadline = time.monotonic() + self._silence_seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int | None:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("answers too slowly")
+        self._socket.settimeout(min(left, self._silence_seconds))
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+class _Response(http.client.HTTPResponse):
+    """A response that is read through a ``_PatientSocket``, its head as well."""
+
+    def __init__(self, sock: socket.socket, *args: Any, **named: Any) -> None:
+        super().__init__(sock, *args, **named)
+        self.fp.close()
+        self.socket = _PatientSocket(sock)
+        self.fp = io.BufferedReader(self.socket)
+
+
+def _exchange(
+    connection: http.client.HTTPConnection,
+    method: str,
+    path: str,
+    body: object,
+    headers: dict[str, str],
+    patience_seconds: float,
+) -> _Response:
+    """Send a request and return the head of the answer, which must be here within ``patience_seconds``."""
+    connection.sock.settimeout(patience_seconds)
+    try:
+        connection.request(method, path, body=body, headers=headers)  # type: ignore[arg-type]
+    except ConnectionError:
+        # A daemon that refuses an upload answers before it has read it all: its answer says more than the reset.
+        if body is None:
+            raise
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            return cast(_Response, connection.getresponse())
+        raise
+    return cast(_Response, connection.getresponse())
+
+
+def _receive(response: _Response, out: memoryview, deadline: float, who: str) -> None:
     """Fill ``out`` from the body, straight from the socket; give up at the deadline even while bytes trickle in."""
-    stream = response.fp
+    response.socket.deadline = deadline
     while out:
-        count = stream.readinto1(out)  # a BufferedReader over the socket
+        count = response.fp.readinto1(out)  # a BufferedReader over the socket
         if not count:
             raise Corrupt(f"the answer ends {len(out)} bytes early", who)
         out = out[count:]
-        if out and time.monotonic() > deadline:
-            raise Unavailable(who, "answers too slowly")
 
 
 def _seconds(text: str | None) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from quiver.digest import Bytes, Digest
-from quiver.errors import Changed, Corrupt, Forbidden, NotFound, QuiverError, Unavailable
+from quiver.errors import Corrupt, NotFound, QuiverError
 from quiver.shard import Shard, verified
 
 
@@ -70,7 +70,7 @@ def first_verified(
             continue
         except Corrupt as error:
             failure = source.fault(digest, error)
-        except (Unavailable, Changed, Forbidden) as error:
+        except QuiverError as error:  # whatever a peer calls it, the next one may have the shard
             failure = error
         blame(source, failure)
     raise failure
