@@ -86,8 +86,8 @@ class Manifest:
             check_header(header)
             check_tables(tables, byte_ranges=header.source != "parquet")
             mapped.madvise(mmap.MADV_DONTNEED)  # the checks walked the file; what stays mapped is what gets used
-        except BadRequest as error:
-            raise BadRequest(f"{path}: {error}") from error
+        except (BadRequest, Misconfigured) as error:
+            raise type(error)(f"{path}: {error}") from error
         except (pa.ArrowException, ValueError, OSError) as error:
             raise BadRequest(f"{path} is not a manifest, or is truncated ({error}); {_INDEX_AGAIN}") from error
         return cls(path, header, tables)

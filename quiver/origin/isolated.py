@@ -27,6 +27,7 @@ from quiver.origin.base import Extent
 
 REQUEST_BYTES_MAX: Final = 1 << 26
 ANSWER_SECONDS_MAX: Final = 300.0
+END_SECONDS_MAX: Final = 2.0
 _ERRORS: Final[dict[str, type[QuiverError]]] = {"forbidden": Forbidden, "misconfigured": Misconfigured}
 
 
@@ -41,9 +42,9 @@ class IsolatedStore:
     """``ObjectStore`` whose requests a helper process answers, started on first use and once again if it dies."""
 
     def __init__(self, base: str) -> None:
+        self._helper: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.base = base if base.endswith("/") else base + "/"
         self._lock = threading.Lock()  # one request at a time: the helper itself reads with many threads
-        self._helper: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self._owner = os.getpid()
 
     def __repr__(self) -> str:
@@ -69,10 +70,24 @@ class IsolatedStore:
 
     def close(self) -> None:
         helper, self._helper = self._helper, None
-        if helper is not None:
-            helper[1].close()
-            if self._owner == os.getpid():
-                helper[0].wait()
+        if helper is None:
+            return
+        process, link = helper
+        if self._owner == os.getpid():
+            # Shut down and not only closed: a child that was forked meanwhile holds the socket by its copy.
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+            try:
+                process.wait(END_SECONDS_MAX)
+            except subprocess.TimeoutExpired:  # in the midst of a request that nobody waits for any more
+                process.kill()
+                process.wait()
+        else:
+            process.returncode = 0  # the parent's child: not this process's to wait for
+        link.close()
+
+    def __del__(self) -> None:
+        self.close()
 
     def _ask(self, request: bytes, memory: int) -> _Answer:
         with self._lock:

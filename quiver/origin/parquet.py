@@ -76,7 +76,7 @@ class ParquetOrigin:
                 self._files.popitem(last=False)
         group = int(np.searchsorted(file.firsts, row, "right")) - 1
         if row >= file.rows:
-            raise Changed(file.url, "has fewer rows than")
+            raise Changed(file.url, "lost rows")
         columns = self._groups.get((number, group))
         if columns is None:
             columns = file.columns(group, self._columns)
@@ -100,7 +100,7 @@ class _File:
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
-        except pa.ArrowException as error:
+        except (pa.ArrowException, OSError) as error:  # pyarrow says OSError for bytes that are no Parquet any more
             raise Changed(self.url, "changed") from error
         metadata = self._parquet.metadata
         counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -112,7 +112,7 @@ class _File:
         try:
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
             return [column_of(table, name) for name in names]
-        except (pa.ArrowException, KeyError) as error:
+        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise Changed(self.url, "changed") from error
 
     def take_read_bytes(self) -> int:

@@ -72,8 +72,10 @@ def naming_samples(manifest: Manifest, rows: Rows) -> Iterator[None]:
         if error.keys:
             raise
         objects = manifest.tables.object_of[rows]
-        gone = [n for n in np.unique(objects).tolist() if error.url.endswith("/" + manifest.object(n).path)]
-        lost = rows[np.isin(objects, gone)] if gone else rows
+        paths = {number: manifest.object(number).path for number in np.unique(objects).tolist()}
+        ends = [number for number, path in paths.items() if error.url.endswith("/" + path)]
+        gone = max(ends, key=lambda number: len(paths[number]), default=None)  # a/b.png ends in b.png as well
+        lost = rows[objects == gone] if gone is not None else rows
         raise Changed(error.url, error.why, manifest.keys_of_blobs(lost)) from error
 
 
