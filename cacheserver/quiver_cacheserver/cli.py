@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def command(**values: Any) -> None:
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
     try:
-        config = check(msgspec.convert({**kebab, "peers": given, "origin": list(values["origin"])}, Config))
+        config = check(msgspec.convert({**kebab, "peers": given, "origin": _several(values["origin"])}, Config))
     except (Misconfigured, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error
     except QuiverError as error:
@@ -75,6 +76,11 @@ def command(**values: Any) -> None:
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     uvloop.run(serve(config))
+
+
+def _several(given: str | Sequence[str]) -> list[str]:
+    """Return a list where TOML has a list or, for one alone, a string."""
+    return [given] if isinstance(given, str) else list(given)
 
 
 def main() -> None:

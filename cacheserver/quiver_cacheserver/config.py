@@ -7,7 +7,7 @@ import re
 import socket
 from pathlib import Path
 from typing import Final
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 
@@ -93,7 +93,7 @@ def check(config: Config) -> Config:
 def normal_prefix(prefix: str) -> str:
     """Return an ``--origin`` as bases are compared with it: a URL that ends in ``/``, real for local paths."""
     if "://" not in prefix or prefix.startswith("file://"):
-        path = prefix.removeprefix("file://")
+        path = unquote(prefix.removeprefix("file://")) if prefix.startswith("file://") else prefix
         if not Path(path).is_absolute():
             raise Misconfigured(f"--origin {prefix!r}: a local origin is an absolute path")
         return "file://" + os.path.join(os.path.realpath(path), "")

@@ -23,9 +23,10 @@ class Counters:
     uploaded_bytes: int = 0
     reads_in_flight: int = 0
     overloads: int = 0
-    fills: Counter[str] = field(default_factory=Counter)  # by where the shard came from: peer, origin, upload
+    # Known labels start at 0, so that a rate can be taken from the first one on.
+    fills: Counter[str] = field(default_factory=lambda: Counter(peer=0, origin=0, upload=0))
     failures: Counter[str] = field(default_factory=Counter)  # fills that failed, by error code
-    corruptions: Counter[str] = field(default_factory=Counter)  # by who is to blame: disk, peer, upload, origin
+    corruptions: Counter[str] = field(default_factory=lambda: Counter(disk=0, peer=0, upload=0, origin=0))
     ranges: Counter[str] = field(default_factory=Counter)  # by status
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -58,8 +59,8 @@ class Collector:
         )
         for name, text, value in totals:
             yield CounterMetricFamily(name, text, value)
-        gauges = (
-            ("quiver_resident_bytes", "Bytes held or reserved on disk", node.store.resident_bytes()),
+        gauges: tuple[tuple[str, str, float], ...] = (
+            ("quiver_resident_bytes", "Bytes held or reserved on disk", node.store.inventory.resident_bytes()),
             ("quiver_capacity_bytes", "Bytes that may be held", node.store.capacity_bytes),
             ("quiver_resident_shards", "Shards held", node.shard_count),
             ("quiver_ring_members", "Members of the ring as this daemon knows it", len(node.registry.ring.members)),
@@ -68,8 +69,8 @@ class Collector:
             ("quiver_fills_in_flight", "Shards being brought in", node.fills.in_flight),
             ("quiver_disk_writable", "1 while the disk takes writes", float(node.disk == "ok")),
         )
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(name, text, value)
+        for name, text, level in gauges:
+            yield GaugeMetricFamily(name, text, level)
         yield _labelled("quiver_fills", "Shards brought in, by where from", "source", counters.fills)
         yield _labelled("quiver_fill_failures", "Fills that failed, by error", "error", counters.failures)
         yield _labelled("quiver_corruptions", "Wrong bytes found, by who had them", "source", counters.corruptions)

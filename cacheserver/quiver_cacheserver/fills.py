@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.errors import Forbidden, OverCapacity, QuiverError
+from quiver.errors import Forbidden, NotFound, OverCapacity, QuiverError
 from quiver.wire import RangeStatus
 
 log = logging.getLogger(__name__)
@@ -27,6 +27,18 @@ UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and
 REMEMBERED_MAX: Final = 65536
 
 
+class _Upload:
+    """A client was chosen to put a shard here; ``arrival`` ends when it did, or when it is not waited for any more."""
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def end(self) -> None:
+        if not self.arrival.done():
+            self.arrival.set_result(None)
+
+
 class Fills:
     """Single-flight over shards. Everything here runs on the event loop; ``work`` runs in a thread."""
 
@@ -35,7 +47,7 @@ class Fills:
         self._count_failure = count_failure
         self._running: dict[Digest, asyncio.Future[None]] = {}
         self._failed: OrderedDict[Digest, tuple[float, RangeStatus]] = OrderedDict()
-        self._uploads: OrderedDict[Digest, float] = OrderedDict()
+        self._uploads: OrderedDict[Digest, _Upload] = OrderedDict()
 
     @property
     def in_flight(self) -> int:
@@ -46,6 +58,9 @@ class Fills:
         running = self._running.get(digest)
         if running is not None:
             return running
+        upload = self._upload(digest)
+        if upload is not None:
+            return upload.arrival  # a client was chosen to put the shard here: wait for it as for a fill
         status = self._refusal(digest)
         if status is not None:
             return status
@@ -57,34 +72,40 @@ class Fills:
         return future
 
     def outcome(self, digest: Digest) -> RangeStatus:
-        """Return what to tell a reader of a shard that is not there after its fill ended, or while it goes on."""
-        if digest in self._running:
+        """Return what to tell a reader of a shard that is not there after its fill ended, or while it goes on.
+
+        Of those who ask for a shard that a client has to put here, the first is chosen to do it; the others wait.
+        """
+        if digest in self._running or self._upload(digest) is not None:
             return RangeStatus.FILLING
-        return self._refusal(digest) or RangeStatus.FILLING
+        status = self._refusal(digest) or RangeStatus.FILLING
+        if status is RangeStatus.UPLOAD:
+            self._uploads[digest] = _Upload(time.monotonic() + UPLOAD_SECONDS)
+            while len(self._uploads) > REMEMBERED_MAX:
+                self._uploads.popitem(last=False)[1].end()
+        return status
 
     def arrived(self, digest: Digest) -> None:
         """The shard is here: forget what was remembered against it."""
         self._failed.pop(digest, None)
-        self._uploads.pop(digest, None)
+        upload = self._uploads.pop(digest, None)
+        if upload is not None:
+            upload.end()
 
     def _refusal(self, digest: Digest) -> RangeStatus | None:
         until, status = self._failed.get(digest, (0.0, RangeStatus.FAILED))
-        if time.monotonic() >= until:
-            self._failed.pop(digest, None)
-            return None
-        if status is RangeStatus.UPLOAD:
-            return self._grant(digest)
-        return status
+        if time.monotonic() < until:
+            return status
+        self._failed.pop(digest, None)
+        return None
 
-    def _grant(self, digest: Digest) -> RangeStatus:
-        """Choose the first who asks to read the shard and put it here; the others wait for that one, within reason."""
-        now = time.monotonic()
-        if self._uploads.get(digest, 0.0) > now:
-            return RangeStatus.FILLING
-        self._uploads[digest] = now + UPLOAD_SECONDS
-        while len(self._uploads) > REMEMBERED_MAX:
-            self._uploads.popitem(last=False)
-        return RangeStatus.UPLOAD
+    def _upload(self, digest: Digest) -> _Upload | None:
+        """Return the upload that is awaited, unless the client that was chosen took too long."""
+        upload = self._uploads.get(digest)
+        if upload is not None and time.monotonic() >= upload.until:
+            self._uploads.pop(digest).end()
+            return None
+        return upload
 
     def _done(self, digest: Digest, done: asyncio.Future[None]) -> None:
         del self._running[digest]
@@ -98,6 +119,8 @@ class Fills:
             log.error("a fill failed unexpectedly", exc_info=error)
             self._remember(digest, RangeStatus.FAILED, FAILURE_SECONDS)
             return
+        if isinstance(error, NotFound):
+            return  # whoever asked did not say where the samples lie: nothing against the next one, who may
         self._count_failure(error)
         if isinstance(error, Forbidden):
             self._remember(digest, RangeStatus.UPLOAD, UPLOAD_SECONDS * 10)

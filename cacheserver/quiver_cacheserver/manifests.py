@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, DiskFailed, NotFound, OverCapacity, Unavailable
+from quiver.errors import BadRequest, Misconfigured, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.residency import IDLE_SECONDS
@@ -39,9 +39,9 @@ class Manifests:
 
     async def get(self, digest: Digest) -> Manifest | None:
         """Return the manifest, from disk or from a neighbour; ``None`` if nobody has it."""
-        self._used[digest] = time.monotonic()
         manifest = self._open.get(digest)
         if manifest is not None:
+            self._used[digest] = time.monotonic()
             self._open.move_to_end(digest)
             return manifest
         if time.monotonic() - self._missing.get(digest, -ASK_AGAIN_SECONDS) < ASK_AGAIN_SECONDS:
@@ -57,11 +57,11 @@ class Manifests:
         """Look for the manifest again: somebody has just put it."""
         self._missing.pop(digest, None)
 
-    def in_use(self, shard: Digest) -> bool:
-        """Whether the shard is part of a dataset that was read of late."""
+    def in_use(self, named: Digest) -> bool:
+        """Whether it is the manifest of a dataset that was read of late, or one of its shards."""
         recent = time.monotonic() - IDLE_SECONDS
         return any(
-            self._used.get(digest, 0.0) > recent and shard in manifest.shard_numbers
+            self._used.get(digest, 0.0) > recent and (named == digest or named in manifest.shard_numbers)
             for digest, manifest in list(self._open.items())
         )
 
@@ -74,6 +74,7 @@ class Manifests:
                 self._missing.popitem(last=False)
             return
         self._open[digest] = manifest
+        self._used[digest] = time.monotonic()
         while len(self._open) > OPEN_MAX:
             old, _ = self._open.popitem(last=False)
             self._used.pop(old, None)
@@ -90,7 +91,7 @@ class Manifests:
                 return self._from_disk(digest)
             except NotFound:
                 continue
-            except (Corrupt, Unavailable, OverCapacity, DiskFailed) as error:
+            except QuiverError as error:
                 log.warning("manifest not taken: %s", error)
         return None
 
@@ -98,10 +99,11 @@ class Manifests:
         self._store.open_file(Kind.MANIFEST, digest)  # raises NotFound, and counts as a use
         path = file_of(self._store.root, Kind.MANIFEST, digest)
         try:
-            if Digest.of_file(path) != digest:
+            manifest = Manifest.open(path)
+            if manifest.digest != digest:  # computed here, once: the file may be evicted while the manifest is used
                 raise BadRequest("a manifest on disk does not hash to its name")
-            return Manifest.open(path)
-        except BadRequest as error:
+            return manifest
+        except (BadRequest, Misconfigured, NotFound) as error:
             log.warning("manifest put aside: %s", error)
             self._store.quarantine(Kind.MANIFEST, digest)
             raise NotFound("the manifest on disk was wrong") from error

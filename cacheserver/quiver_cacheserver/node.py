@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,7 @@ from typing import Final
 import numpy as np
 
 from quiver.digest import Digest
-from quiver.errors import Corrupt, DiskFailed, Forbidden, NotFound, QuiverError
+from quiver.errors import Corrupt, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 
 DISK_THREADS: Final = 8
 FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
+LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
+DRAINING_ASKED_MAX: Final = 4
+MANIFEST_ASKED_MAX: Final = 32  # a rack has 20 to 30 machines; a ring that claims more is not walked to its end
 RUNNERS_UP: Final = 2
 PEER_CONNECT_AGAIN_SECONDS: Final = 5.0
 ORIGINS_OPEN_MAX: Final = 64
@@ -54,11 +58,13 @@ class Node:
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
         self.fills = Fills(self.fill_threads, self._count_failure)
-        self.manifests = Manifests(store, self.disk_threads, self._manifest_peers)
+        self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
+        self.manifests = Manifests(store, self._look_threads, self._manifest_peers)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
         self._peers: dict[str, PeerClient] = {}
         self._silent: dict[str, float] = {}
+        self._lock = threading.Lock()  # over what fill threads open: origins and peers
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
         self._started = time.monotonic()
         store.in_use = self.manifests.in_use
@@ -71,6 +77,7 @@ class Node:
 
     def close(self) -> None:
         self.fill_threads.shutdown(cancel_futures=True)
+        self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
         for origin in self._origins.values():
             origin.close()
@@ -88,7 +95,7 @@ class Node:
             rack=self.registry.ring.rack,
             version=self.version,
             state="draining" if self.state == "draining" else "up",
-            resident_bytes=self.store.resident_bytes(),
+            resident_bytes=inventory.resident_bytes(),  # without the lock, under which a disk may be slow
             capacity_bytes=self.store.capacity_bytes,
             shards=inventory.count(Kind.SHARD),
             manifests=inventory.count(Kind.MANIFEST),
@@ -114,7 +121,8 @@ class Node:
         """Bring shards in, waiting for them no longer than ``wait_seconds``; whatever is late goes on coming."""
         waiting = set()
         for digest in digests:
-            if not self.resident(digest):
+            known = digest in self._unverified or (manifest is not None and digest in manifest.shard_numbers)
+            if known and not self.resident(digest):
                 begun = self.fills.start(digest, lambda digest=digest: self._bring(digest, manifest))  # type: ignore[misc]
                 if isinstance(begun, asyncio.Future):
                     waiting.add(begun)
@@ -173,8 +181,10 @@ class Node:
             if digest in self._unverified:
                 self.store.check(digest)
                 self._unverified.discard(digest)
-            else:
+            elif self.resident(digest):  # and not merely on disk: what could not be put aside is not read again
                 self.store.open_file(Kind.SHARD, digest)
+            else:
+                return False
         except NotFound:
             self._unverified.discard(digest)
             return False
@@ -191,7 +201,7 @@ class Node:
         ring = self.registry.ring
         ranked = ring.rank(np.frombuffer(digest, np.uint8)[None], ring.replicas + RUNNERS_UP)[0]
         likely = [ring.members[int(i)] for i in ranked if i >= 0]
-        likely += [member for member in ring.members if member.state == "draining"]
+        likely += [member for member in ring.members if member.state == "draining"][:DRAINING_ASKED_MAX]
         for member in likely:
             if member.id != self.name and member.url != self.url:
                 yield from self._peer(member.url)
@@ -200,27 +210,37 @@ class Node:
     def _peer(self, url: str) -> Iterator[PeerClient]:
         """Yield the peer, unless it was silent a moment ago."""
         if time.monotonic() >= self._silent.get(url, 0.0):
-            if url not in self._peers:
-                self._peers[url] = PeerClient(url)
-            yield self._peers[url]
+            with self._lock:
+                if url not in self._peers:
+                    self._peers[url] = PeerClient(url)
+                peer = self._peers[url]
+            yield peer
 
     def _manifest_peers(self, digest: Digest) -> Iterator[PeerClient]:
-        for member in self.registry.ring.owners(digest, len(self.registry.ring.members)):
+        members = self.registry.ring.owners(digest, len(self.registry.ring.members))
+        for member in members[:MANIFEST_ASKED_MAX]:
             if member.url != self.url:
                 yield from self._peer(member.url)
 
     def _origin(self, manifest: Manifest) -> SampleOrigin:
         """Return the origin of a manifest, if the operator allows it. Raises ``Forbidden`` if not."""
-        base = manifest.header.base
-        if not any(normal_prefix(base).startswith(prefix) for prefix in self._allowed):
+        if not self._allows(manifest.header.base):
             raise Forbidden("this daemon may not read that origin; its operator can allow it with --origin")
-        key = str(manifest.digest)
-        origin = self._origins.get(key)
-        if origin is None:
-            while len(self._origins) >= ORIGINS_OPEN_MAX:
-                self._origins.pop(next(iter(self._origins)))
-            origin = self._origins[key] = open_origin(manifest, contain=True, count=self._count_origin)
+        with self._lock:
+            key = str(manifest.digest)
+            origin = self._origins.get(key)
+            if origin is None:
+                while len(self._origins) >= ORIGINS_OPEN_MAX:
+                    self._origins.pop(next(iter(self._origins)))  # not closed: another thread may be reading it
+                origin = self._origins[key] = open_origin(manifest, contain=True, count=self._count_origin)
         return origin
+
+    def _allows(self, base: str) -> bool:
+        try:
+            normal = normal_prefix(base)
+        except Misconfigured:
+            return False
+        return any(normal.startswith(prefix) for prefix in self._allowed)
 
     def _count_origin(self, read_bytes: int) -> None:
         self.counters.add("origin_read_bytes", read_bytes)

@@ -8,6 +8,7 @@ memory is two blocks a request, and a cold disk holds nobody else up.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from typing import Final
 
@@ -16,7 +17,8 @@ import numpy.typing as npt
 from aiohttp import web
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity
+from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
+from quiver.manifest import Manifest
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     READ_REQUEST_BYTES_MAX,
@@ -26,6 +28,8 @@ from quiver.wire import (
     ReadRequest,
 )
 from quiver_cacheserver.node import Node
+
+log = logging.getLogger(__name__)
 
 BLOCK_BYTES: Final = 4 << 20
 READS_AT_ONCE: Final = 128
@@ -68,11 +72,15 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
         node.suspect(wanted)
     await node.bring(wanted, manifest, asked.wait_ms / 1000)
     loop = asyncio.get_running_loop()
-    here = [digest if node.resident(digest) else None for digest in wanted]
+    numbers = asked.ranges["shard"]
+    read_from = set(numbers.tolist())
+    here = [digest if at in read_from and node.resident(digest) else None for at, digest in enumerate(wanted)]
     files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
 
-    absent = [RangeStatus.PRESENT if f else node.absence(d, manifest) for d, f in zip(wanted, files, strict=True)]
-    numbers = asked.ranges["shard"]
+    absent = [
+        RangeStatus.PRESENT if file else _why_not(node, digest, manifest, tried)
+        for digest, tried, file in zip(wanted, here, files, strict=True)
+    ]
     statuses = np.asarray(absent, np.uint8)[numbers] if len(wanted) else np.zeros(0, np.uint8)
     sizes = np.asarray([f.size_bytes if f else 0 for f in files], np.uint64)[numbers] if len(wanted) else statuses
     offsets, lengths = asked.ranges["offset"], asked.ranges["length"]
@@ -88,6 +96,12 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
         if count:
             node.counters.count("ranges", status.name.lower(), count)
     return statuses, ranges
+
+
+def _why_not(node: Node, digest: Digest, manifest: Manifest | None, tried: Digest | None) -> RangeStatus:
+    if tried is not None and node.resident(digest):
+        return RangeStatus.FAILED  # it is here, and the disk does not give it out
+    return node.absence(digest, manifest)
 
 
 def _open_all(node: Node, digests: list[Digest | None]) -> list[OpenFile | None]:
@@ -107,13 +121,27 @@ async def _answer(
     response = web.StreamResponse(headers={"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + total)})
     await response.prepare(request)
     await response.write(statuses.tobytes())
-    await send_ranges(response, node, ranges)
+    await send_ranges(request, response, node, ranges)
     await response.write_eof()
     return response
 
 
-async def send_ranges(response: web.StreamResponse, node: Node, ranges: Ranges) -> None:
-    """Send ranges of files, reading the next block while the last one is sent."""
+async def send_ranges(request: web.Request, response: web.StreamResponse, node: Node, ranges: Ranges) -> None:
+    """Send ranges of files under a head that was sent. What fails from here on can only cut the connection.
+
+    An error answer now would be taken for the bytes that were promised.
+    """
+    try:
+        await _send_blocks(response, node, ranges)
+    except (QuiverError, TimeoutError) as error:
+        log.warning("an answer was cut off: %s", error or "the reader does not take it")
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError("cut off") from error
+
+
+async def _send_blocks(response: web.StreamResponse, node: Node, ranges: Ranges) -> None:
+    """Read the next block while the last one is sent."""
     loop = asyncio.get_running_loop()
     blocks = _blocks(ranges)
     coming = loop.run_in_executor(node.disk_threads, _read_block, blocks[0]) if blocks else None
@@ -144,10 +172,14 @@ def _blocks(ranges: Ranges) -> list[Ranges]:
 
 
 def _read_block(block: Ranges) -> memoryview:
-    data = memoryview(np.empty(sum(length for _, _, length in block), np.uint8)).cast("B")
+    data = np.empty(sum(length for _, _, length in block), np.uint8).data
     at = 0
     for file, offset, length in block:
-        if os.preadv(file.fd, [data[at : at + length]], offset) != length:
+        try:
+            count = os.preadv(file.fd, [data[at : at + length]], offset)
+        except OSError as error:
+            raise DiskFailed(f"a shard file cannot be read: {error.strerror}") from error
+        if count != length:
             raise DiskFailed("a shard file became shorter")  # the reader sees a short answer and asks elsewhere
         at += length
     return data

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
 import time
@@ -60,6 +61,7 @@ def bind(config: Config) -> socket.socket:
 async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | None = None) -> None:
     """Run the daemon until SIGTERM or SIGINT. Raises ``Misconfigured`` if it cannot start."""
     check(config)
+    _allow_open_files()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,6 +73,13 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
             await _serve(config, node, listener, stop, started)
         finally:
             await loop.run_in_executor(None, node.close)
+
+
+def _allow_open_files() -> None:
+    """Take as many open files as the system allows: readers and their shards need more than the usual 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _serve(
@@ -121,7 +130,7 @@ async def _scrub(node: Node) -> None:
     """Verify what is on disk, slowly and for ever: rot is found before a reader meets it."""
     loop = asyncio.get_running_loop()
     while True:
-        for held in node.store.inventory.held(Kind.SHARD):
+        for held in await loop.run_in_executor(node.disk_threads, node.store.inventory.held, Kind.SHARD):
             await asyncio.sleep(held.size_bytes / SCRUB_BYTES_PER_SECOND)
             try:
                 await loop.run_in_executor(node.disk_threads, node.store.check, held.digest)

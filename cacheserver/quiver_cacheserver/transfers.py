@@ -47,7 +47,7 @@ class Transfers:
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         if request.method == "GET":
-            await send_ranges(response, self._node, [(file, 0, file.size_bytes)])
+            await send_ranges(request, response, self._node, [(file, 0, file.size_bytes)])
         await response.write_eof()
         return response
 
