@@ -102,6 +102,10 @@ class Dataset(TorchDataset[Any]):
         if session is not None and self._owner == os.getpid():
             session.close()
 
+    def __del__(self) -> None:
+        if "_session" in self.__dict__:
+            self.close()
+
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         for name in ("_manifest", "_session", "_lock"):
@@ -117,6 +121,8 @@ class Dataset(TorchDataset[Any]):
         header = self.manifest.header
         known = [field.name for field in header.fields]
         wanted = known if fields is None else list(fields)
+        if not wanted or isinstance(fields, str):
+            raise ValueError(f"fields={fields!r}: give a list of names out of {', '.join(known)}, {KEY_FIELD}")
         unknown = [name for name in wanted if name not in known and name != KEY_FIELD]
         if unknown:
             raise ValueError(
@@ -142,9 +148,13 @@ class Dataset(TorchDataset[Any]):
         rows = np.asarray(indices)
         if rows.size == 0:
             return np.empty(0, np.intp)
+        if rows.dtype.kind == "O" and rows.ndim == 1 and all(isinstance(row, int) for row in rows.tolist()):
+            raise IndexError(f"indices out of range for {len(self)} samples")  # integers beyond 64 bits
         if rows.dtype.kind not in "iu" or rows.ndim != 1:
             raise TypeError(f"indices must be integers, not {rows.dtype}")
         count = len(self)
+        if rows.dtype.kind == "u":
+            rows = np.minimum(rows, np.uint64(count))  # past the end stays past the end, and does not turn negative
         rows = rows.astype(np.intp)
         wrong = (rows < -count) | (rows >= count)
         if wrong.any():

@@ -60,7 +60,7 @@ class Delivery:
             return blake3.blake3(view).digest() == tables.digests[blob].tobytes()
         first = plan.first_field
         for i, (start, length) in enumerate(zip(plan.starts[at].tolist(), plan.lengths[at].tolist(), strict=True)):
-            if length >= 0 and xxhash.xxh3_64_intdigest(view[start : start + length]) != tables.xxh3[blob, first + i]:
+            if length >= 0 and xxhash.xxh3_64_intdigest(view[start : start + length]) != int(tables.xxh3[blob, first + i]):
                 return False
         return True
 

@@ -65,15 +65,22 @@ class Session:
     def _rack(self, urls: tuple[str, ...], introduce: bool) -> Tier:
         members = Members(self.manifest, urls, self.stats)
         if introduce:
-            members.introduce(self.manifest)
-            largest = int(self.manifest.tables.shard_sizes.max())
-            node = members.too_small(largest)
-            if node:
-                raise Misconfigured(
-                    f"the capacity of node {node} is smaller than one shard of {self.manifest.path}"
-                    f" ({format_size(largest)}); give it more, or index with a smaller --shard-size"
-                )
+            try:
+                self._introduce(members)
+            except BaseException:
+                members.close()
+                raise
         return RackTier(self.manifest, members, self.origin, self.stats)
+
+    def _introduce(self, members: Members) -> None:
+        members.introduce(self.manifest)
+        largest = int(self.manifest.tables.shard_sizes.max())
+        node = members.too_small(largest)
+        if node:
+            raise Misconfigured(
+                f"the capacity of node {node} is smaller than one shard of {self.manifest.path}"
+                f" ({format_size(largest)}); give it more, or index with a smaller --shard-size"
+            )
 
     def read(self, plan: Plan) -> Delivery:
         """Return all samples of the plan, every one checked.

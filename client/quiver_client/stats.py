@@ -13,7 +13,7 @@ log = logging.getLogger("quiver_client")
 WARN_SECONDS: Final = 30.0
 NAMES: Final = (
     *("samples", "bytes_host", "bytes_rack", "bytes_origin", "samples_host", "samples_rack", "samples_origin"),
-    *("misses_host", "misses_rack", "fills", "uploads", "substitutions", "fallbacks", "corruptions"),
+    *("misses_host", "misses_rack", "fills", "uploads", "substitutions", "fallbacks", "overloads", "corruptions"),
 )
 
 

@@ -29,7 +29,7 @@ class OriginTier:
         blobs, which = np.unique(plan.blobs[missing], return_inverse=True)
         sizes = plan.manifest.blob_sizes(blobs).astype(np.int64)
         starts = np.concatenate([[0], np.cumsum(sizes)])
-        data = memoryview(np.empty(int(starts[-1]), np.uint8)).cast("B")
+        data = np.empty(int(starts[-1]), np.uint8).data
         try:
             self._origin().read(blobs.tolist(), data)
         except Changed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import mmap
 import os
 import threading
 import time
@@ -31,7 +30,7 @@ from quiver.store import Kind, Store
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.stats import Stats
 
-MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them
+MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold no descriptors
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory
 LOCK_SECONDS_MAX: Final = 60.0  # who holds the lock may be suspended: then somebody else reads the shard as well
 LOCK_POLL_SECONDS: Final = 0.02
@@ -59,7 +58,8 @@ class EmbeddedTier:
         self._pool = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="quiver-fill")
         self._full_until = 0.0
         self._locks = store.root / "fills"
-        self._locks.mkdir(exist_ok=True)
+        with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
+            self._locks.mkdir(exist_ok=True)
         store.in_use = lambda digest: digest in manifest.shard_numbers
 
     def fetch(self, delivery: Delivery) -> None:
@@ -83,7 +83,7 @@ class EmbeddedTier:
         for shard in np.unique(delivery.plan.shards[bad]).tolist():
             with self._lock:
                 self._maps.pop(shard, None)
-            with contextlib.suppress(Corrupt, NotFound):
+            with contextlib.suppress(Corrupt, NotFound, DiskFailed, OverCapacity):
                 self._store.check(self._manifest.shard_digest(shard))
 
     def close(self) -> None:
@@ -102,16 +102,16 @@ class EmbeddedTier:
             self._store.inventory.touched(Kind.SHARD, digest)
             return view
         try:
-            file = self._store.open_file(Kind.SHARD, digest)
-            if file.size_bytes != self._manifest.tables.shard_sizes[shard]:
-                self._stats.add("corruptions")
-                self._store.quarantine(Kind.SHARD, digest)
-                return None
-            mapped = file.map()
+            view = self._store.map_file(Kind.SHARD, digest)
         except NotFound:
             return None
-        mapped.madvise(mmap.MADV_RANDOM)
-        view = memoryview(mapped)
+        except (DiskFailed, OverCapacity) as error:
+            self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
+            return None
+        if len(view) != self._manifest.tables.shard_sizes[shard]:
+            self._stats.add("corruptions")
+            self._store.quarantine(Kind.SHARD, digest)
+            return None
         with self._lock:
             self._maps[shard] = view
             while len(self._maps) > MAPS_MAX:
@@ -143,13 +143,18 @@ class EmbeddedTier:
             self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
         except (Changed, Unavailable, Forbidden, Corrupt):
             pass  # the samples of the shard that are still there can be read one by one
+        except NotFound as error:  # of a shard that its own manifest names: the folder was taken away
+            self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
         return None
 
 
 @contextlib.contextmanager
 def _fill_lock(path: Path) -> Iterator[None]:
     """Hold the lock of one fill, or go on without it after a while: it saves work and is not needed to be right."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise DiskFailed(f"cannot write to {path.parent}: {error.strerror}") from error
     try:
         deadline = time.monotonic() + LOCK_SECONDS_MAX
         while time.monotonic() < deadline:
@@ -160,5 +165,7 @@ def _fill_lock(path: Path) -> Iterator[None]:
                 time.sleep(LOCK_POLL_SECONDS)  # flock has no timeout, and its holder may be suspended
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        fcntl.flock(fd, fcntl.LOCK_UN)  # not by closing alone: a child that was forked meanwhile has a copy
         os.close(fd)

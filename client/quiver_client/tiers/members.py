@@ -25,6 +25,8 @@ SILENT_SECONDS: Final = 5.0
 SILENT_SECONDS_MAX: Final = 60.0
 SILENCE_SECONDS: Final = 5.0  # how long a request may go without a byte: the one stall that a dead peer costs
 RUNNERS_UP: Final = 2
+ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may be all lies
+RACK_MEMBERS_MAX: Final = 64
 UNKNOWN: Final = -2
 
 
@@ -39,6 +41,8 @@ class Members:
         self._peers: dict[str, PeerClient] = {}
         self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
         self._asked = -RING_SECONDS
+        self._putting = threading.Lock()
+        self._told_by = self._seeds[0]
         self._set_ring(None)
 
     def close(self) -> None:
@@ -59,9 +63,8 @@ class Members:
             return self._ring
         self._asked = time.monotonic()
         known = [member.url for member in self._ring.members] if self._ring else []
-        for url in dict.fromkeys([*self._seeds, *known]):
-            if self.is_down(url):
-                continue
+        to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_down(url)]
+        for url in to_ask[:ASKED_MAX]:
             try:
                 ring, ignored = self.peer(url).ring().ring()
             except (Unavailable, Corrupt, BadRequest, NotFound) as error:
@@ -72,6 +75,7 @@ class Members:
                 self._stats.warn("ring", f"{ignored} entries of the ring that {url} answered cannot be daemons")
             if ring.members and ring != self._ring:
                 self._set_ring(ring)
+            self._told_by = url
             break
         if self._ring is None:
             self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin")
@@ -79,7 +83,7 @@ class Members:
 
     def ranked(self, shards: npt.NDArray[np.int64]) -> list[list[str]]:
         """Return for each shard the URLs to ask, best first: its owners, then the runners-up."""
-        ring, ranks = self._ring, self._ranks
+        ring, ranks = self._view
         if ring is None:
             return [list(self._seeds) for _ in shards]
         new = shards[ranks[shards, 0] == UNKNOWN]
@@ -89,7 +93,12 @@ class Members:
 
     def _set_ring(self, ring: Ring | None) -> None:
         width = (ring.replicas if ring else 1) + RUNNERS_UP
-        self._ring, self._ranks = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32)
+        # Replaced as one: a thread that reads must not see the one ring's ranks with another ring's members.
+        self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32)
+
+    @property
+    def _ring(self) -> Ring | None:
+        return self._view[0]
 
     # -- who is silent ------------------------------------------------------------------------------------------------
 
@@ -98,6 +107,8 @@ class Members:
 
     def is_silent(self, url: str) -> None:
         """Do not ask this daemon for a while, and for longer each time."""
+        if self.is_down(url):
+            return  # several threads met the same silence
         _, before = self._silent.get(url, (0.0, SILENT_SECONDS / 2))
         pause = min(before * 2, SILENT_SECONDS_MAX)
         self._silent[url] = (time.monotonic() + pause, pause)
@@ -109,7 +120,7 @@ class Members:
 
     def put_manifest(self, peer: PeerClient, manifest: Manifest) -> None:
         """Give a daemon the manifest, unless it has it by now."""
-        with self._lock:  # threads of one process need not all send it
+        with self._putting:  # threads of one process need not all send it
             if not peer.has_manifest(manifest.digest):
                 peer.put_manifest(manifest.digest, manifest.path)
 
@@ -118,25 +129,31 @@ class Members:
         ring = self.refresh()
         if ring is None:
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
+        owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
-        for member in ring.owners(manifest.digest, len(ring.members)):
+        for url in dict.fromkeys([*owners, self._told_by]):  # whoever told the ring is there, whatever the ring says
+            if self.is_down(url):
+                continue
             try:
-                self.put_manifest(self.peer(member.url), manifest)
+                self.put_manifest(self.peer(url), manifest)
                 return
             except QuiverError as error:
                 failure = error
                 if isinstance(error, Unavailable):
-                    self.is_silent(member.url)
+                    self.is_silent(url)
         raise failure or Unavailable(", ".join(self._seeds), "the ring has no member that is up")
 
     def too_small(self, largest_bytes: int) -> str:
         """Return the node whose capacity is below one shard, if any. One that does not answer is not judged."""
-        for member in self._ring.members if self._ring else ():
+        for member in self._ring.members[:RACK_MEMBERS_MAX] if self._ring else ():
             capacity_bytes = member.weight
             if capacity_bytes <= 1:  # a ring that was given and not kept in etcd does not know capacities
+                if self.is_down(member.url):
+                    continue
                 try:
                     capacity_bytes = self.peer(member.url).status().capacity_bytes
                 except QuiverError:
+                    self.is_silent(member.url)
                     continue
             if capacity_bytes < largest_bytes:
                 return member.id

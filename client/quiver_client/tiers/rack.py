@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import Corrupt, QuiverError, Unavailable
+from quiver.errors import Corrupt, OverCapacity, QuiverError, Unavailable
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
@@ -29,6 +29,9 @@ from quiver_client.tiers.members import Members
 
 FILL_SECONDS_MAX: Final = 60.0  # without anything arriving; then the origin is read directly
 WAIT_MS: Final = 2000
+PAUSE_SECONDS: Final = 0.02
+PAUSE_SECONDS_MAX: Final = 0.5
+RETRY_SECONDS_MAX: Final = 1.0
 RUNNERS_UP: Final = 2
 REQUESTS_AT_ONCE: Final = 16
 READ_BYTES_MAX: Final = 256 << 20  # of one request, so that a huge batch is several
@@ -41,7 +44,10 @@ class _Round:
     delivery: Delivery
     tried: dict[int, set[str]] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
+    filling: set[str] = field(default_factory=set)  # who keeps saying that it is bringing something in
     progress: float = field(default_factory=time.monotonic)
+    retry_at: float = 0.0  # a daemon that is overloaded said not to ask before
+    moved: bool = False  # in this turn something arrived or somebody was passed over
 
     def pending(self) -> Positions:
         missing = [at for at in self.delivery.missing().tolist() if self.delivery.views[at] is None]
@@ -59,15 +65,21 @@ class RackTier:
         self._origin = origin
         self._stats = stats
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="quiver-rack")
-        self._suspects: set[int] = set()
+        self._suspects: set[int] = set()  # shards of which wrong bytes came
+        self._rechecked: dict[int, str] = {}  # and who answered for them since
+        self._closing = threading.Event()
         self._lock = threading.Lock()
 
     def fetch(self, delivery: Delivery) -> None:
         self._members.refresh()
         state = _Round(delivery)
+        pause = PAUSE_SECONDS
         while len(positions := state.pending()):
-            if time.monotonic() - state.progress > FILL_SECONDS_MAX:
+            begun, state.moved = time.monotonic(), False
+            if begun - state.progress > FILL_SECONDS_MAX:
                 self._stats.warn("fill", f"{len(positions)} samples did not come in {FILL_SECONDS_MAX:.0f} s")
+                for url in state.filling:
+                    self._members.is_silent(url)  # not to be waited for as long again by the next batch
                 return
             jobs = self._jobs(state, positions)
             if len(jobs) == 1:
@@ -75,13 +87,24 @@ class RackTier:
             else:
                 for _ in self._pool.map(lambda job: self._ask(state, *job), jobs):
                     pass
+            # A daemon waits while it fills, so rounds are slow. One that answers at once must not be asked in a frenzy.
+            if not state.moved:
+                pause = min(pause * 2, PAUSE_SECONDS_MAX)
+                self._closing.wait(max(begun + pause, state.retry_at) - time.monotonic())
+            else:
+                pause = PAUSE_SECONDS
 
     def blame(self, delivery: Delivery, bad: Positions) -> None:
-        """Have the daemons verify these shards before they answer for them again."""
+        """Have the daemons verify these shards before they answer for them again. Who did and is wrong is left."""
+        shards = np.unique(delivery.plan.shards[bad]).tolist()
         with self._lock:
-            self._suspects.update(np.unique(delivery.plan.shards[bad]).tolist())
+            liars = {self._rechecked.pop(shard, "") for shard in shards} - {""}
+            self._suspects.update(shards)
+        for url in liars:
+            self._members.is_silent(url)
 
     def close(self) -> None:
+        self._closing.set()
         self._pool.shutdown(cancel_futures=True)
 
     # -- who is asked for what ----------------------------------------------------------------------------------------
@@ -125,15 +148,20 @@ class RackTier:
         request = ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, RECHECK if suspects else 0)
         try:
             statuses, data = peer.read(request)
+        except OverCapacity as error:  # busy, not broken: a runner-up would have to bring in what this one has
+            state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
+            self._stats.add("overloads")
+            return
         except QuiverError as error:
             self._passed_over(state, peer, shards, error)
             return
         with self._lock:
             self._suspects -= suspects
+            self._rechecked.update(dict.fromkeys(suspects, peer.url))
         self._members.answered(peer.url)
         self._take(state.delivery, positions, statuses, data)
         if (statuses == RangeStatus.PRESENT).any():
-            state.progress = time.monotonic()
+            state.progress, state.moved = time.monotonic(), True
         for shard, status in dict(zip(shards[numbers].tolist(), statuses.tolist(), strict=True)).items():
             self._absent(state, peer, shard, status)
 
@@ -143,7 +171,7 @@ class RackTier:
         present = positions[statuses == RangeStatus.PRESENT]
         self._stats.add("misses_rack", len(positions) - len(present))
         ends = np.cumsum(delivery.plan.sizes[present]).tolist()
-        view = memoryview(data).cast("B")
+        view = data.data
         start = 0
         for at, end in zip(present.tolist(), ends, strict=True):
             delivery.views[at] = view[start:end]
@@ -153,6 +181,9 @@ class RackTier:
         """Do what the status of a missing shard asks for. ``FILLING``: nothing, it is asked for again."""
         if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
             state.given_up.add(shard)
+            state.moved = True
+        elif status == RangeStatus.FILLING:
+            state.filling.add(peer.url)
         elif status == RangeStatus.UPLOAD:
             self._upload(state, peer, shard)
         elif status == RangeStatus.NO_MANIFEST:
@@ -160,7 +191,7 @@ class RackTier:
                 self._members.put_manifest(peer, self._manifest)
             except QuiverError as error:
                 self._passed_over(state, peer, np.asarray([shard]), error)
-        elif status not in (RangeStatus.PRESENT, RangeStatus.FILLING):
+        elif status != RangeStatus.PRESENT:
             self._passed_over(state, peer, np.asarray([shard]), Corrupt(f"status {status} for a range", peer.name))
 
     def _upload(self, state: _Round, peer: PeerClient, shard: int) -> None:
@@ -172,12 +203,13 @@ class RackTier:
             data, _ = first_verified([source], digest, size_bytes)
         except QuiverError:
             state.given_up.add(shard)  # the origin tier will meet the same and say which sample it is
+            state.moved = True
             return
         plan, view = state.delivery.plan, memoryview(data.data)
         for at in np.flatnonzero(plan.shards == shard).tolist():
             start = int(plan.offsets[at])
             state.delivery.views[at] = view[start : start + int(plan.sizes[at])]
-        state.progress = time.monotonic()
+        state.progress, state.moved = time.monotonic(), True
         try:
             peer.put_shard(digest, data.data)
             self._stats.add("uploads")
@@ -187,6 +219,7 @@ class RackTier:
     def _passed_over(self, state: _Round, peer: PeerClient, shards: npt.NDArray[np.int64], error: QuiverError) -> None:
         for shard in shards.tolist():
             state.tried.setdefault(shard, set()).add(peer.url)
+        state.moved = True
         self._stats.add("fallbacks", len(shards))
         if isinstance(error, Corrupt):
             self._stats.add("corruptions")
