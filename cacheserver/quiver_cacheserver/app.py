@@ -13,7 +13,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from quiver.errors import OverCapacity, QuiverError
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
-from quiver_cacheserver.counters import Collector
+from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.reads import read
 from quiver_cacheserver.transfers import Transfers

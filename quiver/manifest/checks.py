@@ -7,7 +7,7 @@ temporaries stay small. After it: every index is in range, the samples of a shar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,8 @@ import pyarrow.compute as pc
 
 from quiver.errors import BadRequest
 from quiver.manifest.schema import ABSENT, OBJECT_BYTES_MAX
+from quiver.manifest.tables import Tables
 from quiver.shard import COUNT_BYTES, ROW_BYTES
-
-if TYPE_CHECKING:
-    from quiver.manifest.reader import Tables
 
 BLOCK_ROWS: Final = 1 << 16  # temporaries of half a megabyte: they stay in the second-level cache
 SAMPLES_MAX: Final = 1 << 32

@@ -6,7 +6,6 @@ Nothing is parsed per sample and nothing is copied: the arrays are views of the 
 from __future__ import annotations
 
 import mmap
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -28,6 +27,7 @@ from quiver.manifest.schema import (
     arrow_schema,
     check_header,
 )
+from quiver.manifest.tables import Tables
 from quiver.manifest.writer import sample_sizes
 
 U8 = npt.NDArray[np.uint8]
@@ -37,28 +37,6 @@ I64 = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
 _INDEX_AGAIN = "make it again with `quiver index`"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tables:
-    """The columns of a manifest as arrays over the mapped file; f byte fields, see ``quiver.manifest.schema``."""
-
-    keys: pa.Array[Any]  # (samples,) large_utf8
-    blob_of: U32  # (samples,)
-    scalars: dict[str, pa.Array[Any]]  # name -> (samples,)
-    offsets: U64  # (blobs,) bytes into the shard
-    digests: U8  # (blobs, 32)
-    xxh3: U64  # (blobs, f)
-    lengths: U64  # (blobs, f) bytes
-    object_of: U32  # (blobs,)
-    origins: U64  # (blobs, f) bytes into the object, or the row of a Parquet file
-    shard_digests: U8  # (shards, 32)
-    shard_sizes: U64  # (shards,) bytes, table included
-    firsts: U32  # (shards,) the first blob of each shard
-    object_paths: pa.Array[Any]  # (objects,) large_utf8
-    object_sizes: U64  # (objects,) bytes
-    object_etags: pa.Array[Any]  # (objects,) large_utf8
-    object_mtimes: I64  # (objects,) nanoseconds
 
 
 class Manifest:

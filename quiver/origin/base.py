@@ -1,4 +1,4 @@
-"""The noun ``ObjectStore`` and the one place that decides which implementation a URL gets."""
+"""The noun ``ObjectStore``, what it is asked for, and the URLs that it is known by."""
 
 from __future__ import annotations
 
@@ -57,24 +57,3 @@ def check_path(path: str) -> str:
     if not path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
         raise BadRequest(f"the manifest names an object with a path that is not allowed: {path[:120]!r}")
     return path
-
-
-def open_store(base: str, *, may_fork: bool = False, contain: bool = False) -> ObjectStore:
-    """Return the store for a base URL.
-
-    ``may_fork``: the calling process may fork later (a training process): threads of a remote store's client, which do
-    not survive that, then live in a process of their own. ``contain``: refuse local files that a symbolic link puts
-    outside the base (a daemon, which reads on behalf of others).
-    """
-    scheme, rest = split_url(base)
-    if scheme == "file":
-        from quiver.origin.local import LocalStore
-
-        return LocalStore(rest, contain=contain)
-    if may_fork:
-        from quiver.origin.isolated import IsolatedStore
-
-        return IsolatedStore(base)
-    from quiver.origin.remote import RemoteStore
-
-    return RemoteStore(base)

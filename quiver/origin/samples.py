@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quiver.errors import Changed
 from quiver.manifest import ABSENT, Manifest
-from quiver.origin.base import Extent, ObjectStore, open_store
+from quiver.origin.base import Extent, ObjectStore
 
 Rows = npt.NDArray[np.intp]
 
@@ -77,22 +77,6 @@ def naming_samples(manifest: Manifest, rows: Rows) -> Iterator[None]:
         gone = max(ends, key=lambda number: len(paths[number]), default=None)  # a/b.png ends in b.png as well
         lost = rows[objects == gone] if gone is not None else rows
         raise Changed(error.url, error.why, manifest.keys_of_blobs(lost)) from error
-
-
-def open_origin(
-    manifest: Manifest,
-    *,
-    may_fork: bool = False,
-    contain: bool = False,
-    count: Callable[[int], None] = lambda read_bytes: None,
-) -> SampleOrigin:
-    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered."""
-    store = open_store(manifest.header.base, may_fork=may_fork, contain=contain)
-    if manifest.header.source == "parquet":
-        from quiver.origin.parquet import ParquetOrigin
-
-        return Counted(ParquetOrigin(manifest, store), count)
-    return Counted(RangeOrigin(manifest, store), count)
 
 
 class Counted:
