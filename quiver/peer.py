@@ -115,12 +115,11 @@ class PeerClient:
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
         return error
 
+    def has_shard(self, digest: Digest) -> bool:
+        return self._has(f"/v1/shards/{digest}")
+
     def has_manifest(self, digest: Digest) -> bool:
-        try:
-            with self._asked("HEAD", f"/v1/manifests/{digest}"):
-                return True
-        except NotFound:
-            return False
+        return self._has(f"/v1/manifests/{digest}")
 
     def manifest(self, digest: Digest, size_bytes_max: int) -> Bytes:
         """Return a manifest's file, compared with its name."""
@@ -142,6 +141,13 @@ class PeerClient:
             pass
 
     # -- one request --------------------------------------------------------------------------------------------------
+
+    def _has(self, path: str) -> bool:
+        try:
+            with self._asked("HEAD", path):
+                return True
+        except NotFound:
+            return False
 
     def _json(self, method: str, path: str) -> Bytes:
         with self._asked(method, path) as (response, length, deadline):

@@ -1,6 +1,7 @@
 """The cache daemon: keeps shards of a rack's datasets on local SSD and serves them to its neighbours.
 
-    cli -> config -> serve -> app -> reads, uploads -> node -> fills, manifests, counters -> quiver (the kernel)
+    cli -> config -> serve -> app -> reads, transfers, metrics -> node -> fills, manifests, neighbours, counters
+        -> registry -> quiver (the kernel)
 
 ``node`` is the daemon without HTTP; ``app`` puts routes in front of it; ``serve`` gives it a socket, a place in the
 ring and an end.

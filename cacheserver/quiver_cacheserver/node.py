@@ -14,8 +14,6 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-import numpy as np
-
 from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError
 from quiver.fill import OriginShards
@@ -29,6 +27,7 @@ from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.fills import Fills
 from quiver_cacheserver.manifests import Manifests
+from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -36,10 +35,6 @@ log = logging.getLogger(__name__)
 DISK_THREADS: Final = 8
 FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
-DRAINING_ASKED_MAX: Final = 4
-MANIFEST_ASKED_MAX: Final = 32  # a rack has 20 to 30 machines; a ring that claims more is not walked to its end
-RUNNERS_UP: Final = 2
-PEER_CONNECT_AGAIN_SECONDS: Final = 5.0
 ORIGINS_OPEN_MAX: Final = 64
 
 
@@ -57,14 +52,13 @@ class Node:
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
+        self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
-        self.manifests = Manifests(store, self._look_threads, self._manifest_peers)
+        self.manifests = Manifests(store, self._look_threads, self.neighbours.manifest_holders)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
-        self._peers: dict[str, PeerClient] = {}
-        self._silent: dict[str, float] = {}
-        self._lock = threading.Lock()  # over what fill threads open: origins and peers
+        self._lock = threading.Lock()  # over the origins, which fill threads open
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
         self._started = time.monotonic()
         store.in_use = self.manifests.in_use
@@ -81,8 +75,7 @@ class Node:
         self.disk_threads.shutdown(cancel_futures=True)
         for origin in self._origins.values():
             origin.close()
-        for peer in self._peers.values():
-            peer.close()
+        self.neighbours.close()
         self.store.close()
 
     def status(self) -> NodeStatus:
@@ -156,6 +149,8 @@ class Node:
         self._unverified.discard(digest)
         self.counters.count("fills", source)
         self.disk = "ok"
+        if source != "peer" and self.registry.ring.replicas > 1:
+            self.fill_threads.submit(self._replicate, digest)
 
     def _bring(self, digest: Digest, manifest: Manifest | None) -> None:
         """In a thread: make the shard resident and verified, or raise why not."""
@@ -198,29 +193,20 @@ class Node:
     # -- where shards come from ---------------------------------------------------------------------------------------
 
     def _sources(self, digest: Digest, manifest: Manifest) -> Iterator[ShardSource]:
-        ring = self.registry.ring
-        ranked = ring.rank(np.frombuffer(digest, np.uint8)[None], ring.replicas + RUNNERS_UP)[0]
-        likely = [ring.members[int(i)] for i in ranked if i >= 0]
-        likely += [member for member in ring.members if member.state == "draining"][:DRAINING_ASKED_MAX]
-        for member in likely:
-            if member.id != self.name and member.url != self.url:
-                yield from self._peer(member.url)
+        yield from self.neighbours.holders(digest)
         yield OriginShards(manifest, self._origin(manifest))
 
-    def _peer(self, url: str) -> Iterator[PeerClient]:
-        """Yield the peer, unless it was silent a moment ago."""
-        if time.monotonic() >= self._silent.get(url, 0.0):
-            with self._lock:
-                if url not in self._peers:
-                    self._peers[url] = PeerClient(url)
-                peer = self._peers[url]
-            yield peer
-
-    def _manifest_peers(self, digest: Digest) -> Iterator[PeerClient]:
-        members = self.registry.ring.owners(digest, len(self.registry.ring.members))
-        for member in members[:MANIFEST_ASKED_MAX]:
-            if member.url != self.url:
-                yield from self._peer(member.url)
+    def _replicate(self, digest: Digest) -> None:
+        """In a thread: give a shard that came from outside the rack to the others that should hold it."""
+        for peer in self.neighbours.replicas(digest):
+            try:
+                if not peer.has_shard(digest):
+                    file = self.store.open_file(Kind.SHARD, digest)
+                    peer.put_shard(digest, self.store.load(digest, file.size_bytes))
+            except NotFound:
+                return  # evicted already
+            except QuiverError as error:
+                self.neighbours.failed(peer, error)
 
     def _origin(self, manifest: Manifest) -> SampleOrigin:
         """Return the origin of a manifest, if the operator allows it. Raises ``Forbidden`` if not."""
@@ -252,5 +238,4 @@ class Node:
         if isinstance(error, Corrupt):
             self.counters.count("corruptions", "peer" if isinstance(source, PeerClient) else "origin")
         if isinstance(source, PeerClient):
-            self._silent[source.url] = time.monotonic() + PEER_CONNECT_AGAIN_SECONDS
-            log.info("neighbour passed over: %s", error)
+            self.neighbours.failed(source, error)
