@@ -50,6 +50,10 @@ def check_strings(name: str, strings: pa.Array[Any]) -> None:
     for lo, hi in _blocks(len(offsets) - 1):
         if (offsets[lo + 1 : hi + 1] < offsets[lo:hi]).any():
             raise BadRequest(f"column {name} has a negative length")
+    try:
+        strings.validate(full=True)  # that it is UTF-8
+    except (pa.ArrowException, ValueError) as error:
+        raise BadRequest(f"column {name} is damaged: {error}") from error
 
 
 def _check_shards(tables: Tables) -> None:

@@ -19,6 +19,7 @@ import pyarrow as pa
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, NotFound
 from quiver.manifest.checks import check_tables
+from quiver.manifest.container import INDEX_AGAIN, map_file, only_batch
 from quiver.manifest.schema import (
     FORMAT_VERSION,
     METADATA_KEY,
@@ -36,8 +37,6 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 Indices = npt.NDArray[np.intp]
 
-_INDEX_AGAIN = "make it again with `quiver index`"
-
 
 class Manifest:
     """An opened, checked manifest. Open one with ``Manifest.open``."""
@@ -54,20 +53,21 @@ class Manifest:
         Raises ``NotFound`` if there is none, ``BadRequest`` if it is foreign, truncated, newer or inconsistent.
         """
         try:
-            mapped = _map(path)
+            mapped = map_file(path)
+        except BadRequest as error:
+            raise BadRequest(f"{path} is not a manifest: {error}") from error
         except FileNotFoundError as error:
             raise NotFound(f"no manifest at {path}; make one with `quiver index SOURCE -o {path}`") from error
         except OSError as error:
             raise NotFound(f"cannot open the manifest {path}: {error.strerror or error}") from error
         try:
-            header, tables = _parse(pa.BufferReader(pa.py_buffer(mapped)))
-            check_header(header)
+            header, tables = _parse(pa.py_buffer(mapped))
             check_tables(tables, byte_ranges=header.source != "parquet")
             mapped.madvise(mmap.MADV_DONTNEED)  # the checks walked the file; what stays mapped is what gets used
         except (BadRequest, Misconfigured) as error:
             raise type(error)(f"{path}: {error}") from error
         except (pa.ArrowException, ValueError, OSError) as error:
-            raise BadRequest(f"{path} is not a manifest, or is truncated ({error}); {_INDEX_AGAIN}") from error
+            raise BadRequest(f"{path} is not a manifest, or is truncated ({error}); {INDEX_AGAIN}") from error
         return cls(path, header, tables)
 
     def __len__(self) -> int:
@@ -137,20 +137,16 @@ class Manifest:
         return self.header.base + quote(self.object(number).path)
 
 
-def _map(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
-def _parse(source: pa.BufferReader) -> tuple[Header, Tables]:
-    reader = pa.ipc.open_file(source)
+def _parse(file: pa.Buffer) -> tuple[Header, Tables]:
+    reader = pa.ipc.open_file(pa.BufferReader(file))
     header = _header(reader.schema)
+    check_header(header)
     expected = arrow_schema(header)
     if not reader.schema.equals(expected):
-        raise BadRequest(f"its columns are not those of format {FORMAT_VERSION}; {_INDEX_AGAIN}")
+        raise BadRequest(f"its columns are not those of format {FORMAT_VERSION}; {INDEX_AGAIN}")
     if reader.num_record_batches != 1:
         raise BadRequest(f"it has {reader.num_record_batches} record batches instead of one")
-    batch = reader.get_batch(0)
+    batch = only_batch(file, reader.schema)
     batch.validate()
     if batch.num_rows != 1:
         raise BadRequest(f"it has {batch.num_rows} rows instead of one")
@@ -181,7 +177,7 @@ def _parse(source: pa.BufferReader) -> tuple[Header, Tables]:
 def _header(schema: pa.Schema) -> Header:
     raw = (schema.metadata or {}).get(METADATA_KEY)
     if raw is None:
-        raise BadRequest(f"it is an Arrow file but not a manifest; {_INDEX_AGAIN}")
+        raise BadRequest(f"it is an Arrow file but not a manifest; {INDEX_AGAIN}")
     try:
         version = msgspec.json.decode(raw, type=dict[str, Any]).get("format")
         if isinstance(version, int) and version > FORMAT_VERSION:
@@ -189,10 +185,10 @@ def _header(schema: pa.Schema) -> Header:
                 f"manifest format {version} is newer than this Quiver reads ({FORMAT_VERSION}); upgrade quiver-cache"
             )
         header = msgspec.json.decode(raw, type=Header)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise BadRequest(f"its header cannot be read ({error}); {_INDEX_AGAIN}") from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"its header cannot be read ({error}); {INDEX_AGAIN}") from error
     if header.format != FORMAT_VERSION:
-        raise BadRequest(f"manifest format {header.format} is not read any more; {_INDEX_AGAIN}")
+        raise BadRequest(f"manifest format {header.format} is not read any more; {INDEX_AGAIN}")
     return header
 
 
