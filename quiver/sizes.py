@@ -33,6 +33,10 @@ def format_size(size_bytes: float) -> str:
     """Return the size to three digits with a binary unit, for people: ``31.9 MiB``."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size_bytes) < 1024:
-            return f"{size_bytes:.0f} B" if unit == "B" else f"{size_bytes:.3g} {unit}"
+            return f"{size_bytes:.0f} B" if unit == "B" else f"{_three_digits(size_bytes)} {unit}"
         size_bytes /= 1024
-    return f"{size_bytes:,.0f} PiB"
+    return f"{_three_digits(size_bytes)} PiB"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
