@@ -57,7 +57,7 @@ class Delivery:
             return True
         tables, blob = plan.manifest.tables, plan.blobs[at]
         if self._verify == "full":
-            return blake3.blake3(view).digest() == tables.digests[blob].tobytes()
+            return blake3.blake3(view).digest() == bytes(tables.digests[blob])
         first = plan.first_field
         for i, (start, length) in enumerate(zip(plan.starts[at].tolist(), plan.lengths[at].tolist(), strict=True)):
             if length >= 0 and xxhash.xxh3_64_intdigest(view[start : start + length]) != int(tables.xxh3[blob, first + i]):
