@@ -106,6 +106,7 @@ class RackTier:
     def close(self) -> None:
         self._closing.set()
         self._pool.shutdown(cancel_futures=True)
+        self._members.close()
 
     # -- who is asked for what ----------------------------------------------------------------------------------------
 
