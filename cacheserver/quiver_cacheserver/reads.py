@@ -60,7 +60,7 @@ async def body_of(request: web.Request, limit_bytes: int) -> bytes:
     try:
         async with asyncio.timeout(BODY_SECONDS_MAX):
             return await request.content.readexactly(request.content_length)
-    except (TimeoutError, asyncio.IncompleteReadError) as error:
+    except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
         raise BadRequest("the body did not arrive") from error
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from quiver import __version__
 from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound
@@ -93,6 +94,7 @@ async def _serve(
     runner = web.AppRunner(
         make_app(node), access_log=None, handle_signals=False, auto_decompress=False, shutdown_timeout=5.0
     )
+    logging.getLogger("aiohttp.server").addFilter(_no_tracebacks_for_strangers)
     await runner.setup()
     try:
         await web.SockSite(runner, listener).start()
@@ -108,6 +110,11 @@ async def _serve(
             await _drain(config, node)
     finally:
         await runner.cleanup()
+
+
+def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:
+    """Drop what aiohttp logs of requests that are not HTTP: they were answered, and anybody could fill a disk so."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 async def _drain(config: Config, node: Node) -> None:

@@ -12,7 +12,7 @@ from typing import Final
 from aiohttp import web
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, DiskFailed, OverCapacity
+from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, OverCapacity
 from quiver.manifest import Manifest
 from quiver.shard import verified
 from quiver.store import Kind, Writing
@@ -99,7 +99,7 @@ class Transfers:
             try:
                 async with asyncio.timeout(SILENCE_SECONDS):
                     chunk = await request.content.read(min(CHUNK_BYTES, left))
-            except TimeoutError as error:
+            except (TimeoutError, ConnectionError) as error:
                 raise BadRequest("the upload stopped midway") from error
             if not chunk:
                 raise BadRequest("the upload ended early")
@@ -116,6 +116,6 @@ def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
             raise Corrupt("the manifest does not hash to its name", "upload")
         try:
             Manifest.open(writing.path)
-        except BadRequest as error:
-            raise BadRequest(str(error).replace(str(writing.path), "the manifest")) from error
+        except (BadRequest, Misconfigured) as error:
+            raise type(error)(str(error).replace(str(writing.path), "the manifest")) from error
     writing.commit()
