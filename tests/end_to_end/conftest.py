@@ -1,0 +1,7 @@
+"""The S3 server of the indexing tests serves these as well."""
+
+from __future__ import annotations
+
+from tests.indexing.conftest import bucket, s3_endpoint
+
+__all__ = ["bucket", "s3_endpoint"]
