@@ -71,4 +71,4 @@ def _daemon(text: str) -> str:
     try:
         return check_url(url if urlsplit(url).port else f"{url.rstrip('/')}:{PORT}")
     except (BadRequest, ValueError) as error:
-        raise Misconfigured(f"cache: {error}") from error
+        raise Misconfigured(f"cache: {text[:120]!r}: {error}; write http://HOST:{PORT}") from error

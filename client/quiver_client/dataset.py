@@ -68,7 +68,10 @@ class Dataset(TorchDataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``: one plan, one request per peer, every sample checked."""
-        samples = self._read(self._checked(indices))
+        rows = self._checked(indices)
+        if not len(rows):
+            return []
+        samples = self._read(rows)
         return samples if self._transform is None else [self._transform(sample) for sample in samples]
 
     def __repr__(self) -> str:
