@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ from quiver.shard import encode_table, name_of
 from quiver_client import index
 
 
-@dataclass
+@dataclass(repr=False)
 class Files:
-    """A folder of files on disk, its manifest, and what each sample must be."""
+    """A folder of files on disk, its manifest, and what each sample must be. Shown without its megabytes."""
 
     folder: Path
     manifest: Path
-    content: dict[str, bytes] = field(repr=False)
+    content: dict[str, bytes]
+
+    def __repr__(self) -> str:
+        return f"Files({str(self.manifest)!r})"
 
     def opened(self) -> Manifest:
         return Manifest.open(self.manifest)
