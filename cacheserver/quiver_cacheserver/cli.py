@@ -50,7 +50,7 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--data-dir", metavar="DIR", default="", help="Folder on local SSD for the shards.")
 @click.option("--capacity", metavar="SIZE", default="", help="How much of that disk to use, like 200GiB.")
 @click.option("--rack", metavar="NAME", default=Config().rack, show_default=True, help="Which ring to join.")
-@click.option("--node-id", metavar="ID", default="", help="Its name in the ring. [default: host name and port]")
+@click.option("--node-id", metavar="ID", default="", help="Its name in the ring. [default: its address]")
 @click.option("--etcd", metavar="URL", default="", help="The etcd that keeps the ring.")
 @click.option("--peers", metavar="URL,…", default="", help="A ring without etcd: the URLs of all daemons.")
 @click.option("--origin", metavar="PREFIX", multiple=True, help="An origin that it may read; repeat for several.")

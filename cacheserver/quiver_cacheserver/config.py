@@ -57,9 +57,6 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
             host = _own_address(self.etcd or next(iter(self.peers), ""))
         return check_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
-    def node_name(self, port: int) -> str:
-        return self.node_id or f"{re.sub(r'[^A-Za-z0-9._-]', '-', socket.gethostname())[:50] or 'node'}-{port}"
-
 
 def check(config: Config) -> Config:
     """Return the configuration; raise ``Misconfigured`` naming the flag that is wrong and what to write."""

@@ -23,7 +23,7 @@ from quiver.store import Kind, Store
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry
+from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
 
 log = logging.getLogger(__name__)
 
@@ -33,9 +33,9 @@ SCRUB_BYTES_PER_SECOND: Final = 16 << 20  # 1.4 TB a day: the whole of an SSD in
 SCRUB_IDLE_SECONDS: Final = 60.0
 
 
-def build(config: Config, url: str, port: int) -> Node:
+def build(config: Config, url: str) -> Node:
     """Compose the daemon. This function reads like the architecture: the disk, the ring, the node that joins them."""
-    name = config.node_name(port)
+    name = config.node_id or static_id(url)  # a host's name would not do: two daemons may share it
     store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False)
     member = Member(name, url, weight=float(config.capacity_bytes))
     registry: Registry
@@ -69,7 +69,7 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
         loop.add_signal_handler(number, stop.set)
     with contextlib.closing(bind(config)) as listener:
         port = listener.getsockname()[1]
-        node = build(config, config.advertised_url(port), port)
+        node = build(config, config.advertised_url(port))
         try:
             await _serve(config, node, listener, stop, started)
         finally:
