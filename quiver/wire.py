@@ -33,6 +33,7 @@ READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this bounds
 WAIT_MS_MAX: Final = 30_000
 JSON_BYTES_MAX: Final = 4 << 20
 RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before answering
+FORGO: Final = 2  # flag: the reader was chosen to put these shards there and cannot
 _HEAD: Final = struct.Struct("<4sIIII32s")
 READ_REQUEST_BYTES_MAX: Final = _HEAD.size + RANGES_MAX * (DIGEST_BYTES + RANGE.itemsize)
 

@@ -92,6 +92,12 @@ class Fills:
         if upload is not None:
             upload.end()
 
+    def forgo(self, digest: Digest) -> None:
+        """The client that was to put the shard here cannot: let all read the origin themselves, for a moment."""
+        if digest in self._uploads:
+            self._uploads.pop(digest).end()
+            self._remember(digest, RangeStatus.FAILED, FAILURE_SECONDS)
+
     def _refusal(self, digest: Digest) -> RangeStatus | None:
         until, status = self._failed.get(digest, (0.0, RangeStatus.FAILED))
         if time.monotonic() < until:

@@ -24,7 +24,11 @@ log = logging.getLogger(__name__)
 RUNNERS_UP: Final = 2  # after a join the previous owner is the runner-up
 DRAINING_ASKED_MAX: Final = 4
 MANIFEST_ASKED_MAX: Final = 32  # a rack has 20 to 30 machines; a ring that claims more is not walked to its end
-SILENT_SECONDS: Final = 5.0
+# A neighbour has a shard at hand or says that it has not: one that says nothing for so long is dead or frozen, and a
+# reader waits here meanwhile. Then it is left alone, and for longer each time.
+SILENCE_SECONDS: Final = 2.0
+PAUSE_SECONDS: Final = 5.0
+PAUSE_SECONDS_MAX: Final = 60.0
 
 
 class Neighbours:
@@ -34,7 +38,7 @@ class Neighbours:
         self._registry = registry
         self._name, self._url = name, url
         self._peers: dict[str, PeerClient] = {}
-        self._silent: dict[str, float] = {}
+        self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
         self._lock = threading.Lock()
 
     def holders(self, digest: Digest) -> Iterator[PeerClient]:
@@ -56,9 +60,16 @@ class Neighbours:
         return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
-        """Leave a neighbour alone for a moment: it did not answer, or answered wrongly."""
-        self._silent[peer.url] = time.monotonic() + SILENT_SECONDS
+        """Leave a neighbour alone for a while: it did not answer, or answered wrongly."""
+        until, before = self._silent.get(peer.url, (0.0, PAUSE_SECONDS / 2))
+        if time.monotonic() >= until:  # and not another thread that met the same silence
+            pause = min(before * 2, PAUSE_SECONDS_MAX)
+            self._silent[peer.url] = time.monotonic() + pause, pause
         log.info("neighbour passed over: %s", error)
+
+    def delivered(self, peer: PeerClient) -> None:
+        """Forget what was held against a neighbour."""
+        self._silent.pop(peer.url, None)
 
     def close(self) -> None:
         for peer in self._peers.values():
@@ -67,10 +78,10 @@ class Neighbours:
     def _clients(self, members: Iterable[Member]) -> Iterator[PeerClient]:
         for member in members:
             url = member.url
-            if member.id == self._name or url == self._url or time.monotonic() < self._silent.get(url, 0.0):
+            if member.id == self._name or url == self._url or time.monotonic() < self._silent.get(url, (0.0, 0.0))[0]:
                 continue
             with self._lock:
                 if url not in self._peers:
-                    self._peers[url] = PeerClient(url)
+                    self._peers[url] = PeerClient(url, silence_seconds=SILENCE_SECONDS)
                 peer = self._peers[url]
             yield peer

@@ -168,6 +168,8 @@ class Node:
         except DiskFailed as error:
             self.disk = str(error)
             raise
+        if isinstance(source, PeerClient):
+            self.neighbours.delivered(source)
         self.admitted(digest, "peer" if isinstance(source, PeerClient) else "origin")
 
     def _verify(self, digest: Digest) -> bool:

@@ -21,6 +21,7 @@ from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, Quiver
 from quiver.manifest import Manifest
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
+    FORGO,
     READ_REQUEST_BYTES_MAX,
     READ_TYPE,
     RECHECK,
@@ -70,6 +71,9 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
     wanted = asked.shards
     if asked.flags & RECHECK:
         node.suspect(wanted)
+    if asked.flags & FORGO:
+        for digest in wanted:
+            node.fills.forgo(digest)
     await node.bring(wanted, manifest, asked.wait_ms / 1000)
     loop = asyncio.get_running_loop()
     numbers = asked.ranges["shard"]

@@ -60,7 +60,8 @@ class Delivery:
             return blake3.blake3(view).digest() == bytes(tables.digests[blob])
         first = plan.first_field
         for i, (start, length) in enumerate(zip(plan.starts[at].tolist(), plan.lengths[at].tolist(), strict=True)):
-            if length >= 0 and xxhash.xxh3_64_intdigest(view[start : start + length]) != int(tables.xxh3[blob, first + i]):
+            expected = int(tables.xxh3[blob, first + i])
+            if length >= 0 and xxhash.xxh3_64_intdigest(view[start : start + length]) != expected:
                 return False
         return True
 

@@ -6,6 +6,7 @@ next one, and what no peer delivers is left to the origin tier. Nothing in a rin
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
 from quiver.peer import PeerClient
 from quiver.source import first_verified
-from quiver.wire import RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
+from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.stats import Stats
 from quiver_client.tiers.members import Members
@@ -44,7 +45,8 @@ class _Round:
     delivery: Delivery
     tried: dict[int, set[str]] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
-    filling: set[str] = field(default_factory=set)  # who keeps saying that it is bringing something in
+    waited_for: set[str] = field(default_factory=set)  # who keeps saying that it is bringing something in, or busy
+    told: set[tuple[str, int]] = field(default_factory=set)  # who was given the manifest for which shard
     progress: float = field(default_factory=time.monotonic)
     retry_at: float = 0.0  # a daemon that is overloaded said not to ask before
     moved: bool = False  # in this turn something arrived or somebody was passed over
@@ -78,7 +80,7 @@ class RackTier:
             begun, state.moved = time.monotonic(), False
             if begun - state.progress > FILL_SECONDS_MAX:
                 self._stats.warn("fill", f"{len(positions)} samples did not come in {FILL_SECONDS_MAX:.0f} s")
-                for url in state.filling:
+                for url in state.waited_for:
                     self._members.is_silent(url)  # not to be waited for as long again by the next batch
                 return
             jobs = self._jobs(state, positions)
@@ -151,6 +153,7 @@ class RackTier:
             statuses, data = peer.read(request)
         except OverCapacity as error:  # busy, not broken: a runner-up would have to bring in what this one has
             state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
+            state.waited_for.add(peer.url)
             self._stats.add("overloads")
             return
         except QuiverError as error:
@@ -184,10 +187,11 @@ class RackTier:
             state.given_up.add(shard)
             state.moved = True
         elif status == RangeStatus.FILLING:
-            state.filling.add(peer.url)
+            state.waited_for.add(peer.url)
         elif status == RangeStatus.UPLOAD:
             self._upload(state, peer, shard)
-        elif status == RangeStatus.NO_MANIFEST:
+        elif status == RangeStatus.NO_MANIFEST and (peer.url, shard) not in state.told:
+            state.told.add((peer.url, shard))
             try:
                 self._members.put_manifest(peer, self._manifest)
             except QuiverError as error:
@@ -205,6 +209,8 @@ class RackTier:
         except QuiverError:
             state.given_up.add(shard)  # the origin tier will meet the same and say which sample it is
             state.moved = True
+            with contextlib.suppress(QuiverError):  # who waits for this upload need not wait it out
+                peer.read(ReadRequest(self._manifest.digest, (digest,), np.zeros(0, RANGE), 0, FORGO))
             return
         plan, view = state.delivery.plan, memoryview(data.data)
         for at in np.flatnonzero(plan.shards == shard).tolist():
