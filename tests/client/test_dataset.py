@@ -57,9 +57,7 @@ def check(dataset: Dataset, files: Files, indices: list[int]) -> None:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15, deadline=None)
 @given(batches=st.lists(st.lists(st.integers(-150, 149), max_size=30), min_size=1, max_size=3))
-def test_any_batch_is_the_bytes_of_its_files(
-    dataset: Make, files: Files, cache: str, batches: list[list[int]]
-) -> None:
+def test_any_batch_is_the_bytes_of_its_files(dataset: Make, files: Files, cache: str, batches: list[list[int]]) -> None:
     made = dataset(files.manifest, cache)
     for batch in batches:
         check(made, files, batch)
@@ -368,9 +366,7 @@ def test_processes_that_share_a_folder_read_the_origin_once(files: Files, tmp_pa
         remote = rebased(files, origin.url, tmp_path / "remote.quiver")
         context = multiprocessing.get_context("fork")
         out = context.Queue()
-        workers = [
-            context.Process(target=_epoch, args=(remote, f"file://{tmp_path}/cache", out)) for _ in range(4)
-        ]
+        workers = [context.Process(target=_epoch, args=(remote, f"file://{tmp_path}/cache", out)) for _ in range(4)]
         for worker in workers:
             worker.start()
         stats = [out.get(timeout=60) for _ in workers]
