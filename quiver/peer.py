@@ -182,9 +182,10 @@ class PeerClient:
                 connection.close()  # the daemon closed an idle connection just then: not its fault, ask once more
                 connection = self._connect()
                 response = _exchange(connection, method, path, body, headers, patience)
-            deadline = time.monotonic() + self._silence_seconds
-            length = self._checked(response, method, deadline)
-            yield response, length, deadline
+            with response:  # it may own the socket: a connection that is to be closed is handed over to it
+                deadline = time.monotonic() + self._silence_seconds
+                length = self._checked(response, method, deadline)
+                yield response, length, deadline
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             why = str(error) or type(error).__name__
@@ -192,7 +193,6 @@ class PeerClient:
         except BaseException:
             connection.close()
             raise
-        response.close()
         self._give_back(connection, response)
 
     def _checked(self, response: _Response, method: str, deadline: float) -> int:
