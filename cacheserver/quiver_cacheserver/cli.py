@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,10 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
     unknown = sorted(set(values) - known)
     if unknown:
         raise click.UsageError(f"--config {path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if isinstance(values.get("origin"), str):
+        values["origin"] = [values["origin"]]  # one alone need not be a list
+    if isinstance(values.get("peers"), list):
+        values["peers"] = ",".join(str(peer) for peer in values["peers"])
     context.default_map = {key.replace("-", "_"): value for key, value in values.items()}
     return path
 
@@ -67,7 +70,7 @@ def command(**values: Any) -> None:
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
     try:
-        config = check(msgspec.convert({**kebab, "peers": given, "origin": _several(values["origin"])}, Config))
+        config = check(msgspec.convert({**kebab, "peers": given, "origin": list(values["origin"])}, Config))
     except (Misconfigured, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error
     except QuiverError as error:
@@ -76,11 +79,6 @@ def command(**values: Any) -> None:
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     uvloop.run(serve(config))
-
-
-def _several(given: str | Sequence[str]) -> list[str]:
-    """Return a list where TOML has a list or, for one alone, a string."""
-    return [given] if isinstance(given, str) else list(given)
 
 
 def main() -> None:
