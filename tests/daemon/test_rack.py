@@ -1,4 +1,4 @@
-"""Daemons together: one origin read per shard, neighbours before the origin, and nothing from where they may not read."""
+"""Daemons together: one origin read per shard, neighbours before the origin, nothing from where they may not read."""
 
 from __future__ import annotations
 
@@ -152,9 +152,7 @@ def outside(how: str, tmp_path: Path, small: Files) -> tuple[Files, list[Path | 
         *("files that are links", "localhost"),
     ],
 )
-def test_an_origin_that_is_not_allowed_is_read_by_a_client_once_for_all(
-    tmp_path: Path, small: Files, how: str
-) -> None:
+def test_an_origin_that_is_not_allowed_is_read_by_a_client_once_for_all(tmp_path: Path, small: Files, how: str) -> None:
     files, origins = outside(how, tmp_path, small)
     with rack_of(2, tmp_path / "rack", origins=origins) as daemons:
         with ThreadPoolExecutor(4) as pool:
@@ -316,7 +314,7 @@ def test_a_recheck_of_good_shards_keeps_them(tmp_path: Path, small: Files) -> No
 
 
 def test_a_manifest_that_lies_about_a_shard_spoils_it_for_nobody_for_long(tmp_path: Path, small: Files) -> None:
-    """Somebody's manifest names a real shard and says that its bytes lie elsewhere: they do not hash, and that is all."""
+    """Somebody's manifest names a real shard and says that its bytes lie elsewhere: they do not hash, that is all."""
     liar = rewritten(
         small.manifest, tmp_path / "liar.quiver", lambda header: header.update(base=f"file://{tmp_path}/empty/")
     )
@@ -327,9 +325,7 @@ def test_a_manifest_that_lies_about_a_shard_spoils_it_for_nobody_for_long(tmp_pa
         put_manifest(daemon, small)
         digest, _ = shard_bytes_of(small.opened(), 0)
         assert read(daemon, [digest], [(0, 0, 9)], lie.opened().digest, wait=20_000)[0] == [RangeStatus.FAILED]
-        until(
-            lambda: read(daemon, [digest], [(0, 0, 9)], small.opened().digest, wait=5000)[0] == [RangeStatus.PRESENT]
-        )
+        until(lambda: read(daemon, [digest], [(0, 0, 9)], small.opened().digest, wait=5000)[0] == [RangeStatus.PRESENT])
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -42,7 +42,11 @@ def error_of(body: bytes) -> str:
 
 
 def read(
-    daemon: Daemon, shards: list[Digest], rows: list[tuple[int, int, int]], manifest: Digest | None = None, wait: int = 0
+    daemon: Daemon,
+    shards: list[Digest],
+    rows: list[tuple[int, int, int]],
+    manifest: Digest | None = None,
+    wait: int = 0,
 ) -> tuple[list[RangeStatus], bytes]:
     ranges = np.zeros(len(rows), RANGE)
     for at, (shard, offset, length) in enumerate(rows):
@@ -292,7 +296,7 @@ def test_a_malformed_request_is_refused_and_the_connection_closed(daemon: Daemon
         answer = b""
         while chunk := connection.recv(1 << 16):
             answer += chunk
-    assert answer.startswith(b"HTTP/1.1 4") or answer.startswith(b"HTTP/1.0 4"), answer[:200]
+    assert answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4")), answer[:200]
 
 
 def test_a_reader_without_a_manifest_spoils_nothing_for_one_who_has_it(lone: Daemon, files: Files) -> None:

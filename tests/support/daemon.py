@@ -56,7 +56,11 @@ class Daemon:
 
     def __enter__(self) -> Self:
         self.start()
-        self.wait_until_serving()
+        try:
+            self.wait_until_serving()
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -103,7 +107,8 @@ class Daemon:
 
     def wait(self) -> int:
         """Return the exit status."""
-        assert self.process is not None and self._reader is not None
+        assert self.process is not None
+        assert self._reader is not None
         code = self.process.wait(END_SECONDS_MAX)
         self._reader.join(END_SECONDS_MAX)
         return code
