@@ -35,7 +35,7 @@ def parts_of(seed: int, width: int = 2, samples: int = 30, blobs: int = 20) -> M
     lengths[rng.random((blobs, width)) < 0.1] = ABSENT
     present = np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths)
     cuts = np.sort(rng.choice(np.arange(1, blobs), 4, replace=False))
-    fields = tuple(Field(f"field{i}", "bytes") for i in range(width)) + (Field("label", "int32"),)
+    fields = (*(Field(f"field{i}", "bytes") for i in range(width)), Field("label", "int32"))
     return ManifestParts(
         header=Header(FORMAT_VERSION, "mixed", 1 << 20, "files", "file:///data/", fields),
         keys=pa.array([f"key {i:03}" for i in rng.permutation(samples)], pa.large_utf8()),
@@ -152,7 +152,7 @@ def test_a_manifest_cut_short_anywhere_is_refused(tmp_path: Path, draw: st.DataO
 def test_a_manifest_with_wrong_bytes_is_refused_or_consistent(
     tmp_path: Path, flips: list[tuple[int, int]], ends: bool
 ) -> None:
-    """Most flips land in digests and keys, which nothing in the file contradicts: then what is read is still in range."""
+    """Most flips land in digests and keys, which nothing in the file contradicts: then all is still in range."""
     wrong = bytearray(golden.MANIFEST.read_bytes())
     for at, mask in flips:  # half of the runs aim at the metadata, which is at both ends
         span = min(3000, len(wrong)) if ends else len(wrong)
@@ -162,7 +162,8 @@ def test_a_manifest_with_wrong_bytes_is_refused_or_consistent(
     try:
         manifest = Manifest.open(path)
     except (BadRequest, Misconfigured, NotFound) as error:
-        assert str(path) in str(error)
+        if str(path) not in str(error):
+            raise
         return
     tables = manifest.tables
     assert int(tables.blob_of.max()) < len(tables.offsets)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import tracemalloc
 
@@ -38,7 +39,7 @@ def ranges_of(*rows: tuple[int, int, int]) -> np.ndarray:
 
 
 @given(
-    st.none() | digests.filter(lambda digest: any(digest)),
+    st.none() | digests.filter(any),
     st.lists(digests, min_size=1, max_size=5),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2**64 - 1), st.integers(0, 1 << 20)), max_size=20),
     st.integers(0, WAIT_MS_MAX),
@@ -58,10 +59,8 @@ def test_a_read_request_survives_the_wire(
 @given(st.binary(max_size=400))
 def test_any_body_is_a_read_request_or_refused(body: bytes) -> None:
     for attempt in (body, b"QRD1" + body):
-        try:
+        with contextlib.suppress(BadRequest):
             ReadRequest.decode(attempt)
-        except BadRequest as error:
-            assert str(error)
 
 
 @given(st.data())

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound, OverCapacity
-from quiver.store import Kind, Store
+from quiver.store import Kind, Store, Writing
 from quiver.store import disk as disk_module
 from quiver.store.disk import OPEN_FILES_MAX, QUARANTINE_FILES_MAX
 from quiver.store.inventory import file_of
@@ -55,6 +55,10 @@ def idle(store: Store, *digests: Digest) -> None:
             os.utime(file_of(store.root, Kind.SHARD, digest), (past, past))
 
 
+def open_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
 def on_disk(store: Store) -> int:
     return sum(path.stat().st_size for kind in Kind for path in (store.root / kind).rglob("*") if path.is_file())
 
@@ -80,15 +84,19 @@ def test_what_was_put_is_there_also_after_a_restart(tmp_path: Path, shared: bool
 
 def test_a_put_that_fails_leaves_nothing(store: Store) -> None:
     digest, data = shard_of(1)
-    with pytest.raises(RuntimeError), store.reserve(Kind.SHARD, digest, len(data)) as writing:
-        assert store.resident_bytes() == len(data), "reserved room counts"
-        writing.write(data[:500])
-        raise RuntimeError
+
+    def partly(then: Callable[[Writing], object]) -> None:
+        with store.reserve(Kind.SHARD, digest, len(data)) as writing:
+            assert store.resident_bytes() == len(data), "reserved room counts"
+            writing.write(data[:500])
+            then(writing)
+
+    with pytest.raises(ZeroDivisionError):
+        partly(lambda writing: 1 / 0)
     with pytest.raises(Corrupt, match="more than"), store.reserve(Kind.SHARD, digest, 10) as writing:
         writing.write(data)
-    with pytest.raises(Corrupt, match="500 bytes where"), store.reserve(Kind.SHARD, digest, len(data)) as writing:
-        writing.write(data[:500])
-        writing.commit()
+    with pytest.raises(Corrupt, match="500 bytes where"):
+        partly(Writing.commit)
     with store.reserve(Kind.SHARD, digest, len(data)) as writing:
         writing.write(data)  # and not committed
     assert store.resident_bytes() == 0 == on_disk(store)
@@ -143,27 +151,27 @@ def test_what_is_mapped_or_open_stays_whole_when_it_is_evicted(store: Store) -> 
 
 def test_maps_and_evicted_files_hold_no_descriptors(store: Store) -> None:
     held = [shard_of(i) for i in range(50)]
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     maps = []
     for digest, data in held:
         store.put(Kind.SHARD, digest, data)
         maps.append(store.load(digest, len(data)))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     for digest, _ in held:
         store.open_file(Kind.SHARD, digest)
         store.drop(Kind.SHARD, digest)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
     assert [bytes(view) for view in maps] == [data for _, data in held]
 
 
 def test_open_files_are_kept_up_to_a_limit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_module, "OPEN_FILES_MAX", 5)
     assert OPEN_FILES_MAX > 5
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     for i in range(20):
         store.put(Kind.SHARD, *shard_of(i))
         store.open_file(Kind.SHARD, shard_of(i)[0])
-    assert len(os.listdir("/proc/self/fd")) == before + 5
+    assert open_descriptors() == before + 5
 
 
 # -- wrong bytes ------------------------------------------------------------------------------------------------------
@@ -270,9 +278,11 @@ def test_strays_are_passed_over_and_left_alone(tmp_path: Path, shared: bool) -> 
 
 
 def test_a_folder_is_owned_by_one_daemon(tmp_path: Path) -> None:
-    with contextlib.closing(Store.open(tmp_path, MIB, shared=False)):
-        with pytest.raises(Misconfigured, match=f"{tmp_path} is in use.*--data-dir"):
-            Store.open(tmp_path, MIB, shared=False)
+    with (
+        contextlib.closing(Store.open(tmp_path, MIB, shared=False)),
+        pytest.raises(Misconfigured, match=f"{tmp_path} is in use.*--data-dir"),
+    ):
+        Store.open(tmp_path, MIB, shared=False)
     Store.open(tmp_path, MIB, shared=False).close()
 
 
@@ -465,7 +475,7 @@ def test_a_full_and_then_read_only_disk_serves_on_and_recovers(tmp_path: Path, s
             store.put(Kind.SHARD, *shard_of(3, 100_000))
             store.close()
             subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
-            with pytest.raises(DiskFailed, match="[Rr]ead-only"):
+            with pytest.raises(DiskFailed, match=r"[Rr]ead-only"):
                 store.put(Kind.SHARD, *shard_of(4, 1000))
             assert bytes(store.load(kept, len(data))) == data
             store.quarantine(Kind.SHARD, kept)  # cannot be moved: no error, and a daemon does not hold it any more
@@ -477,7 +487,7 @@ def test_a_full_and_then_read_only_disk_serves_on_and_recovers(tmp_path: Path, s
 
 def test_a_store_that_cannot_be_made_says_where(tmp_path: Path, shared: bool) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(DiskFailed, match="file/store.*another folder"):
+    with pytest.raises(DiskFailed, match=r"file/store.*another folder"):
         Store.open(tmp_path / "file" / "store", MIB, shared=shared)
 
 
