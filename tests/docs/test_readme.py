@@ -62,7 +62,7 @@ def test_the_python_of_the_readme_runs(
     monkeypatch.setenv("QUIVER_CACHE", "")
     assert len(PYTHON) == 2
     for code in PYTHON:
-        names = {"transform": np.asarray}
+        names = {"transform": np.array}
         exec(put_in(code.replace("num_workers=8", "num_workers=0"), folder, url), names)
         dataset = names["dataset"]
         assert len(dataset) == 40
