@@ -87,7 +87,7 @@ def connect(base: str) -> Any:
     endpoint = os.environ.get("AWS_ENDPOINT_URL", "") if base.startswith("s3://") else base
     try:
         return from_url(
-            base,
+            base.rstrip("/") if base.startswith("http") else base,  # HTTP would ask for base//path
             client_options={
                 "allow_http": endpoint.startswith("http://"),
                 "timeout": timedelta(seconds=REQUEST_SECONDS),
