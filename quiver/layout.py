@@ -44,12 +44,16 @@ def place(
 
 def _mixed(digests: U8, sizes: U64, limit_bytes: int) -> tuple[I64, I64]:
     prefixes = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1).astype(np.uint64)
-    order = np.argsort(prefixes, kind="stable").astype(np.int64)
+    order = np.argsort(prefixes, kind="stable").astype(np.int64, copy=False)
     ordered = prefixes[order]
     for i in np.flatnonzero(ordered[1:] == ordered[:-1]).tolist():  # 64 bits shared: by hand, as good as never
         lo, hi = np.searchsorted(ordered, ordered[i], "left"), np.searchsorted(ordered, ordered[i], "right")
         order[lo:hi] = sorted(order[lo:hi].tolist(), key=lambda at: digests[at].tobytes())
-    ends = np.concatenate([[0], np.cumsum(sizes[order].astype(np.int64) + ROW_BYTES)])
+    cost = sizes[order].astype(np.int64)
+    cost += ROW_BYTES
+    ends = np.zeros(len(order) + 1, np.int64)
+    np.cumsum(cost, out=ends[1:])
+    del prefixes, cost  # see _sequential
 
     firsts: list[int] = []
     stack = [(0, len(order), 0, 0)]  # first, past the last, bits of the prefix, the prefix
@@ -76,9 +80,14 @@ def _sequential(digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_
     """
     count = len(sizes)
     cost = sizes.astype(np.int64) + ROW_BYTES
-    ends = np.concatenate([[0], np.cumsum(cost)])
-    draw = np.ascontiguousarray(digests[:, 24:32]).view("<u8").reshape(-1).astype(np.float64) / 2.0**64
-    cuts_after = draw < 4.0 * cost / limit_bytes
+    ends = np.zeros(count + 1, np.int64)
+    np.cumsum(cost, out=ends[1:])
+    draw = np.ascontiguousarray(digests[:, 24:32]).view("<u8").reshape(-1).astype(np.float64)
+    draw /= 2.0**64  # in place, as below: temporaries of all samples are where the memory of indexing peaks
+    chance = 4.0 * cost
+    chance /= limit_bytes
+    cuts_after = draw < chance
+    del draw, chance
     if count:
         cuts_after[:-1] |= objects[1:] != objects[:-1]
     candidates = np.flatnonzero(cuts_after) + 1
