@@ -6,6 +6,7 @@ This is where memory peaks, so that columns are taken over one at a time and eve
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,8 +44,8 @@ def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest 
     blob_of = _numbered(rows, representative, count)
     del representative
     if len(rows) < count or not np.array_equal(rows, np.arange(count)):
-        digests = digests[rows]
-        lengths, origins, xxh3 = _picked(lengths, rows), _picked(origins, rows), _picked(xxh3, rows)
+        digests = _reordered(digests.view(np.uint64), rows).view(np.uint8)
+        lengths, origins, xxh3 = _reordered(lengths, rows), _reordered(origins, rows), _reordered(xxh3, rows)
         objects = objects[rows]
     scalars: dict[str, pa.Array] = {field.name: samples.take_scalar(field.name) for field in header.scalars}
     parts = ManifestParts(
@@ -124,8 +125,9 @@ def _lay_out(
         distinct = distinct[rest[distinct]]
     if not len(distinct):
         return kept, np.append(kept_firsts, len(kept)), len(kept_firsts)
-    sizes = sample_sizes(_picked(lengths, distinct))
-    order, firsts = place(header.layout, digests[distinct], sizes, objects[distinct], header.shard_bytes)
+    sizes = sample_sizes(_some(lengths, distinct))
+    chosen = _some(digests, distinct), sizes, _some(objects, distinct)
+    order, firsts = place(header.layout, *chosen, header.shard_bytes)
     rows = np.concatenate([kept, distinct[order]]) if len(kept) else distinct[order]
     return rows, np.concatenate([kept_firsts, firsts + len(kept)]), len(kept_firsts)
 
@@ -172,8 +174,16 @@ def _prefixes(digests: U8) -> U64:
     return np.ascontiguousarray(digests[:, :8]).view("<u8").reshape(-1)
 
 
-def _picked(matrix: U64, rows: npt.NDArray[np.intp]) -> U64:
-    return np.ascontiguousarray(matrix[rows])
+def _some(values: npt.NDArray[Any], ascending: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
+    """Return these rows, without a copy if they are all."""
+    return values if len(ascending) == len(values) else values[ascending]
+
+
+def _reordered(matrix: U64, rows: npt.NDArray[np.intp]) -> U64:
+    """Return these rows, in the memory of ``matrix``: column by column, a second copy is of one column only."""
+    for column in range(matrix.shape[1]):
+        matrix[: len(rows), column] = matrix[rows, column]
+    return matrix[: len(rows)]
 
 
 def check_base(base: Manifest, header: Header) -> None:

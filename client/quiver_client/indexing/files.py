@@ -54,8 +54,8 @@ def _spans(listing: Listing) -> Iterator[tuple[int, int]]:
 def _hash_span(listing: Listing, objects: Objects, span: tuple[int, int], blob: str, classes: dict[str, int]) -> Rows:
     first, end = span
     digests, xxh3 = [], []
-    for number in range(first, end):
-        digest, weak = hash_object(objects, listing.object(number))
+    for listed in listing.span(first, end):
+        digest, weak = hash_object(objects, listed)
         digests.append(digest)
         xxh3.append(weak)
     scalars: dict[str, pa.Array] = {}

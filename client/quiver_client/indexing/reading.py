@@ -45,6 +45,10 @@ class Objects(Protocol):
 
     threads: int  # that many objects at a time are worth while
 
+    def whole(self, listed: OriginObject) -> memoryview:
+        """Return an object of at most ``PIECE_BYTES``, valid until the thread's next call. Raises as ``pieces``."""
+        ...
+
     def pieces(self, listed: OriginObject) -> Iterator[memoryview]:
         """Yield a whole object in pieces, each valid until the next; raises ``SourceChanged`` if it is another one."""
         ...
@@ -63,10 +67,8 @@ def open_objects(base: str, meter: Meter) -> Objects:
 def hash_object(objects: Objects, listed: OriginObject) -> tuple[bytes, int]:
     """Return BLAKE3 and XXH3-64 of a whole object."""
     if listed.size <= PIECE_BYTES:
-        digest, xxh3 = b"", 0
-        for piece in objects.pieces(listed):  # a single one
-            digest, xxh3 = blake3.blake3(piece).digest(), xxhash.xxh3_64_intdigest(piece)
-        return digest, xxh3
+        data = objects.whole(listed)
+        return blake3.blake3(data).digest(), xxhash.xxh3_64_intdigest(data)
     strong, weak = blake3.blake3(max_threads=blake3.blake3.AUTO), xxhash.xxh3_64()
     for piece in objects.pieces(listed):
         strong.update(piece)
@@ -79,15 +81,26 @@ class LocalObjects:
 
     def __init__(self, root: str, meter: Meter) -> None:
         self.threads = local_threads()
-        self._root = root
+        self._root = os.path.join(root, "")
         self._meter = meter
         self._kept = threading.local()
+
+    def whole(self, listed: OriginObject) -> memoryview:
+        data = self._buffer(listed.size)[: listed.size]
+        handle = self.open(listed)
+        done = False
+        try:
+            handle.read_into(0, data)
+            done = True
+        finally:
+            handle.close(check=done)
+        return data
 
     def pieces(self, listed: OriginObject) -> Iterator[memoryview]:
         handle = self.open(listed)
         done = False
         try:
-            buffer = self._buffer(min(listed.size, PIECE_BYTES))
+            buffer = self._buffer(PIECE_BYTES)
             for offset in range(0, max(listed.size, 1), PIECE_BYTES):
                 piece = buffer[: min(PIECE_BYTES, listed.size - offset)]
                 handle.read_into(offset, piece)
@@ -98,13 +111,13 @@ class LocalObjects:
 
     def _buffer(self, size_bytes: int) -> memoryview:
         """Return this thread's buffer: fresh memory for each file would cost as much as reading it."""
-        kept: bytearray | None = getattr(self._kept, "buffer", None)
+        kept: memoryview | None = getattr(self._kept, "buffer", None)
         if kept is None or len(kept) < size_bytes:
-            kept = self._kept.buffer = bytearray(min(max(2 * size_bytes, 1 << 16), PIECE_BYTES))
-        return memoryview(kept)
+            kept = self._kept.buffer = memoryview(bytearray(min(max(2 * size_bytes, 1 << 16), PIECE_BYTES)))
+        return kept
 
     def open(self, listed: OriginObject) -> LocalHandle:
-        return LocalHandle(os.path.join(self._root, listed.path), listed, self._meter)
+        return LocalHandle(self._root + listed.path, listed, self._meter)
 
     def close(self) -> None:
         pass
@@ -159,6 +172,10 @@ class RemoteObjects:
         self.base = base
         self.store = RemoteStore(base)
         self.meter = meter
+
+    def whole(self, listed: OriginObject) -> memoryview:
+        [data] = self.pieces(listed)
+        return data
 
     def pieces(self, listed: OriginObject) -> Iterator[memoryview]:
         import obstore
@@ -289,4 +306,3 @@ class ObjectFile(io.RawIOBase):
             self._handle.read_into(self._at, memoryview(data))
         self._at += len(data)
         return bytes(data)
-

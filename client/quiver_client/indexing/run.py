@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
+import blake3
 import numpy as np
 
 from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound
@@ -73,22 +74,25 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     if old is not None:
         check_base(old, header)
     assembled = assemble(samples, listing, header, old)
+    del samples, listing
     if old is not None and assembled.left_shards:
         notices.add(
             "shards of the base not kept, since samples in them are gone", str(old.path), count=assembled.left_shards
         )
     write_manifest(target, assembled.parts)
+    reused = assembled.reused_shards
+    del assembled  # before the manifest is mapped and checked: what it says is in memory once
     manifest = Manifest.open(target)
     return Report(
         manifest=target,
-        digest=str(manifest.digest),
+        digest=_digest(target),
         format=form,
         layout=header.layout,
         samples=len(manifest),
         distinct=len(manifest.tables.offsets),
         shards=manifest.shard_count,
         bytes=manifest.total_bytes,
-        reused_shards=assembled.reused_shards,
+        reused_shards=reused,
         warnings=notices.all(),
     )
 
@@ -116,6 +120,15 @@ def _require_ranges(form: SourceFormat, listing: Listing, objects: Objects) -> N
     largest = listing.object(int(np.argmax(listing.sizes)))
     if isinstance(objects, RemoteObjects) and (form in ("webdataset", "parquet") or largest.size > RUN_BYTES_MAX):
         objects.require_ranges(largest)
+
+
+def _digest(path: Path) -> str:
+    """Return BLAKE3 of the manifest by plain reads: a map of all of it would be the peak of an index run's memory."""
+    hasher = blake3.blake3()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            hasher.update(piece)
+    return hasher.hexdigest()
 
 
 def _layout(asked: str, form: SourceFormat, base: Manifest | None) -> Layout:

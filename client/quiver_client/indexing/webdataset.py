@@ -18,7 +18,7 @@ import xxhash
 from quiver.errors import BadRequest
 from quiver.manifest import ABSENT, BLOB_TYPE, OriginObject
 from quiver.manifest.schema import FIELDS_MAX, Field
-from quiver_client.indexing.columns import XXH3_OF_NOTHING, Rows, Samples, byte_rows
+from quiver_client.indexing.columns import XXH3_OF_NOTHING, Growing, Rows, Samples, byte_rows
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import PIECE_BYTES, Handle, Objects
@@ -120,6 +120,7 @@ class _Tar:
         self._prefix = "" if listing.single else self._listed.path + "/"
         self._samples = Samples()
         self._notices = Notices()
+        self._key_hashes = Growing(np.uint64)  # of all keys: to see whether one comes again takes 8 bytes a sample
         self._keys: list[str] = []
         self._digests: list[bytes] = []
         self._rows: list[dict[str, tuple[int, int, int]]] = []  # extension -> length, offset, xxh3
@@ -212,6 +213,7 @@ class _Tar:
         if any(value is not None for value in self._classes):
             scalars[CLASS_FIELD] = pa.array(self._classes, pa.int64())
         keys = pa.array(self._keys, pa.large_utf8())
+        self._key_hashes.extend([xxhash.xxh3_64_intdigest(key.encode()) for key in self._keys])
         objects = np.full(count, self._number, np.uint32)
         self._samples.extend(Rows(keys, byte_rows(self._digests), objects, blobs, scalars))
         self._keys, self._digests, self._rows, self._classes = [], [], [], []
@@ -229,11 +231,14 @@ class _Tar:
         samples = self._samples
         if not len(samples):
             return
-        keys = samples.keys.view()
-        if pc.count_distinct(keys).as_py() == len(keys):
+        hashes = np.sort(self._key_hashes.take())
+        if not (hashes[1:] == hashes[:-1]).any():
             return
+        keys = samples.keys.view()
         counts = pc.value_counts(keys)
         names = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+        if not len(names):
+            return
         torn = np.flatnonzero(pc.is_in(keys, value_set=names).to_numpy(zero_copy_only=False))
         self._notices.add(
             "samples whose members are interleaved with those of others",
