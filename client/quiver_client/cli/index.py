@@ -6,7 +6,7 @@ from typing import get_args
 
 import click
 
-from quiver.layout import SHARD_BYTES_DEFAULT, SHARD_BYTES_MAX, SHARD_BYTES_MIN
+from quiver.layout import SHARD_BYTES_MAX, SHARD_BYTES_MIN
 from quiver.sizes import format_size
 from quiver_client.cli.options import Size, json_option, print_json
 from quiver_client.cli.progress import byte_bar
@@ -29,7 +29,15 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int) -> in
 )
 @click.argument("source")
 @click.option("-o", "--output", required=True, metavar="M.quiver", help="Where to write the manifest.")
-@click.option("--format", "form", type=click.Choice(get_args(Format)), default="auto", show_default=True)
+@click.option(
+    "--format",
+    "form",
+    envvar="QUIVER_INDEX_FORMAT",
+    type=click.Choice(get_args(Format)),
+    default="auto",
+    show_default=True,
+    help="What the source is; auto looks at the names.",
+)
 @click.option(
     "--layout",
     type=click.Choice(LAYOUTS),
@@ -40,8 +48,8 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int) -> in
 @click.option(
     "--shard-size",
     type=Size(),
-    default=SHARD_BYTES_DEFAULT,
-    show_default="32MiB",
+    default="32MiB",
+    show_default=True,
     callback=_within_limits,
     help="The most that a shard holds.",
 )
