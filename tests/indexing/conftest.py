@@ -85,27 +85,31 @@ def s3_endpoint() -> Iterator[str]:
 
 
 class Bucket:
-    """A bucket of the S3 server, written through plain HTTP requests: moto asks for no signature."""
+    """A bucket of the S3 server."""
 
     def __init__(self, endpoint: str, name: str) -> None:
-        self.endpoint, self.name = endpoint, name
-        self.put("", b"")
+        import boto3
+
+        self.name = name
+        self._client = boto3.client("s3", endpoint_url=endpoint)
+        self._client.create_bucket(Bucket=name)
 
     def put(self, key: str, data: bytes) -> None:
-        from urllib.parse import quote
-        from urllib.request import Request, urlopen
+        self._client.put_object(Bucket=self.name, Key=key, Body=data)
 
-        url = f"{self.endpoint}/{self.name}" + (f"/{quote(key)}" if key else "")
-        with urlopen(Request(url, data=data, method="PUT"), timeout=10) as answer:
-            assert answer.status == 200
+    def close(self) -> None:
+        self._client.close()
 
 
 @pytest.fixture
-def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Bucket:
+def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bucket]:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
-    return Bucket(s3_endpoint, "bucket-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = Bucket(s3_endpoint, "bucket-" + re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[-40:].strip("-"))
+    yield bucket
+    bucket.close()

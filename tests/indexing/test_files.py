@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound, QuiverError
+from quiver.errors import BadRequest, Misconfigured, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver_client.indexing import index
 from quiver_client.indexing.errors import SourceChanged
@@ -209,24 +212,31 @@ except QuiverError as error:
 """
 
 
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that everybody can read. Not below ``tmp_path``: pytest closes its own folders to others."""
+    path = Path(tempfile.mkdtemp(prefix="quiver-test-"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs to become somebody else")
-def test_an_unreadable_file_or_output_folder_is_named(tmp_path: Path) -> None:
-    source = write_tree(tmp_path / "d", {"a": b"1", "secret": b"2"})
-    for path in [tmp_path, *tmp_path.parents][:3]:
-        path.chmod(0o755)
+def test_an_unreadable_file_or_output_folder_is_named(public: Path) -> None:
+    source = write_tree(public / "d", {"a": b"1", "secret": b"2"})
     (source / "secret").chmod(0)
-    (tmp_path / "out").mkdir(mode=0o777)
-    (tmp_path / "out").chmod(0o777)
+    (public / "out").mkdir()
+    (public / "out").chmod(0o777)
 
     def said(source: Path, output: Path) -> str:
         command = [sys.executable, "-c", AS_NOBODY, str(source), str(output)]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         return done.stdout + done.stderr[-500:]
 
-    assert f"Forbidden cannot read {source}/secret: permission denied" in said(source, tmp_path / "out" / "m.quiver")
-    assert DiskFailed.__name__ + f" cannot write in {tmp_path}" in said(source, tmp_path / "m.quiver")
+    assert f"Forbidden cannot read {source}/secret: permission denied" in said(source, public / "out" / "m.quiver")
+    assert f"DiskFailed cannot write in {public}" in said(source, public / "m.quiver")
     source.chmod(0)
-    assert f"Forbidden cannot read {source}: permission denied" in said(source, tmp_path / "out" / "m.quiver")
+    assert f"Forbidden cannot read {source}: permission denied" in said(source, public / "out" / "m.quiver")
 
 
 def test_a_sequential_layout_of_files_keeps_their_order(tmp_path: Path) -> None:
