@@ -10,8 +10,10 @@ import asyncio
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from typing import Final
 
 from quiver.digest import Digest
@@ -35,6 +37,8 @@ log = logging.getLogger(__name__)
 DISK_THREADS: Final = 8
 FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
+RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
+SUSPECTED_MAX: Final = 65536
 ORIGINS_OPEN_MAX: Final = 64
 
 
@@ -60,6 +64,7 @@ class Node:
         self._origins: dict[str, SampleOrigin] = {}
         self._lock = threading.Lock()  # over the origins, which fill threads open
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
+        self._suspected: OrderedDict[Digest, float] = OrderedDict()
         self._started = time.monotonic()
         store.in_use = self.manifests.in_use
 
@@ -139,10 +144,17 @@ class Node:
         return await loop.run_in_executor(self.disk_threads, self.store.open_file, Kind.SHARD, digest)
 
     def suspect(self, digests: Iterable[Digest]) -> None:
-        """A reader got wrong bytes: verify these shards again before they are served."""
+        """A reader got wrong bytes: verify these shards again before they are served, but not over and over."""
         inventory = self.store.inventory
         assert isinstance(inventory, MemoryInventory)
-        self._unverified.update(digest for digest in digests if inventory.has(Kind.SHARD, digest))
+        now = time.monotonic()
+        for digest in digests:
+            if inventory.has(Kind.SHARD, digest) and now - self._suspected.get(digest, -inf) >= RECHECK_SECONDS:
+                self._suspected[digest] = now
+                self._suspected.move_to_end(digest)
+                self._unverified.add(digest)
+        while len(self._suspected) > SUSPECTED_MAX:
+            self._suspected.popitem(last=False)
 
     def admitted(self, digest: Digest, source: str) -> None:
         """A shard was written by way of ``source`` and verified."""

@@ -34,7 +34,7 @@ from quiver.sizes import format_size
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of
 
 OPEN_FILES_MAX: Final = 512
-QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they are not counted as resident, so they are few
+QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
 
 
@@ -229,9 +229,8 @@ class Store:
         with contextlib.suppress(OSError):
             file_of(self.root, kind, digest).replace(folder / digest.hex())
         self._forget(kind, digest)
-        with contextlib.suppress(OSError):  # of two processes that tidy up, one comes second
-            kept = sorted(folder.iterdir(), key=lambda path: path.lstat().st_mtime)
-            for path in kept[:-QUARANTINE_FILES_MAX]:
+        with contextlib.suppress(OSError):
+            for _, path, _ in _oldest_first(folder)[:-QUARANTINE_FILES_MAX]:
                 path.unlink(missing_ok=True)
 
     def forget_open(self, kind: Kind, digest: Digest) -> None:
@@ -243,6 +242,17 @@ class Store:
         self.forget_open(kind, digest)
         self.inventory.removed(kind, digest)
 
+    def _quarantined_bytes(self, at_most: int) -> int:
+        """Return what the quarantine occupies, after its oldest files made way until ``at_most`` bytes are kept."""
+        kept = _oldest_first(self.root / "quarantine")
+        total = sum(size for _, _, size in kept)
+        for _, path, size in kept:
+            if total <= max(at_most, 0):
+                break
+            path.unlink(missing_ok=True)
+            total -= size
+        return total
+
     def _make_room(self, size_bytes: int) -> None:
         if size_bytes > self.capacity_bytes:
             raise OverCapacity(
@@ -251,6 +261,7 @@ class Store:
                 RETRY_AFTER_SECONDS,
             )
         excess = self.inventory.resident_bytes() + size_bytes - self.capacity_bytes
+        excess += self._quarantined_bytes(at_most=-excess)
         if excess <= 0:
             return
         for kind in (Kind.SHARD, Kind.MANIFEST):  # manifests are small and needed for every fill: last
@@ -314,6 +325,16 @@ class Writing:
         with contextlib.suppress(OSError):
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         os.close(self._fd)
+
+
+def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
+    """Return time, path and bytes of what is in a folder; another process may be tidying it up meanwhile."""
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            info = path.lstat()
+            found.append((info.st_mtime, path, info.st_size))
+    return sorted(found)
 
 
 def _sync_folder(path: Path) -> None:

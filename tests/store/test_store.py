@@ -223,6 +223,20 @@ def test_a_good_upload_replaces_a_file_that_rotted_unnoticed(store: Store) -> No
     store.check(digest)
 
 
+def test_what_is_quarantined_counts_and_makes_way_first(store: Store) -> None:
+    quarter = MIB // 4 - 100
+    for number in range(3):
+        store.put(Kind.SHARD, *shard_of(number, quarter))
+    store.quarantine(Kind.SHARD, shard_of(0, quarter)[0])
+    store.put(Kind.SHARD, *shard_of(3, quarter))
+    assert len(list((store.root / "quarantine").iterdir())) == 1, "there is room for it still"
+    store.put(Kind.SHARD, *shard_of(4, quarter))
+    assert list((store.root / "quarantine").iterdir()) == []
+    assert {held.digest for held in store.inventory.held(Kind.SHARD)} == {
+        shard_of(number, quarter)[0] for number in (1, 2, 3, 4)
+    }
+
+
 def test_quarantine_is_bounded(store: Store) -> None:
     for i in range(QUARANTINE_FILES_MAX + 10):
         digest, data = shard_of(i)
