@@ -1,7 +1,7 @@
 """Does opening a large manifest, and planning a batch against it, cost nothing that a training job would notice?
 
-Expected: a manifest of 1,300,000 samples opens, all checks included, in under 100 ms with under 20 MB of private memory;
-a plan of 256 random indices, grouped by owner in a ring of 30, takes under 300 µs. Run it with
+Expected: a manifest of 1,300,000 samples opens, all checks included, in under 100 ms with under 20 MB of private
+memory; a plan of 256 random indices, grouped by owner in a ring of 30, takes under 300 µs. Run it with
 
     python bench/manifest.py [--samples 1300000] [--members 30]
 

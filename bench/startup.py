@@ -74,7 +74,9 @@ def main() -> None:
         finally:
             daemon.terminate()
             daemon.wait()
-    print(json.dumps({"shards": held, "cold": cold, "ready_s": ready_seconds, "first_shard_s": served_seconds}, indent=2))
+    print(
+        json.dumps({"shards": held, "cold": cold, "ready_s": ready_seconds, "first_shard_s": served_seconds}, indent=2)
+    )
 
 
 if __name__ == "__main__":

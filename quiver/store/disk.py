@@ -150,7 +150,7 @@ class Store:
             return OpenFile(file_of(self.root, kind, digest))
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-                self.inventory.removed(kind, digest)
+                self.inventory.missed(kind, digest)
                 raise NotFound("the disk does not hold it") from None
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OverCapacity(
@@ -204,21 +204,36 @@ class Store:
             self._settle(writing)
 
     def _settle(self, writing: Writing) -> None:
-        """Turn the reservation into a thing held, or into nothing. What cannot be removed now is swept later."""
+        """Give back the room of what was not committed. What cannot be removed now is swept later."""
         try:
-            with _disk_errors(self.root), self.inventory.locked():
-                self.inventory.released(writing.size_bytes)
-                if writing.committed:
-                    self.inventory.added(writing.kind, writing.digest, writing.size_bytes)
-                else:
+            if not writing.committed:
+                with _disk_errors(self.root), self.inventory.changing():
+                    self.inventory.released(writing.size_bytes)
                     writing.path.unlink(missing_ok=True)
         finally:
             writing.close()
 
+    def admit(self, writing: Writing) -> None:
+        """Make a written file visible and counted, as one step: nobody may drop it in between."""
+        final = file_of(self.root, writing.kind, writing.digest)
+        with self.inventory.changing():
+            final.parent.mkdir(exist_ok=True)
+            writing.path.replace(final)
+            writing.committed = True
+            self.inventory.released(writing.size_bytes)
+            self.inventory.added(writing.kind, writing.digest, writing.size_bytes)
+            self.forget_open(writing.kind, writing.digest)
+        try:
+            _sync_folder(final.parent)
+        except OSError:
+            self.drop(writing.kind, writing.digest)  # not known to last: so not there
+            raise
+
     def drop(self, kind: Kind, digest: Digest) -> None:
         """Remove something. Who has it open or mapped keeps it."""
-        file_of(self.root, kind, digest).unlink(missing_ok=True)
-        self._forget(kind, digest)
+        with self.inventory.changing():
+            file_of(self.root, kind, digest).unlink(missing_ok=True)
+            self._forget(kind, digest)
 
     def quarantine(self, kind: Kind, digest: Digest) -> None:
         """Put a wrong file where it is not read any more, and where a person can look at it.
@@ -226,9 +241,10 @@ class Store:
         A disk that refuses even that still loses the file from what is held: it is not read again.
         """
         folder = self.root / "quarantine"
-        with contextlib.suppress(OSError):
-            file_of(self.root, kind, digest).replace(folder / digest.hex())
-        self._forget(kind, digest)
+        with self.inventory.changing():
+            with contextlib.suppress(OSError):
+                file_of(self.root, kind, digest).replace(folder / digest.hex())
+            self._forget(kind, digest)
         with contextlib.suppress(OSError):
             for _, path, _ in _oldest_first(folder)[:-QUARANTINE_FILES_MAX]:
                 path.unlink(missing_ok=True)
@@ -307,18 +323,9 @@ class Writing:
         """Make the file visible under its name. The caller has compared the content with the name."""
         if self._at != self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
-        final = file_of(self._store.root, self.kind, self.digest)
         with _disk_errors(self._store.root):
             os.fsync(self._fd)
-            final.parent.mkdir(exist_ok=True)
-            self.path.replace(final)
-            try:
-                _sync_folder(final.parent)
-            except OSError:
-                final.unlink(missing_ok=True)  # not known to last, and not counted: so not there
-                raise
-        self._store.forget_open(self.kind, self.digest)
-        self.committed = True
+            self._store.admit(self)
 
     def close(self) -> None:
         """Let go of the temporary file, whether or not a forked child holds it open as well."""

@@ -40,6 +40,10 @@ class Inventory(Protocol):
         """Hold the lock under which room is reserved. Held for moments, never while data is moved."""
         ...
 
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        """Hold what makes a change of a file and of what is known of it one step. May be entered under ``locked``."""
+        ...
+
     def held(self, kind: Kind) -> list[Held]: ...
 
     def resident_bytes(self) -> int:
@@ -53,6 +57,10 @@ class Inventory(Protocol):
     def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None: ...
 
     def removed(self, kind: Kind, digest: Digest) -> None: ...
+
+    def missed(self, kind: Kind, digest: Digest) -> None:
+        """Hear that the file was not found: somebody else removed it, or it was never there."""
+        ...
 
     def touched(self, kind: Kind, digest: Digest) -> None: ...
 
@@ -126,6 +134,7 @@ class MemoryInventory:
     """The inventory of the one process that owns a folder. Takes the folder's lock for as long as it lives."""
 
     def __init__(self, root: Path) -> None:
+        self._root = root
         self._fd = lock_folder(root, wait=False)
         self._lock = threading.RLock()
         sweep(root)
@@ -138,6 +147,8 @@ class MemoryInventory:
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         return _entered(self._lock)
+
+    changing = locked
 
     def held(self, kind: Kind) -> list[Held]:
         with self._lock:
@@ -171,6 +182,11 @@ class MemoryInventory:
             size, _ = self._held[kind].pop(digest, (0, 0.0))
             self._bytes -= size
 
+    def missed(self, kind: Kind, digest: Digest) -> None:
+        with self._lock:  # under which files appear: it may have done so since
+            if not file_of(self._root, kind, digest).exists():
+                self.removed(kind, digest)
+
     def touched(self, kind: Kind, digest: Digest) -> None:
         with self._lock:
             size, _ = self._held[kind].get(digest, (0, 0.0))
@@ -203,6 +219,9 @@ class FolderInventory:
             fcntl.flock(fd, fcntl.LOCK_UN)
             os.close(fd)
 
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # nothing is known beside the files, and a rename is one step
+
     def held(self, kind: Kind) -> list[Held]:
         return [Held(digest, info.st_size, info.st_mtime) for digest, info in scan(self._root, kind)]
 
@@ -219,6 +238,8 @@ class FolderInventory:
 
     def removed(self, kind: Kind, digest: Digest) -> None:
         self._touched.pop(digest, None)
+
+    missed = removed
 
     def touched(self, kind: Kind, digest: Digest) -> None:
         now = time.time()

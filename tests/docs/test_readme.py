@@ -53,9 +53,7 @@ def test_the_commands_of_the_readme_run(rack: tuple[Path, str]) -> None:
         assert ran.returncode == 0, f"{line}: {ran.stderr}"
 
 
-def test_the_python_of_the_readme_runs(
-    rack: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_python_of_the_readme_runs(rack: tuple[Path, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder, url = rack
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
