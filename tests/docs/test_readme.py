@@ -1,4 +1,4 @@
-"""What the README shows is run: its Python as it stands, its commands as they stand, with addresses and paths put in."""
+"""What the README shows is run: its Python as it stands, its commands as well, with addresses and paths put in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make demo`` is what a newcomer sees first: what it promises is read off its own table, and it leaves nothing behind."""
+"""``make demo`` is what a newcomer sees first: its promises are read off its own table."""
 
 from __future__ import annotations
 

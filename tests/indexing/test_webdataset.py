@@ -239,3 +239,16 @@ def test_tars_without_samples_or_without_bytes_are_refused(tmp_path: Path) -> No
     write_tar(tmp_path / "t.tar", [(f"a.{i}.jpg", b"1") for i in range(300)])
     with pytest.raises(BadRequest, match="more than 256 different extensions"):
         index(tmp_path / "t.tar", tmp_path / "m.quiver")
+
+
+def test_samples_are_called_as_in_their_tars_unless_two_tars_use_one_name(tmp_path: Path) -> None:
+    for tar in range(2):
+        members = [(f"{tar}{number:03d}.txt", b"%d" % number) for number in range(3)]
+        write_tar(tmp_path / "apart" / f"t{tar}.tar", members)
+        write_tar(tmp_path / "alike" / f"t{tar}.tar", [(name[1:], data) for name, data in members])
+    index(tmp_path / "apart", tmp_path / "apart.quiver")
+    assert list(read_back(tmp_path / "apart.quiver")) == ["0000", "0001", "0002", "1000", "1001", "1002"]
+    index(tmp_path / "alike", tmp_path / "alike.quiver")
+    assert list(read_back(tmp_path / "alike.quiver")) == [
+        f"t{tar}.tar/00{number}" for tar in (0, 1) for number in range(3)
+    ]

@@ -24,6 +24,7 @@ from quiver_client.indexing.assemble import assemble, check_base
 from quiver_client.indexing.columns import Samples
 from quiver_client.indexing.detect import Format, choose
 from quiver_client.indexing.files import index_files
+from quiver_client.indexing.keys import name_plainly
 from quiver_client.indexing.listing import list_source
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, NoProgress, Progress
@@ -68,6 +69,8 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     meter = Meter(progress or NoProgress())
     meter.progress.start(listing.total_bytes)
     samples, fields = _read(form, listing, meter, notices)
+    if not listing.single and form in ("webdataset", "parquet"):
+        name_plainly(samples, listing)
     if not len(samples):
         raise BadRequest(f"{os.fspath(source)} holds no samples in format {form}")
     header = Header(FORMAT_VERSION, _layout(layout, form, old), limit_bytes, form, listing.base, fields)
