@@ -105,12 +105,7 @@ class PeerClient:
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard that the peer has at hand; it is not made to fill it. ``ShardSource``."""
-        with self._asked("GET", f"/v1/shards/{digest}") as (response, length, deadline):
-            if length > size_bytes:
-                raise Corrupt(f"shard of {length} bytes where {size_bytes} were expected", self.name)
-            data = np.empty(length, np.uint8).data
-            _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
-            return data
+        return self._file(f"/v1/shards/{digest}", size_bytes)
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
         return error
@@ -123,11 +118,7 @@ class PeerClient:
 
     def manifest(self, digest: Digest, size_bytes_max: int) -> Bytes:
         """Return a manifest's file, compared with its name."""
-        with self._asked("GET", f"/v1/manifests/{digest}") as (response, length, deadline):
-            if length > size_bytes_max:
-                raise Corrupt(f"manifest of {length} bytes; at most {size_bytes_max} are taken", self.name)
-            data = np.empty(length, np.uint8).data
-            _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
+        data = self._file(f"/v1/manifests/{digest}", size_bytes_max)
         if Digest.of(data) != digest:
             raise Corrupt("manifest does not hash to its name", self.name)
         return data
@@ -141,6 +132,14 @@ class PeerClient:
             pass
 
     # -- one request --------------------------------------------------------------------------------------------------
+
+    def _file(self, path: str, size_bytes_max: int) -> Bytes:
+        with self._asked("GET", path) as (response, length, deadline):
+            if length > size_bytes_max:
+                raise Corrupt(f"a file of {length} bytes where at most {size_bytes_max} were expected", self.name)
+            data = np.empty(length, np.uint8).data
+            _receive(response, data, deadline + length / SLOWEST_BYTES_PER_SECOND, self.name)
+            return data
 
     def _has(self, path: str) -> bool:
         try:

@@ -6,6 +6,7 @@ the process that opened it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -65,11 +66,10 @@ class Session:
     def _rack(self, urls: tuple[str, ...], introduce: bool) -> Tier:
         members = Members(self.manifest, urls, self.stats)
         if introduce:
-            try:
+            with contextlib.ExitStack() as undo:
+                undo.callback(members.close)
                 self._introduce(members)
-            except BaseException:
-                members.close()
-                raise
+                undo.pop_all()
         return RackTier(self.manifest, members, self.origin, self.stats)
 
     def _introduce(self, members: Members) -> None:

@@ -33,7 +33,6 @@ WAIT_MS: Final = 2000
 PAUSE_SECONDS: Final = 0.02
 PAUSE_SECONDS_MAX: Final = 0.5
 RETRY_SECONDS_MAX: Final = 1.0
-RUNNERS_UP: Final = 2
 REQUESTS_AT_ONCE: Final = 16
 READ_BYTES_MAX: Final = 256 << 20  # of one request, so that a huge batch is several
 
