@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import resource
+import shutil
 import signal
 import socket
 import time
@@ -19,6 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from quiver import __version__
 from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound
 from quiver.ring import Member
+from quiver.sizes import format_size
 from quiver.store import Kind, Store
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.config import Config, check
@@ -37,6 +39,9 @@ def build(config: Config, url: str) -> Node:
     """Compose the daemon. This function reads like the architecture: the disk, the ring, the node that joins them."""
     name = config.node_id or static_id(url)  # a host's name would not do: two daemons may share it
     store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False)
+    disk_bytes = shutil.disk_usage(store.root).total
+    if disk_bytes < config.capacity_bytes:
+        log.warning("the disk of %s has %s in all, less than --capacity", store.root, format_size(disk_bytes))
     member = Member(name, url, weight=float(config.capacity_bytes))
     registry: Registry
     if config.etcd:

@@ -73,7 +73,7 @@ class Session:
         return RackTier(self.manifest, members, self.origin, self.stats)
 
     def _introduce(self, members: Members) -> None:
-        members.introduce(self.manifest)
+        members.refresh()
         largest = int(self.manifest.tables.shard_sizes.max())
         node = members.too_small(largest)
         if node:
@@ -81,6 +81,7 @@ class Session:
                 f"the capacity of node {node} is smaller than one shard of {self.manifest.path}"
                 f" ({format_size(largest)}); give it more, or index with a smaller --shard-size"
             )
+        members.introduce(self.manifest)
 
     def read(self, plan: Plan) -> Delivery:
         """Return all samples of the plan, every one checked.

@@ -165,4 +165,6 @@ def store_errors(url: str) -> Iterator[None]:
     except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
         raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
     except (failed.BaseError, OSError) as error:
+        if "404 Not Found" in str(error):  # of a listing: there is no such bucket
+            raise NotFound(f"{url} does not exist") from error
         raise Unavailable(url, _first_line(error)) from error

@@ -39,7 +39,8 @@ def test_index_then_info_in_words_and_in_json(tmp_path: Path, images: Path) -> N
     output = tmp_path / "m.quiver"
     done = quiver("index", images, "-o", output)
     assert done.returncode == 0
-    assert done.stdout == f"{output}: 3 samples (1 of them equal to others), 4 B in 1 shards (imagefolder, mixed)\n"
+    said = "3 samples (1 of them equal to others), 4 B in 1 shards (imagefolder, mixed); see the warnings above (1)"
+    assert done.stdout == f"{output}: {said}\n"
     assert done.stderr == "warning: left out, not images by their names (1): README\n"
     said = json.loads(quiver("info", output, "--json").stdout)
     manifest = Manifest.open(output)

@@ -76,6 +76,7 @@ def command(  # noqa: PLR0913  # one for each option
 def _line(report: Report) -> str:
     equal = report.samples - report.distinct
     stored = f" ({equal} of them equal to others)" if equal else ""
+    said = f"; see the warnings above ({len(report.warnings)})" if report.warnings else ""
     kept = f", {report.reused_shards} of them from the base" if report.reused_shards else ""
     held = f"{format_size(report.bytes)} in {report.shards} shards{kept}"
-    return f"{report.manifest}: {report.samples} samples{stored}, {held} ({report.format}, {report.layout})"
+    return f"{report.manifest}: {report.samples} samples{stored}, {held} ({report.format}, {report.layout}){said}"

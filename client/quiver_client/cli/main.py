@@ -7,6 +7,7 @@ info`` need not wait for torch.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
 from typing import Final
@@ -60,6 +61,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; return the exit status."""
+    logging.getLogger("quiver_client").setLevel(logging.ERROR)  # what matters of it is in the commands' own reports
     try:
         return int(quiver.main(arguments, prog_name="quiver", standalone_mode=False) or 0)
     except click.exceptions.NoArgsIsHelpError as error:

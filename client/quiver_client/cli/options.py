@@ -9,6 +9,7 @@ import click
 
 from quiver.errors import Misconfigured
 from quiver.sizes import parse_size
+from quiver_client.config import CacheConfig, parse_cache
 
 
 class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic from click 8.2 on
@@ -24,6 +25,15 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def parsed_cache(ctx: click.Context, param: click.Parameter, value: str | None) -> CacheConfig | None:
+    """Parse ``--cache``: what is wrong with it is wrong use."""
+    try:
+        return parse_cache(value) if value else None
+    except Misconfigured as error:
+        raise click.BadParameter(str(error), ctx, param) from error
+
 
 CACHE_HELP = "http://node:7717,… for a rack, file:///folder?capacity=200GiB for a folder of this machine."
 

@@ -7,23 +7,29 @@ from typing import Any
 
 import click
 
-from quiver.errors import QuiverError, Unavailable
+from quiver.errors import NotFound, QuiverError, Unavailable
 from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
 from quiver.sizes import format_size
-from quiver.store import Store
-from quiver_client.cli.options import CACHE_HELP, json_option, print_json
-from quiver_client.config import EmbeddedCache, parse_cache
+from quiver.store import Kind, Store
+from quiver_client.cli.options import CACHE_HELP, json_option, parsed_cache, print_json
+from quiver_client.config import CacheConfig, EmbeddedCache, parse_cache
 
 ASKED_AT_ONCE = 16
 
 
 @click.command("status", epilog="Example: quiver status --cache http://node1:7717 --json")
-@click.option("--cache", metavar="URL", envvar="QUIVER_CACHE", help=f"{CACHE_HELP} [default: ~/.cache/quiver]")
+@click.option(
+    "--cache",
+    metavar="URL",
+    envvar="QUIVER_CACHE",
+    callback=parsed_cache,
+    help=f"{CACHE_HELP} [default: ~/.cache/quiver]",
+)
 @json_option
-def command(cache: str | None, *, as_json: bool) -> None:
+def command(cache: CacheConfig | None, *, as_json: bool) -> None:
     """Say who is in a rack, what it holds, and what it has read from the origin."""
-    config = parse_cache(cache)
+    config = cache or parse_cache(None)
     report = _embedded(config) if isinstance(config, EmbeddedCache) else _rack(config.urls)
     if as_json:
         print_json(report)
@@ -83,6 +89,8 @@ def _member(member: Member) -> dict[str, Any]:
 
 
 def _embedded(cache: EmbeddedCache) -> dict[str, Any]:
+    if not (cache.root / Kind.SHARD).is_dir():
+        raise NotFound(f"there is no cache in {cache.root}; name another one with --cache, or use it first")
     store = Store.open(cache.root, cache.capacity_bytes, shared=True)
     resident = store.resident_bytes()
     store.close()

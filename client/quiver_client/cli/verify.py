@@ -10,28 +10,35 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import Changed, QuiverError
+from quiver.errors import Changed
 from quiver.manifest import Manifest
 from quiver.plan import plan_blobs
 from quiver.sizes import format_size
-from quiver_client.cli.options import CACHE_HELP, json_option, print_json
+from quiver_client.cli.options import CACHE_HELP, json_option, parsed_cache, print_json
 from quiver_client.cli.progress import byte_bar
-from quiver_client.config import parse_cache
+from quiver_client.config import CacheConfig
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.fetched import local_manifest
 from quiver_client.session import Session
 
 GROUP_BYTES = 64 << 20  # read at once: held in memory, and over which several daemons work at the same time
-NAMED_MAX = 1000
+NAMED_MAX = 1000  # in --json
+SHOWN_MAX = 50
 
 Rows = npt.NDArray[np.intp]
 
 
 @click.command("verify", epilog="Example: quiver verify imagenet.quiver --cache http://node1:7717")
 @click.argument("manifest", metavar="M.quiver")
-@click.option("--cache", metavar="URL", envvar="QUIVER_CACHE", help=f"{CACHE_HELP} [default: the origin itself]")
+@click.option(
+    "--cache",
+    metavar="URL",
+    envvar="QUIVER_CACHE",
+    callback=parsed_cache,
+    help=f"{CACHE_HELP} [default: the origin itself]",
+)
 @json_option
-def command(manifest: str, cache: str | None, *, as_json: bool) -> int:
+def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
     """Read every sample of M.quiver through a cache, compare it with its BLAKE3 digest, and name what is wrong.
 
     Wrong bytes in a cache are replaced on the way. Exits with 1 if anything was wrong, replaced or lost.
@@ -58,20 +65,22 @@ def command(manifest: str, cache: str | None, *, as_json: bool) -> int:
 class _Check:
     """What was found so far."""
 
-    def __init__(self, manifest: Manifest, cache: str | None) -> None:
+    def __init__(self, manifest: Manifest, cache: CacheConfig | None) -> None:
         self.manifest = manifest
         self.lost: list[dict[str, str]] = []
         self.replaced: list[dict[str, str]] = []
-        config = parse_cache(cache) if cache else None
-        self.session = Session(manifest, config, "full", introduce=True, on_wrong=self._wrong)
+        self.session = Session(manifest, cache, "full", introduce=True, on_wrong=self._wrong)
 
     def read(self, rows: Rows) -> None:
-        """Read distinct samples; where some are lost, halve the group until each is named."""
+        """Read distinct samples; where some are lost, halve the group until each is named.
+
+        An origin that does not answer at all is another matter, and ends the command.
+        """
         try:
             self.session.read(plan_blobs(self.manifest, rows))
-        except QuiverError as error:
+        except Changed as error:
             if len(rows) == 1:
-                reason = f"{error.url} {error.why}" if isinstance(error, Changed) else str(error)
+                reason = f"{error.url} {error.why}"
                 self.lost += [{"key": key, "reason": reason} for key in self.manifest.keys_of_blobs(rows)]
                 return
             middle = len(rows) // 2
@@ -91,15 +100,17 @@ class _Check:
         }
 
     def lines(self) -> Iterator[str]:
-        for entry in self.lost[:NAMED_MAX]:
+        for entry in self.lost[:SHOWN_MAX]:
             yield f"lost: {entry['key']}: {entry['reason']}"
-        for entry in self.replaced[:NAMED_MAX]:
+        for entry in self.replaced[:SHOWN_MAX]:
             yield f"replaced: {entry['key']}: wrong bytes in the {entry['tier']}"
         distinct = len(self.manifest.tables.offsets)
         what = f"{distinct} distinct samples, {format_size(self.manifest.total_bytes)}"
         if not self.lost and not self.replaced:
             yield f"{self.manifest.path}: all right ({what})"
             return
+        if max(len(self.lost), len(self.replaced)) > SHOWN_MAX:
+            yield f"… (the first {SHOWN_MAX} of each; --json names {NAMED_MAX})"
         yield f"{self.manifest.path}: {len(self.lost)} lost, {len(self.replaced)} replaced ({what})"
 
     def _wrong(self, tier: str, delivery: Delivery, bad: Positions) -> None:

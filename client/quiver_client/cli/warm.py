@@ -9,9 +9,9 @@ from quiver.errors import OverCapacity
 from quiver.manifest import Manifest
 from quiver.plan import plan_shards
 from quiver.sizes import format_size
-from quiver_client.cli.options import CACHE_HELP, json_option, print_json
+from quiver_client.cli.options import CACHE_HELP, json_option, parsed_cache, print_json
 from quiver_client.cli.progress import byte_bar
-from quiver_client.config import parse_cache
+from quiver_client.config import CacheConfig
 from quiver_client.fetched import local_manifest
 from quiver_client.session import Session
 
@@ -20,12 +20,12 @@ SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
 
 @click.command("warm", epilog="Example: quiver warm imagenet.quiver --cache http://node1:7717")
 @click.argument("manifest", metavar="M.quiver")
-@click.option("--cache", metavar="URL", envvar="QUIVER_CACHE", required=True, help=CACHE_HELP)
+@click.option("--cache", metavar="URL", envvar="QUIVER_CACHE", required=True, callback=parsed_cache, help=CACHE_HELP)
 @json_option
-def command(manifest: str, cache: str, *, as_json: bool) -> None:
+def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
     """Bring all shards of M.quiver into a cache. Exits with 1 if some could not be brought in."""
     opened = Manifest.open(local_manifest(manifest))
-    session = Session(opened, parse_cache(cache), "off", introduce=True)
+    session = Session(opened, cache, "off", introduce=True)
     absent = 0
     try:
         with byte_bar("warming") as progress:
@@ -42,10 +42,11 @@ def command(manifest: str, cache: str, *, as_json: bool) -> None:
     if as_json:
         print_json({"shards": opened.shard_count, "resident": resident, "bytes": int(opened.tables.shard_sizes.sum())})
     else:
-        click.echo(f"{cache}: {resident} of {opened.shard_count} shards of {manifest} are resident")
+        click.echo(f"{resident} of {opened.shard_count} shards of {manifest} are in the cache")
     if absent:
         raise OverCapacity(
-            f"{absent} of {opened.shard_count} shards could not be brought in; is there room for"
-            f" {format_size(int(opened.tables.shard_sizes.sum()))}, and may the cache read {opened.header.base}?",
+            f"{absent} of {opened.shard_count} shards could not be brought in: the cache has no room for"
+            f" {format_size(int(opened.tables.shard_sizes.sum()))}, or {opened.header.base} lost samples of them"
+            f" (`quiver verify {manifest}` names those)",
             0.0,
         )

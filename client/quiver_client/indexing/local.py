@@ -31,7 +31,8 @@ def list_local(path: str, notices: Notices, output: Path) -> Listing:
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"there is no {path}; check the source's path") from None
+        hint = "; a pattern is written {000..099}" if set("*?[") & set(path) else ""
+        raise NotFound(f"there is no {path}; check the source's path{hint}") from None
     except OSError as error:
         raise _refused(path, error) from error
     builder = ListingBuilder()

@@ -125,7 +125,10 @@ class Members:
                 peer.put_manifest(manifest.digest, manifest.path)
 
     def introduce(self, manifest: Manifest) -> None:
-        """Put the manifest where the daemons will look for it first. Raises ``Unavailable`` if no daemon answers."""
+        """Put the manifest where the daemons will look for it first.
+
+        Raises ``Unavailable`` if no daemon answers. One that answers and cannot take it costs speed, and a warning.
+        """
         ring = self.refresh()
         if ring is None:
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
@@ -141,7 +144,9 @@ class Members:
                 failure = error
                 if isinstance(error, Unavailable):
                     self.is_silent(url)
-        raise failure or Unavailable(", ".join(self._seeds), "the ring has no member that is up")
+        if failure is None or isinstance(failure, Unavailable):
+            raise failure or Unavailable(", ".join(self._seeds), "the ring has no member that is up")
+        self._stats.warn("manifest", f"no daemon took the manifest: {failure}")
 
     def too_small(self, largest_bytes: int) -> str:
         """Return the node whose capacity is below one shard, if any. One that does not answer is not judged."""

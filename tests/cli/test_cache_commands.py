@@ -1,0 +1,90 @@
+"""``quiver verify``, ``warm`` and ``status`` as programs, on a daemon, a folder and the origin itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import Daemon, clean_environment
+from tests.support.data import Files, make_files, random_files
+
+
+def quiver(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", "from quiver_client.cli import main; main()", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Files:
+    """A dataset that a test may spoil."""
+    return make_files(tmp_path, random_files(30, seed=8), name="own", shard_bytes="64KiB")
+
+
+def test_a_dataset_is_warmed_once_and_then_verified_from_the_cache(own: Files, tmp_path: Path) -> None:
+    with Daemon(tmp_path / "d", origins=[own.folder]) as daemon:
+        warmed = quiver("warm", own.manifest, "--cache", daemon.url, "--json")
+        assert warmed.returncode == 0, warmed.stderr
+        assert json.loads(warmed.stdout)["resident"] == own.opened().shard_count == daemon.status()["shards"]
+        verified = quiver("verify", own.manifest, "--cache", daemon.url, "--json")
+        assert verified.returncode == 0, verified.stderr
+        said = json.loads(verified.stdout)
+        assert said["ok"]
+        assert said["bytes_by_tier"] == {"host": 0, "rack": own.total_bytes(), "origin": 0}
+        told = json.loads(quiver("status", "--cache", daemon.url, "--json").stdout)
+        assert set(told) >= {"rack", "members", "resident_bytes", "capacity_bytes", "origin_read_bytes"}
+        assert told["origin_read_bytes"] == own.total_bytes()
+        assert set(told["members"][0]) >= {"id", "url", "state", "resident_bytes", "capacity_bytes"}
+
+
+def test_wrong_bytes_in_a_cache_are_named_and_replaced(own: Files, tmp_path: Path) -> None:
+    with Daemon(tmp_path / "d", origins=[own.folder]) as daemon:
+        assert quiver("warm", own.manifest, "--cache", daemon.url).returncode == 0
+        victim = daemon.files()[0]
+        victim.write_bytes(b"\xff" + victim.read_bytes()[1:])
+        found = quiver("verify", own.manifest, "--cache", daemon.url)
+        assert found.returncode == 1
+        assert "replaced: " in found.stdout
+        assert "wrong bytes in the rack" in found.stdout
+        again = quiver("verify", own.manifest, "--cache", daemon.url)
+        assert again.returncode == 0, again.stdout
+
+
+def test_what_the_origin_lost_is_named_and_only_that(own: Files) -> None:
+    first, second = sorted(own.content)[:2]
+    (own.folder / first).unlink()
+    (own.folder / second).write_bytes(bytes(len(own.content[second])))
+    found = quiver("verify", own.manifest, "--json")
+    assert found.returncode == 1
+    assert sorted(entry["key"] for entry in json.loads(found.stdout)["lost"]) == [first, second]
+
+
+def test_what_cannot_be_brought_in_makes_warm_fail(own: Files, tmp_path: Path) -> None:
+    (own.folder / sorted(own.content)[0]).unlink()
+    failed = quiver("warm", own.manifest, "--cache", f"file://{tmp_path}/cache")
+    assert failed.returncode == 1
+    assert "1 of" in failed.stderr
+    assert len(failed.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "says"),
+    [
+        (["status", "--cache", "foo://"], 2, "http://HOST"),
+        (["status", "--cache", "http://127.0.0.1:9"], 1, "is the daemon running there?"),
+        (["status", "--cache", "file:///nowhere"], 1, "there is no cache"),
+        (["warm", "M", "--cache", "http://127.0.0.1:9"], 1, "no daemon answers"),
+        (["warm", "M"], 2, "--cache"),
+        (["verify", "M", "--cache", "file:///tmp?size=1"], 2, "size"),
+        (["verify", "/nowhere.quiver"], 1, "no manifest at /nowhere.quiver"),
+    ],
+)
+def test_wrong_use_and_failures_are_one_line(own: Files, arguments: list[str], status: int, says: str) -> None:
+    done = quiver(*[own.manifest if argument == "M" else argument for argument in arguments])
+    assert done.returncode == status
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert not Path("/nowhere").exists()
