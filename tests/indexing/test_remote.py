@@ -89,7 +89,7 @@ def test_an_object_that_changes_while_being_indexed_is_named(tmp_path: Path, buc
 def test_what_a_bucket_lacks_is_said(tmp_path: Path, bucket: Bucket) -> None:
     with pytest.raises(NotFound, match=r"s3://.*/nothing holds no objects"):
         index(f"s3://{bucket.name}/nothing", tmp_path / "m.quiver")
-    with pytest.raises(NotFound, match="no-such-bucket.* does not exist"):
+    with pytest.raises(NotFound, match=r"no-such-bucket.* does not exist"):
         index("s3://no-such-bucket/x/", tmp_path / "m.quiver")
     with pytest.raises(BadRequest, match="names no bucket"):
         index("s3:///x", tmp_path / "m.quiver")
