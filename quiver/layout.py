@@ -27,19 +27,18 @@ SHARD_BYTES_MAX: Final = 1 << 30
 I64 = npt.NDArray[np.int64]
 
 
-def place(
-    layout: Layout, digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_bytes: int
-) -> tuple[I64, I64]:
+def place(layout: Layout, digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
     """Cut distinct samples into shards.
 
-    digests ``(n, 32)`` uint8, sizes ``(n,)`` in bytes, objects ``(n,)`` the origin object of each; in origin order.
+    digests ``(n, 32)`` uint8, sizes ``(n,)`` in bytes, units ``(n,)`` numbers what
+    is best read as a whole, a tar or a row group (one number where there is no such thing); in origin order.
     Returns ``order (n,)``, the samples in the order in which they stand in the shards, and ``firsts (shards + 1,)``,
     the positions in that order at which a shard begins (the last one is n). A shard file, its table included, holds
     ``limit_bytes`` at most unless it holds a single sample.
     """
     if layout == "mixed":
         return _mixed(digests, sizes, limit_bytes)
-    return _sequential(digests, sizes, objects, limit_bytes)
+    return _sequential(digests, sizes, units, limit_bytes)
 
 
 def _mixed(digests: U8, sizes: U64, limit_bytes: int) -> tuple[I64, I64]:
@@ -71,12 +70,12 @@ def _mixed(digests: U8, sizes: U64, limit_bytes: int) -> tuple[I64, I64]:
     return order, np.asarray([*firsts, len(order)], np.int64)
 
 
-def _sequential(digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
+def _sequential(digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
     """Cut where a digest ends in enough zero bits, between a quarter and the whole of the limit.
 
     The chance of a cut at a sample is about ``4 * size / limit``, so that from the quarter on a cut
-    comes after another quarter on average: shards are about half the limit. The end of an object cuts too, past the
-    quarter, which keeps a shard within one object where objects are large.
+    comes after another quarter on average: shards are about half the limit. The end of a unit cuts too, past the
+    quarter, which keeps the reads of a shard within few units.
     """
     count = len(sizes)
     cost = sizes.astype(np.int64) + ROW_BYTES
@@ -89,7 +88,7 @@ def _sequential(digests: U8, sizes: U64, objects: npt.NDArray[np.uint32], limit_
     cuts_after = draw < chance
     del draw, chance
     if count:
-        cuts_after[:-1] |= objects[1:] != objects[:-1]
+        cuts_after[:-1] |= units[1:] != units[:-1]
     candidates = np.flatnonzero(cuts_after) + 1
     firsts = [0] if count else []
     first = 0

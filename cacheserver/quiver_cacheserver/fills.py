@@ -71,15 +71,17 @@ class Fills:
         future.add_done_callback(lambda done: self._done(digest, done))
         return future
 
-    def outcome(self, digest: Digest) -> RangeStatus:
+    def outcome(self, digest: Digest, *, choose: bool) -> RangeStatus:
         """Return what to tell a reader of a shard that is not there after its fill ended, or while it goes on.
 
-        Of those who ask for a shard that a client has to put here, the first is chosen to do it; the others wait.
+        Of those who ask for a shard that a client has to put here, the first who may be is chosen; the others wait.
         """
         if digest in self._running or self._upload(digest) is not None:
             return RangeStatus.FILLING
         status = self._refusal(digest) or RangeStatus.FILLING
         if status is RangeStatus.UPLOAD:
+            if not choose:
+                return RangeStatus.FILLING
             self._uploads[digest] = _Upload(time.monotonic() + UPLOAD_SECONDS)
             while len(self._uploads) > REMEMBERED_MAX:
                 self._uploads.popitem(last=False)[1].end()

@@ -6,17 +6,16 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Final
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, NotFound, QuiverError
 from quiver.manifest import Manifest
-from quiver.peer import PeerClient
 from quiver.residency import IDLE_SECONDS
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
+from quiver_cacheserver.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +27,10 @@ ASK_AGAIN_SECONDS: Final = 2.0  # a manifest that nobody had is not looked for m
 class Manifests:
     """Opened manifests by digest. ``get`` belongs to the event loop, the rest is safe from threads."""
 
-    def __init__(self, store: Store, executor: Executor, peers: Callable[[Digest], Iterable[PeerClient]]) -> None:
+    def __init__(self, store: Store, executor: Executor, neighbours: Neighbours) -> None:
         self._store = store
         self._executor = executor
-        self._peers = peers
+        self._neighbours = neighbours
         self._open: OrderedDict[Digest, Manifest] = OrderedDict()
         self._used: dict[Digest, float] = {}
         self._missing: OrderedDict[Digest, float] = OrderedDict()
@@ -84,7 +83,7 @@ class Manifests:
             return self._from_disk(digest)
         except NotFound:
             pass
-        for peer in self._peers(digest):
+        for peer in self._neighbours.manifest_holders(digest):
             try:
                 data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
                 self._store.put(Kind.MANIFEST, digest, data)
@@ -92,7 +91,7 @@ class Manifests:
             except NotFound:
                 continue
             except QuiverError as error:
-                log.warning("manifest not taken: %s", error)
+                self._neighbours.failed(peer, error)
         return None
 
     def _from_disk(self, digest: Digest) -> Manifest:

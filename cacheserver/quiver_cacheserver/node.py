@@ -59,11 +59,12 @@ class Node:
         self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
-        self.manifests = Manifests(store, self._look_threads, self.neighbours.manifest_holders)
+        self.manifests = Manifests(store, self._look_threads, self.neighbours)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
         self._lock = threading.Lock()  # over the origins, which fill threads open
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
+        self._verifying: dict[Digest, asyncio.Future[bool]] = {}
         self._suspected: OrderedDict[Digest, float] = OrderedDict()
         self._started = time.monotonic()
         store.in_use = self.manifests.in_use
@@ -117,28 +118,44 @@ class Node:
 
     async def bring(self, digests: Iterable[Digest], manifest: Manifest | None, wait_seconds: float) -> None:
         """Bring shards in, waiting for them no longer than ``wait_seconds``; whatever is late goes on coming."""
+        deadline = time.monotonic() + wait_seconds
+        wanted = list(digests)
+        # What is here and only has to be verified must not queue behind fills, which may hang on an origin.
+        checks = {self._verified(digest) for digest in wanted if digest in self._unverified}
+        if checks:
+            await asyncio.wait(checks, timeout=wait_seconds)
         waiting = set()
-        for digest in digests:
-            known = digest in self._unverified or (manifest is not None and digest in manifest.shard_numbers)
-            if known and not self.resident(digest):
+        for digest in wanted:
+            known = manifest is not None and digest in manifest.shard_numbers
+            if known and digest not in self._unverified and not self.resident(digest):
                 begun = self.fills.start(digest, lambda digest=digest: self._bring(digest, manifest))  # type: ignore[misc]
                 if isinstance(begun, asyncio.Future):
                     waiting.add(begun)
         if waiting:
-            await asyncio.wait(waiting, timeout=wait_seconds)
+            await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
 
-    def absence(self, digest: Digest, manifest: Manifest | None) -> RangeStatus:
-        """Return what to tell a reader of a shard that is not here."""
+    def _verified(self, digest: Digest) -> asyncio.Future[bool]:
+        """Return the verification of a shard on disk that is under way, or begin it."""
+        future = self._verifying.get(digest)
+        if future is None:
+            loop = asyncio.get_running_loop()
+            future = self._verifying[digest] = loop.run_in_executor(self.disk_threads, self._verify, digest)
+            future.add_done_callback(lambda _: self._verifying.pop(digest, None))
+        return future
+
+    def absence(self, digest: Digest, manifest: Manifest | None, *, choose: bool) -> RangeStatus:
+        """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it."""
         if manifest is None or digest not in manifest.shard_numbers:
             return RangeStatus.NO_MANIFEST
-        return self.fills.outcome(digest)
+        if digest in self._unverified:
+            return RangeStatus.FILLING
+        return self.fills.outcome(digest, choose=choose)
 
     async def open_shard(self, digest: Digest) -> OpenFile:
         """Return a verified resident shard's file. Raises ``NotFound``; it brings nothing in."""
         loop = asyncio.get_running_loop()
-        # Verified in a disk thread: a fill thread may itself be waiting for a neighbour that asks this daemon.
         if digest in self._unverified:
-            await loop.run_in_executor(self.disk_threads, self._verify, digest)
+            await asyncio.shield(self._verified(digest))
         if not self.resident(digest):
             raise NotFound("the shard is not resident")
         return await loop.run_in_executor(self.disk_threads, self.store.open_file, Kind.SHARD, digest)

@@ -18,7 +18,6 @@ from aiohttp import web
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
-from quiver.manifest import Manifest
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     FORGO,
@@ -34,6 +33,7 @@ log = logging.getLogger(__name__)
 
 BLOCK_BYTES: Final = 4 << 20
 READS_AT_ONCE: Final = 128
+UPLOADS_A_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
 BODY_SECONDS_MAX: Final = 10.0
 SEND_SECONDS_MAX: Final = 60.0  # a reader that does not take a block in that time is gone
 
@@ -81,10 +81,15 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
     here = [digest if at in read_from and node.resident(digest) else None for at, digest in enumerate(wanted)]
     files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
 
-    absent = [
-        RangeStatus.PRESENT if file else _why_not(node, digest, manifest, tried)
-        for digest, tried, file in zip(wanted, here, files, strict=True)
-    ]
+    absent: list[RangeStatus] = []
+    for digest, tried, file in zip(wanted, here, files, strict=True):
+        if file is not None:
+            absent.append(RangeStatus.PRESENT)
+        elif tried is not None and node.resident(digest):
+            absent.append(RangeStatus.FAILED)  # it is here, and the disk does not give it out
+        else:
+            choose = absent.count(RangeStatus.UPLOAD) < UPLOADS_A_READER
+            absent.append(node.absence(digest, manifest, choose=choose))
     statuses = np.asarray(absent, np.uint8)[numbers] if len(wanted) else np.zeros(0, np.uint8)
     sizes = np.asarray([f.size_bytes if f else 0 for f in files], np.uint64)[numbers] if len(wanted) else statuses
     offsets, lengths = asked.ranges["offset"], asked.ranges["length"]
@@ -100,12 +105,6 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
         if count:
             node.counters.count("ranges", status.name.lower(), count)
     return statuses, ranges
-
-
-def _why_not(node: Node, digest: Digest, manifest: Manifest | None, tried: Digest | None) -> RangeStatus:
-    if tried is not None and node.resident(digest):
-        return RangeStatus.FAILED  # it is here, and the disk does not give it out
-    return node.absence(digest, manifest)
 
 
 def _open_all(node: Node, digests: list[Digest | None]) -> list[OpenFile | None]:

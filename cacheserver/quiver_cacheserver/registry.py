@@ -96,7 +96,9 @@ class StaticRegistry:
         self._own = member if not peers else Member(static_id(member.url), check_url(member.url))
         members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
         if peers and self._own.id not in members:
-            log.info("%s is not among the peers given: it is added, here only", self._own.url)
+            log.warning(
+                "%s is not among --peers: it is added, here only; name it there, or --advertise it", self._own.url
+            )
         members[self._own.id] = self._own
         self._ring = Ring.of(rack, members.values(), replicas)
         self._news = asyncio.Event()

@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from quiver import __version__
-from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound
+from quiver.errors import Corrupt, Misconfigured, QuiverError
 from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
@@ -48,7 +48,7 @@ def build(config: Config, url: str) -> Node:
         registry = EtcdRegistry(config.etcd, config.rack, member, replicas=config.replicas)
     else:
         registry = StaticRegistry(config.rack, member, config.peers, replicas=config.replicas)
-    return Node(name, url, __version__, store, registry, config.origin)
+    return Node(registry.own.id, url, __version__, store, registry, config.origin)
 
 
 def bind(config: Config) -> socket.socket:
@@ -149,6 +149,6 @@ async def _scrub(node: Node) -> None:
             except Corrupt as error:
                 node.counters.count("corruptions", "disk")
                 log.warning("scrubbing found and quarantined: %s", error)
-            except (NotFound, DiskFailed):
-                continue
+            except QuiverError:
+                continue  # gone, or not readable now: it comes round again
         await asyncio.sleep(SCRUB_IDLE_SECONDS)

@@ -110,7 +110,7 @@ class IsolatedStore:
             ours.settimeout(ANSWER_SECONDS_MAX)
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "quiver.origin.isolated", self.base, str(theirs.fileno())],
+                    [sys.executable, "-P", "-m", "quiver.origin.isolated", self.base, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                 )

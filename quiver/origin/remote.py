@@ -71,7 +71,12 @@ class RemoteStore:
         except NotFound:
             raise Changed(url, "vanished") from None
         except Unavailable as error:
-            if run.start or "range" not in str(error).lower():
+            if "416" not in str(error) and "range" not in str(error).lower():
+                raise
+            with store_errors(url):
+                if obstore.head(self._store, run.path)["size"] < run.end:
+                    raise Changed(url, "became shorter") from error
+            if run.start:
                 raise
             with store_errors(url):  # a server that does not answer byte ranges: read the object from its beginning
                 return obstore.get(self._store, run.path).bytes()

@@ -105,7 +105,9 @@ class Store:
         except OSError as error:
             raise DiskFailed(f"cannot make a store at {root}: {error.strerror}; choose another folder") from error
         inventory: Inventory = FolderInventory(root) if shared else MemoryInventory(root)
-        return cls(root, capacity_bytes, inventory)
+        store = cls(root, capacity_bytes, inventory)
+        store._trim()
+        return store
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {format_size(self.capacity_bytes)})"
@@ -257,6 +259,17 @@ class Store:
     def _forget(self, kind: Kind, digest: Digest) -> None:
         self.forget_open(kind, digest)
         self.inventory.removed(kind, digest)
+
+    def _trim(self) -> None:
+        """Come down to the capacity, which may have been more the last time."""
+        with _disk_errors(self.root), self.inventory.locked():
+            excess = self.inventory.resident_bytes() - self.capacity_bytes
+            for kind in (Kind.SHARD, Kind.MANIFEST):
+                for held in sorted(self.inventory.held(kind), key=lambda held: held.used) if excess > 0 else ():
+                    if excess <= 0:
+                        return
+                    self.drop(kind, held.digest)
+                    excess -= held.size_bytes
 
     def _quarantined_bytes(self, at_most: int) -> int:
         """Return what the quarantine occupies, after its oldest files made way until ``at_most`` bytes are kept."""

@@ -15,6 +15,7 @@ import pyarrow as pa
 from quiver.errors import BadRequest
 from quiver.layout import place
 from quiver.manifest import Header, Manifest, ManifestParts
+from quiver.manifest.schema import SourceFormat
 from quiver.manifest.writer import sample_sizes
 from quiver.shard import U8, U64
 from quiver_client.indexing.columns import I64, Samples
@@ -40,7 +41,8 @@ def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest 
     digests: U8 = samples.digests.take()
     objects: U32 = samples.objects.take()
     representative = representatives(digests, lengths)
-    rows, firsts, reused = _lay_out(digests, lengths, objects, representative, header, base)
+    units = _units(header.source, objects, samples.unit_firsts)
+    rows, firsts, reused = _lay_out(digests, lengths, units, representative, header, base)
     blob_of = _numbered(rows, representative, count)
     del representative
     if len(rows) < count or not np.array_equal(rows, np.arange(count)):
@@ -113,7 +115,7 @@ def _split_collisions(digests: U8, lengths: U64, order: npt.NDArray[np.intp], st
 
 
 def _lay_out(
-    digests: U8, lengths: U64, objects: U32, representative: U32, header: Header, base: Manifest | None
+    digests: U8, lengths: U64, units: U32, representative: U32, header: Header, base: Manifest | None
 ) -> tuple[I64, I64, int]:
     """Return the distinct samples in shard order, where shards begin (and the end), and how many are the base's."""
     distinct = np.flatnonzero(representative == np.arange(len(representative), dtype=np.uint32))
@@ -126,7 +128,7 @@ def _lay_out(
     if not len(distinct):
         return kept, np.append(kept_firsts, len(kept)), len(kept_firsts)
     sizes = sample_sizes(_some(lengths, distinct))
-    chosen = _some(digests, distinct), sizes, _some(objects, distinct)
+    chosen = _some(digests, distinct), sizes, _some(units, distinct)
     order, firsts = place(header.layout, *chosen, header.shard_bytes)
     rows = np.concatenate([kept, distinct[order]]) if len(kept) else distinct[order]
     return rows, np.concatenate([kept_firsts, firsts + len(kept)]), len(kept_firsts)
@@ -161,6 +163,13 @@ def _found(
         result[open_[same]] = rows[same]
         at[open_] += 1
     return result
+
+
+def _units(source: SourceFormat, objects: U32, unit_firsts: list[int]) -> U32:
+    """Return what is best read as a whole: tars, row groups of Parquet files; separate files are no such thing."""
+    if source == "parquet":
+        return np.searchsorted(unit_firsts, np.arange(len(objects)), "right").astype(np.uint32)
+    return objects if source == "webdataset" else np.zeros(len(objects), np.uint32)
 
 
 def _numbered(rows: I64, representative: U32, count: int) -> U32:

@@ -155,6 +155,7 @@ class Samples:
         self.objects = Growing(np.uint32)
         self.blobs: dict[str, BlobColumn] = {}
         self.scalars: dict[str, list[pa.Array]] = {}
+        self.unit_firsts: list[int] = []  # where row groups of Parquet files begin
 
     def __len__(self) -> int:
         return len(self.objects)

@@ -30,6 +30,10 @@ from quiver_client.indexing.report import Notices
 BATCH_BYTES: Final = 8 << 20
 BATCH_ROWS_MAX: Final = 4096
 READ_BYTES: Final = 1 << 20  # of a column at a time, instead of the column of a whole row group
+LARGE_GROUP_BYTES: Final = 128 << 20
+LARGE_GROUPS: Final = (
+    "row groups over 128 MiB, which each daemon or process that needs a part reads whole; smaller ones are read once"
+)
 FILES_REMOTE: Final = 8
 
 _Features = dict[str, Any]
@@ -64,9 +68,11 @@ def index_parquet(
     def work(part: _Part) -> Samples:
         return _hash_part(part, objects, tuple(fields), plain_keys=listing.single)
 
-    samples = Samples()
+    samples, firsts = Samples(), []
     for found in in_order(work, _parts(listing, objects, check, notices), threads, meter.stop):
+        firsts.append(len(samples))
         samples.absorb(found)
+    samples.unit_firsts = firsts
     return samples, tuple(fields)
 
 
@@ -83,6 +89,8 @@ def _parts(
             notices.add("Parquet files without a row", listed.path)
         row = 0
         for group in range(metadata.num_row_groups):
+            if metadata.row_group(group).total_byte_size > LARGE_GROUP_BYTES:
+                notices.add(LARGE_GROUPS, f"{listed.path}: {group}")
             yield _Part(number, listed, metadata, range(group, group + 1), row)
             row += metadata.row_group(group).num_rows
 
@@ -189,6 +197,9 @@ def _fields(path: str, schema: pa.Schema, notices: Notices) -> list[Field]:
     """Return the fields of a file, in the order of its columns."""
     features = _features(schema)
     fields = []
+    twice = [name for name in schema.names if schema.names.count(name) > 1]
+    if twice:
+        raise BadRequest(f"{path} has several columns named {twice[0]!r}; write it again with names of their own")
     for column in schema:
         field = None if column.name in (KEY_FIELD, "") else _field(column, features)
         if field is None:

@@ -13,6 +13,7 @@ from typing import Final
 from quiver.errors import BadRequest
 
 BLOCK: Final = 512
+PADDING_BYTES: Final = 64 << 10
 EXTENDED_BYTES_MAX: Final = 1 << 20  # of a long name or a pax header
 _PAX, _PAX_GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = b"x", b"g", b"L", b"K", b"S"
 _WITHOUT_DATA: Final = frozenset(b"123456")  # links, devices, folders, pipes
@@ -33,8 +34,16 @@ class Member:
     odd: str = ""
 
 
-def members(url: str, size: int, read: ReadAt, no_end: Callable[[], None] = lambda: None) -> Iterator[Member]:
-    """Yield the members of the tar of ``size`` bytes, but for folders. ``no_end`` is called if its end mark is missing.
+def members(
+    url: str,
+    size: int,
+    read: ReadAt,
+    no_end: Callable[[], None] = lambda: None,
+    more: Callable[[], None] = lambda: None,
+) -> Iterator[Member]:
+    """Yield the members of the tar of ``size`` bytes, but for folders.
+
+    ``no_end`` is called if its end mark is missing, ``more`` if something comes after it, as in tars put together.
 
     Raises ``BadRequest`` naming ``url`` and the offset where it is broken or cut short.
     """
@@ -44,6 +53,8 @@ def members(url: str, size: int, read: ReadAt, no_end: Callable[[], None] = lamb
             yield member
     if not walk.ended:
         no_end()
+    elif walk.goes_on():
+        more()
 
 
 class _Walk:
@@ -54,6 +65,13 @@ class _Walk:
         self._at = 0
         self._globals: dict[str, str] = {}
         self.ended = False
+
+    def goes_on(self) -> bool:
+        """Whether anything but padding comes after the end mark."""
+        for at in range(self._at, self._size, PADDING_BYTES):
+            if any(self._read(at, min(PADDING_BYTES, self._size - at))):
+                return True
+        return False
 
     def next(self) -> Member | None:
         """Return the next member with all that its extended headers say."""

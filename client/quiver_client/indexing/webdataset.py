@@ -144,7 +144,7 @@ class _Tar:
     def _walk(self) -> None:
         key = ""
         parts: dict[str, Part] = {}
-        for member in members(self._handle.url, self._handle.size, self._window.read, self._no_end):
+        for member in members(self._handle.url, self._handle.size, self._window.read, self._no_end, self._more):
             named = self._named(member)
             if named is None:
                 continue
@@ -220,6 +220,10 @@ class _Tar:
 
     def _no_end(self) -> None:
         self._notices.add("tars without an end mark, perhaps cut short between two members", self._listed.path)
+
+    def _more(self) -> None:
+        what = "tars with something behind their end mark, which is left out; were tars put together?"
+        self._notices.add(what, self._listed.path)
 
     def _twice(self, key: str, extension: str) -> BadRequest:
         return BadRequest(

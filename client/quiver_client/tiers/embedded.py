@@ -34,6 +34,7 @@ MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold 
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory
 LOCK_SECONDS_MAX: Final = 60.0  # who holds the lock may be suspended: then somebody else reads the shard as well
 LOCK_POLL_SECONDS: Final = 0.02
+FAILED_SECONDS: Final = 5.0
 FULL_SECONDS: Final = 5.0  # having found no room, do not look again sooner
 
 
@@ -57,6 +58,7 @@ class EmbeddedTier:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="quiver-fill")
         self._full_until = 0.0
+        self._failed: dict[int, float] = {}  # shard -> when to try again
         self._locks = store.root / "fills"
         with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
             self._locks.mkdir(exist_ok=True)
@@ -120,7 +122,7 @@ class EmbeddedTier:
 
     def _filled(self, shard: int) -> memoryview | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
-        if time.monotonic() < self._full_until:
+        if time.monotonic() < max(self._full_until, self._failed.get(shard, 0.0)):
             return None
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
@@ -142,7 +144,8 @@ class EmbeddedTier:
             self._full_until = time.monotonic() + FULL_SECONDS
             self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
         except (Changed, Unavailable, Forbidden, Corrupt):
-            pass  # the samples of the shard that are still there can be read one by one
+            # The samples of the shard that are still there can be read one by one, and are, for a while.
+            self._failed[shard] = time.monotonic() + FAILED_SECONDS
         except NotFound as error:  # of a shard that its own manifest names: the folder was taken away
             self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
         return None

@@ -17,6 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver.digest import Digest
 from quiver.errors import Corrupt, OverCapacity, QuiverError, Unavailable
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
@@ -208,8 +209,7 @@ class RackTier:
         except QuiverError:
             state.given_up.add(shard)  # the origin tier will meet the same and say which sample it is
             state.moved = True
-            with contextlib.suppress(QuiverError):  # who waits for this upload need not wait it out
-                peer.read(ReadRequest(self._manifest.digest, (digest,), np.zeros(0, RANGE), 0, FORGO))
+            self._forgo(peer, digest)
             return
         plan, view = state.delivery.plan, memoryview(data.data)
         for at in np.flatnonzero(plan.shards == shard).tolist():
@@ -221,6 +221,12 @@ class RackTier:
             self._stats.add("uploads")
         except QuiverError as error:
             self._stats.warn("upload", f"a shard was read but not shared: {error}")
+            self._forgo(peer, digest)
+
+    def _forgo(self, peer: PeerClient, digest: Digest) -> None:
+        """Give an upload up: who waits for it need not wait it out."""
+        with contextlib.suppress(QuiverError):
+            peer.read(ReadRequest(self._manifest.digest, (digest,), np.zeros(0, RANGE), 0, FORGO))
 
     def _passed_over(self, state: _Round, peer: PeerClient, shards: npt.NDArray[np.int64], error: QuiverError) -> None:
         for shard in shards.tolist():
