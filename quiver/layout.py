@@ -74,8 +74,8 @@ def _sequential(digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_by
     """Cut where a digest ends in enough zero bits, between a quarter and the whole of the limit.
 
     The chance of a cut at a sample is about ``4 * size / limit``, so that from the quarter on a cut
-    comes after another quarter on average: shards are about half the limit. The end of a unit cuts too, past the
-    quarter, which keeps the reads of a shard within few units.
+    comes after another quarter on average: shards are about half the limit. The end of a unit cuts too, and inside
+    a unit of up to a quarter nothing else does: so a shard is made of whole small units, or of a part of a large one.
     """
     count = len(sizes)
     cost = sizes.astype(np.int64) + ROW_BYTES
@@ -88,7 +88,11 @@ def _sequential(digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_by
     cuts_after = draw < chance
     del draw, chance
     if count:
-        cuts_after[:-1] |= units[1:] != units[:-1]
+        ends_unit = np.append(units[1:] != units[:-1], False)
+        firsts_of_units = np.append(0, np.flatnonzero(ends_unit) + 1)
+        whole = np.add.reduceat(cost, firsts_of_units) <= limit_bytes // 4
+        cuts_after &= ~np.repeat(whole, np.diff(np.append(firsts_of_units, count)))
+        cuts_after |= ends_unit
     candidates = np.flatnonzero(cuts_after) + 1
     firsts = [0] if count else []
     first = 0

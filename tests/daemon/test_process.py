@@ -140,3 +140,10 @@ def test_peers_that_are_away_do_not_keep_a_daemon_from_serving(tmp_path: Path) -
     with Daemon(tmp_path / "d", "--peers", f"http://127.0.0.1:{port}") as daemon:
         assert daemon.ask("GET", "/readyz")[0] == 200
         assert len(daemon.json("/v1/ring")["members"]) == 2
+
+
+def test_a_daemon_finds_itself_among_peers_that_are_named_otherwise(tmp_path: Path) -> None:
+    ports = free_ports(2)
+    peers = ",".join(f"http://localhost:{port}" for port in ports)
+    with Daemon(tmp_path / "d", "--peers", peers, port=ports[0]) as daemon:
+        assert [member["url"] for member in daemon.json("/v1/ring")["members"]] == sorted(peers.split(","))

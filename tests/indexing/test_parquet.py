@@ -133,3 +133,21 @@ def test_files_of_several_schemas_are_refused_by_name(tmp_path: Path) -> None:
         write(tmp_path / "d" / "1.parquet", pa.table(other))
         with pytest.raises(BadRequest, match=says):
             index(tmp_path / "d", tmp_path / "m.quiver")
+
+
+def test_shards_are_made_of_whole_row_groups_so_that_each_is_read_once(tmp_path: Path) -> None:
+    rows = [os.urandom(1000) for _ in range(400)]
+    pq.write_table(pa.table({"b": rows}), tmp_path / "t.parquet", row_group_size=10)
+    index(tmp_path / "t.parquet", tmp_path / "m.quiver", shard_bytes="64KiB")
+    manifest = Manifest.open(tmp_path / "m.quiver")
+    assert manifest.shard_count > 5
+    assert [int(manifest.tables.origins[first, 0]) % 10 for first in manifest.tables.firsts] == [
+        0
+    ] * manifest.shard_count
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.table([pa.array([b"1"]), pa.array([b"2"])], names=["b", "b"])
+    pq.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(BadRequest, match="several columns named 'b'"):
+        index(tmp_path / "t.parquet", tmp_path / "m.quiver")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -133,3 +134,15 @@ def test_samples_are_equal_if_bytes_and_fields_are_even_when_their_digests_begin
     digests[:, 31] = [row[1] for row in rows]  # behind the 64 bits that are sorted by
     lengths = np.asarray([[row[2], 1] for row in rows], np.uint64)
     assert representatives(digests, lengths).tolist() == [rows.index(row) for row in rows]
+
+
+def test_separate_files_in_order_are_cut_by_content_and_not_by_position(tmp_path: Path) -> None:
+    for number in range(600):
+        path = tmp_path / "d" / f"{number:04d}.bin"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(os.urandom(1000))
+    index(tmp_path / "d", tmp_path / "all.quiver", layout="sequential", shard_bytes="32KiB")
+    (tmp_path / "d" / "0000.bin").unlink()
+    index(tmp_path / "d", tmp_path / "less.quiver", layout="sequential", shard_bytes="32KiB")
+    everything, less = shard_names(tmp_path / "all.quiver"), shard_names(tmp_path / "less.quiver")
+    assert len(set(less) - set(everything)) < len(set(less)) / 2

@@ -252,3 +252,13 @@ def test_samples_are_called_as_in_their_tars_unless_two_tars_use_one_name(tmp_pa
     assert list(read_back(tmp_path / "alike.quiver")) == [
         f"t{tar}.tar/00{number}" for tar in (0, 1) for number in range(3)
     ]
+
+
+def test_what_stands_behind_the_end_of_a_tar_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    first, second = write_tar(tmp_path / "a.tar", samples(3)), write_tar(tmp_path / "b.tar", samples(2))
+    joined = tmp_path / "joined" / "ab.tar"
+    joined.parent.mkdir()
+    joined.write_bytes(first.read_bytes() + second.read_bytes())
+    report = index(joined.parent, tmp_path / "m.quiver")
+    (what,) = [notice.what for notice in report.warnings if "ab.tar" in notice.names]
+    assert "behind their end mark" in what

@@ -532,3 +532,11 @@ def test_threads_put_read_and_drop_without_losing_count(store: Store) -> None:
     assert not failures
     assert store.resident_bytes() == on_disk(store)
     until(lambda: not leftovers(store))
+
+
+def test_a_store_opened_with_less_capacity_comes_down_to_it(tmp_path: Path, shared: bool) -> None:
+    with contextlib.closing(Store.open(tmp_path / "s", MIB, shared=shared)) as store:
+        for number in range(8):
+            store.put(Kind.SHARD, *shard_of(number, 100_000))
+    with contextlib.closing(Store.open(tmp_path / "s", MIB // 4, shared=shared)) as store:
+        assert 0 < store.resident_bytes() <= MIB // 4
