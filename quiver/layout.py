@@ -75,7 +75,8 @@ def _sequential(digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_by
 
     The chance of a cut at a sample is about ``4 * size / limit``, so that from the quarter on a cut
     comes after another quarter on average: shards are about half the limit. The end of a unit cuts too, and inside
-    a unit of up to a quarter nothing else does: so a shard is made of whole small units, or of a part of a large one.
+    a unit of up to three quarters nothing else does (its end then always comes before the limit): so a shard is made
+    of whole units, or of a part of one that is larger.
     """
     count = len(sizes)
     cost = sizes.astype(np.int64) + ROW_BYTES
@@ -90,7 +91,7 @@ def _sequential(digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_by
     if count:
         ends_unit = np.append(units[1:] != units[:-1], False)
         firsts_of_units = np.append(0, np.flatnonzero(ends_unit) + 1)
-        whole = np.add.reduceat(cost, firsts_of_units) <= limit_bytes // 4
+        whole = np.add.reduceat(cost, firsts_of_units) <= limit_bytes * 3 // 4 - COUNT_BYTES
         cuts_after &= ~np.repeat(whole, np.diff(np.append(firsts_of_units, count)))
         cuts_after |= ends_unit
     candidates = np.flatnonzero(cuts_after) + 1

@@ -140,15 +140,21 @@ class Node:
         if future is None:
             loop = asyncio.get_running_loop()
             future = self._verifying[digest] = loop.run_in_executor(self.disk_threads, self._verify, digest)
-            future.add_done_callback(lambda _: self._verifying.pop(digest, None))
+            future.add_done_callback(lambda done: self._checked(digest, done))
         return future
+
+    def _checked(self, digest: Digest, done: asyncio.Future[bool]) -> None:
+        self._verifying.pop(digest, None)
+        error = None if done.cancelled() else done.exception()
+        if error is not None:
+            log.warning("a shard could not be verified: %s", error)
 
     def absence(self, digest: Digest, manifest: Manifest | None, *, choose: bool) -> RangeStatus:
         """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it."""
         if manifest is None or digest not in manifest.shard_numbers:
             return RangeStatus.NO_MANIFEST
-        if digest in self._unverified:
-            return RangeStatus.FILLING
+        if digest in self._unverified:  # being verified, or on a disk that cannot be read
+            return RangeStatus.FILLING if digest in self._verifying else RangeStatus.FAILED
         return self.fills.outcome(digest, choose=choose)
 
     async def open_shard(self, digest: Digest) -> OpenFile:

@@ -61,7 +61,9 @@ class Session:
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
-        return EmbeddedTier(self.manifest, store, self.origin, self.stats)
+        tier = EmbeddedTier(self.manifest, store, self.origin, self.stats)
+        store.trim()  # after the tier has found the capacity to be enough for one shard
+        return tier
 
     def _rack(self, urls: tuple[str, ...], introduce: bool) -> Tier:
         members = Members(self.manifest, urls, self.stats)

@@ -105,9 +105,7 @@ class Store:
         except OSError as error:
             raise DiskFailed(f"cannot make a store at {root}: {error.strerror}; choose another folder") from error
         inventory: Inventory = FolderInventory(root) if shared else MemoryInventory(root)
-        store = cls(root, capacity_bytes, inventory)
-        store._trim()
-        return store
+        return cls(root, capacity_bytes, inventory)
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {format_size(self.capacity_bytes)})"
@@ -260,8 +258,8 @@ class Store:
         self.forget_open(kind, digest)
         self.inventory.removed(kind, digest)
 
-    def _trim(self) -> None:
-        """Come down to the capacity, which may have been more the last time."""
+    def trim(self) -> None:
+        """Come down to the capacity, which may have been more the last time. Who only looks must not call it."""
         with _disk_errors(self.root), self.inventory.locked():
             excess = self.inventory.resident_bytes() - self.capacity_bytes
             for kind in (Kind.SHARD, Kind.MANIFEST):

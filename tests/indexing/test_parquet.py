@@ -135,13 +135,14 @@ def test_files_of_several_schemas_are_refused_by_name(tmp_path: Path) -> None:
             index(tmp_path / "d", tmp_path / "m.quiver")
 
 
-def test_shards_are_made_of_whole_row_groups_so_that_each_is_read_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [10, 25, 45])
+def test_shards_are_made_of_whole_row_groups_so_that_each_is_read_once(tmp_path: Path, group: int) -> None:
     rows = [os.urandom(1000) for _ in range(400)]
-    pq.write_table(pa.table({"b": rows}), tmp_path / "t.parquet", row_group_size=10)
+    pq.write_table(pa.table({"b": rows}), tmp_path / "t.parquet", row_group_size=group)
     index(tmp_path / "t.parquet", tmp_path / "m.quiver", shard_bytes="64KiB")
     manifest = Manifest.open(tmp_path / "m.quiver")
     assert manifest.shard_count > 5
-    assert [int(manifest.tables.origins[first, 0]) % 10 for first in manifest.tables.firsts] == [
+    assert [int(manifest.tables.origins[first, 0]) % group for first in manifest.tables.firsts] == [
         0
     ] * manifest.shard_count
 

@@ -32,7 +32,7 @@ BATCH_ROWS_MAX: Final = 4096
 READ_BYTES: Final = 1 << 20  # of a column at a time, instead of the column of a whole row group
 LARGE_GROUP_BYTES: Final = 128 << 20
 LARGE_GROUPS: Final = (
-    "row groups over 128 MiB, which each daemon or process that needs a part reads whole; smaller ones are read once"
+    "row groups over 128 MiB, which each daemon or process that needs a part of one reads and decodes whole"
 )
 FILES_REMOTE: Final = 8
 

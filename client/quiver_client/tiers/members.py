@@ -23,9 +23,7 @@ from quiver_client.stats import Stats
 RING_SECONDS: Final = 5.0  # half of the lease's time: a dead daemon is off this ring within a lease and a half
 SILENT_SECONDS: Final = 5.0
 SILENT_SECONDS_MAX: Final = 60.0
-SILENCE_SECONDS: Final = (
-    5.0  # how long a request may go without a byte, beside the wait it asks for: what a frozen peer costs, once
-)
+SILENCE_SECONDS: Final = 5.0  # how long a request may go without a byte, on top of the wait that it asks for
 RUNNERS_UP: Final = 2
 ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may be all lies
 RACK_MEMBERS_MAX: Final = 64
