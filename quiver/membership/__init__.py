@@ -11,9 +11,9 @@ Invariants, and why they hold:
   harmless and a watch that stands still costs a third of the TTL. A watch that misses two lists' news is replaced.
 * One's own key is in the list, so it is re-read with it. Gone, overwritten, or under another lease than ours: it is
   registered again, at most once per TTL/10, so that two daemons at odds cannot storm etcd.
-* While the registry is away nothing changes: the last ring stays. When it comes back empty, or after so long that the
-  leases of living members may have run out, a member that is missing is kept for one TTL more, in which it can
-  register again. So an outage of etcd moves no shards.
+* While the registry is away nothing changes: the last ring stays. When it comes back without its data (it counts back,
+  or one's own key is gone), or after so long that the leases of living members may have run out, a member that is
+  missing is kept for one TTL more, in which it can register again. So an outage of etcd moves no shards.
 * Records can come from anybody. What is no record of a member is ignored and counted; the ring is a hint at all times.
 """
 

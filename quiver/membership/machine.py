@@ -189,7 +189,7 @@ def _listed(state: State, event: Listed, now: float) -> State:
     keys = {entry.key: entry.revision for entry in entries}
     missed = state.watching and keys != state.keys and len(keys) < KEYS_MAX
     # A lease is renewed every third of its TTL: two thirds after the last sign of life the first can have run out.
-    outage = now - state.heard_at >= state.ttl_seconds * 2 / 3 or event.revision < state.revision
+    outage = now - state.heard_at >= state.ttl_seconds * 2 / 3 or _lost_data(state, keys, event.revision)
     after = replace(
         state,
         keys={},
@@ -204,6 +204,14 @@ def _listed(state: State, event: Listed, now: float) -> State:
         settled_at=now + state.ttl_seconds if outage and state.revision else state.settled_at,
     )
     return _taken_in(state, after, entries)
+
+
+def _lost_data(state: State, keys: Mapping[str, int], revision: int) -> bool:
+    """Whether the registry that was listed has lost what it knew: it counts back, or one's own key is gone.
+
+    Nobody else takes one's own key away, and a lost etcd may have counted on past the last revision known.
+    """
+    return revision < max((state.revision, *state.keys.values())) or (bool(state.own_value) and state.key not in keys)
 
 
 def _changed(state: State, changes: tuple[Entry | Gone, ...]) -> State:

@@ -281,6 +281,21 @@ def test_a_short_loss_of_the_connection_keeps_nobody() -> None:
     assert ids(state) == ["self"]
 
 
+@pytest.mark.parametrize("revision", [11, 12, 900])
+def test_an_etcd_that_lost_its_data_and_counted_on_past_the_last_revision_moves_no_member(revision: int) -> None:
+    state = learn(registered(), m.Changed((record("a", 12),)), m.Lost(), m.Connected(), now=1.0)
+    after = learn(state, m.Listed((record("b", revision),), revision), now=1.0)
+    assert ids(after) == ["a", "b", "self"]
+    own = m.Entry(state.key, state.value, 12, 5)
+    after = learn(state, m.Listed((own, record("b", 900)), 900), now=1.0)
+    assert ids(after) == ["b", "self"], "with one's own key in place nothing was lost: who is missing has left"
+
+
+def test_an_etcd_that_counts_less_than_a_change_it_told_of_has_lost_its_data() -> None:
+    state = learn(standing(record("a")), m.Changed((record("b", 20),)), m.Lost(), m.Connected(), now=1.0)
+    assert ids(learn(state, m.Listed((), 15), now=1.0)) == ["a", "b", "self"]
+
+
 def test_a_watch_that_misses_two_lists_news_is_replaced() -> None:
     state = learn(standing(), m.Listed((record("a", 11),), 11))
     assert state.behind == 1
