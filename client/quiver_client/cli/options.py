@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -27,15 +28,25 @@ class Size(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-def parsed_cache(ctx: click.Context, param: click.Parameter, value: str | None) -> CacheConfig | None:
-    """Parse ``--cache``: what is wrong with it is wrong use."""
+def cache_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return ``--cache``, parsed; ``default`` says what is taken without it, and where nothing is it must be given."""
+    what = "http://node:7717,… for a rack, file:///folder?capacity=200GiB for a folder of this machine."
+    return click.option(
+        "--cache",
+        metavar="URL",
+        envvar="QUIVER_CACHE",
+        required=not default,
+        callback=_parsed_cache,
+        help=f"{what} [default: {default}]" if default else what,
+    )
+
+
+def _parsed_cache(ctx: click.Context, param: click.Parameter, value: str | None) -> CacheConfig | None:
+    """What is wrong with ``--cache`` is wrong use."""
     try:
         return parse_cache(value) if value else None
     except Misconfigured as error:
         raise click.BadParameter(str(error), ctx, param) from error
-
-
-CACHE_HELP = "http://node:7717,… for a rack, file:///folder?capacity=200GiB for a folder of this machine."
 
 
 def print_json(value: Any) -> None:

@@ -12,20 +12,14 @@ from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
-from quiver_client.cli.options import CACHE_HELP, json_option, parsed_cache, print_json
+from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.config import CacheConfig, EmbeddedCache, parse_cache
 
 ASKED_AT_ONCE = 16
 
 
 @click.command("status", epilog="Example: quiver status --cache http://node1:7717 --json")
-@click.option(
-    "--cache",
-    metavar="URL",
-    envvar="QUIVER_CACHE",
-    callback=parsed_cache,
-    help=f"{CACHE_HELP} [default: ~/.cache/quiver]",
-)
+@cache_option("~/.cache/quiver")
 @json_option
 def command(cache: CacheConfig | None, *, as_json: bool) -> None:
     """Say who is in a rack, what it holds, and what it has read from the origin."""

@@ -14,7 +14,7 @@ from quiver.errors import Changed
 from quiver.manifest import Manifest
 from quiver.plan import plan_blobs
 from quiver.sizes import format_size
-from quiver_client.cli.options import CACHE_HELP, json_option, parsed_cache, print_json
+from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
 from quiver_client.delivery import Delivery, Positions
@@ -30,13 +30,7 @@ Rows = npt.NDArray[np.intp]
 
 @click.command("verify", epilog="Example: quiver verify imagenet.quiver --cache http://node1:7717")
 @click.argument("manifest", metavar="M.quiver")
-@click.option(
-    "--cache",
-    metavar="URL",
-    envvar="QUIVER_CACHE",
-    callback=parsed_cache,
-    help=f"{CACHE_HELP} [default: the origin itself]",
-)
+@cache_option("the origin itself")
 @json_option
 def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
     """Read every sample of M.quiver through a cache, compare it with its BLAKE3 digest, and name what is wrong.

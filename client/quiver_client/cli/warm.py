@@ -9,7 +9,7 @@ from quiver.errors import OverCapacity
 from quiver.manifest import Manifest
 from quiver.plan import plan_shards
 from quiver.sizes import format_size
-from quiver_client.cli.options import CACHE_HELP, json_option, parsed_cache, print_json
+from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
 from quiver_client.fetched import local_manifest
@@ -20,7 +20,7 @@ SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
 
 @click.command("warm", epilog="Example: quiver warm imagenet.quiver --cache http://node1:7717")
 @click.argument("manifest", metavar="M.quiver")
-@click.option("--cache", metavar="URL", envvar="QUIVER_CACHE", required=True, callback=parsed_cache, help=CACHE_HELP)
+@cache_option()
 @json_option
 def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
     """Bring all shards of M.quiver into a cache. Exits with 1 if some could not be brought in."""
