@@ -91,9 +91,9 @@ def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
                     continue
 
 
-def sweep(root: Path) -> int:
-    """Remove what dead writers left in ``tmp``; return the bytes that living ones have reserved."""
-    reserved = 0
+def sweep(root: Path) -> dict[int, int]:
+    """Remove what dead writers left in ``tmp``; return the bytes that living ones have reserved, by file (inode)."""
+    reserved = {}
     for entry in os.scandir(root / "tmp"):
         with contextlib.suppress(FileNotFoundError):
             if not entry.is_file(follow_symlinks=False):
@@ -101,13 +101,15 @@ def sweep(root: Path) -> int:
             try:
                 fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except PermissionError:  # another user's: not ours to remove, and it takes room all the same
-                reserved += entry.stat(follow_symlinks=False).st_size
+                info = entry.stat(follow_symlinks=False)
+                reserved[info.st_ino] = info.st_size
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(entry.path)
             except BlockingIOError:
-                reserved += os.fstat(fd).st_size
+                info = os.fstat(fd)
+                reserved[info.st_ino] = info.st_size
             finally:
                 os.close(fd)
     return reserved
@@ -226,7 +228,10 @@ class FolderInventory:
         return [Held(digest, info.st_size, info.st_mtime) for digest, info in scan(self._root, kind)]
 
     def resident_bytes(self) -> int:
-        return sweep(self._root) + sum(item.size_bytes for kind in Kind for item in self.held(kind))
+        files = sweep(self._root)  # first: what is put in place meanwhile is then found twice, and never missed
+        for kind in Kind:
+            files.update((info.st_ino, info.st_size) for _, info in scan(self._root, kind))
+        return sum(files.values())
 
     def reserved(self, size_bytes: int) -> None:
         pass  # the file in tmp says it

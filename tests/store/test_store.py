@@ -20,8 +20,9 @@ from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound, OverCapacity
 from quiver.store import Kind, Store, Writing
 from quiver.store import disk as disk_module
+from quiver.store import inventory as inventory_module
 from quiver.store.disk import OPEN_FILES_MAX, QUARANTINE_FILES_MAX
-from quiver.store.inventory import file_of
+from quiver.store.inventory import file_of, sweep
 from tests.support.data import make_shard
 from tests.support.waiting import until
 
@@ -373,6 +374,24 @@ def test_processes_that_share_a_folder_fill_the_same_shards_within_the_capacity(
         assert not leftovers(store)
         for held in store.inventory.held(Kind.SHARD):
             store.check(held.digest)
+
+
+def test_a_file_that_another_process_puts_in_place_meanwhile_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.open(tmp_path, MIB, shared=True)
+    digest, data = shard_of(1, 40_000)
+    with store.reserve(Kind.SHARD, digest, len(data)) as writing:
+        writing.write(data)
+
+        def sweep_then_commit(root: Path) -> dict[int, int]:
+            reserved = sweep(root)
+            writing.commit()
+            return reserved
+
+        monkeypatch.setattr(inventory_module, "sweep", sweep_then_commit)
+        assert store.resident_bytes() == len(data)
+    store.close()
 
 
 def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
