@@ -67,7 +67,7 @@ class Node:
         self._verifying: dict[Digest, asyncio.Future[bool]] = {}
         self._suspected: OrderedDict[Digest, float] = OrderedDict()
         self._started = time.monotonic()
-        store.in_use = self.manifests.in_use
+        store.needed = lambda digest: True if self.manifests.in_use(digest) else None
 
     @property
     def shard_count(self) -> int:

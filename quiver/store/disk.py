@@ -88,7 +88,7 @@ class Store:
         self.root = root
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
-        self.in_use: Callable[[Digest], bool] = lambda digest: False
+        self.needed: Callable[[Digest], bool | None] = lambda digest: None
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._serial = itertools.count()
@@ -292,7 +292,7 @@ class Store:
         if excess <= 0:
             return
         for kind in (Kind.SHARD, Kind.MANIFEST):  # manifests are small and needed for every fill: last
-            victims = choose_victims(self.inventory.held(kind), excess, self.in_use, self.inventory.now())
+            victims = choose_victims(self.inventory.held(kind), excess, self.needed, self.inventory.now())
             if victims is not None:
                 for victim in victims:
                     self.drop(kind, victim.digest)

@@ -16,13 +16,17 @@ held = st.lists(
 )
 
 
-@given(held, st.integers(0, 500), st.sets(st.integers(0, 19)))
-def test_only_what_is_idle_and_unused_makes_way_and_no_more_of_it_than_is_wanted(
-    items: list[Held], free_bytes: int, used: set[int]
+@given(held, st.integers(0, 500), st.lists(st.sampled_from([True, False, None]), min_size=20, max_size=20))
+def test_only_what_nobody_needs_makes_way_and_no_more_of_it_than_is_wanted(
+    items: list[Held], free_bytes: int, said: list[bool | None]
 ) -> None:
-    busy = {item.digest for at, item in enumerate(items) if at in used}
-    free = [item for item in items if item.digest not in busy and NOW - item.used >= IDLE_SECONDS]
-    victims = choose_victims(items, free_bytes, busy.__contains__, NOW)
+    need = {item.digest: said[at] for at, item in enumerate(items)}
+    free = [
+        item
+        for item in items
+        if need[item.digest] is False or (need[item.digest] is None and NOW - item.used >= IDLE_SECONDS)
+    ]
+    victims = choose_victims(items, free_bytes, need.__getitem__, NOW)
     if victims is None:
         assert sum(item.size_bytes for item in free) < free_bytes
         return

@@ -43,7 +43,7 @@ class StoreModel(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = Store.open(self.root, CAPACITY, shared=self.shared)
-        self.store.in_use = self.pinned.__contains__
+        self.store.needed = lambda digest: True if digest in self.pinned else None
 
     def shard(self, number: int) -> tuple[Digest, bytes]:
         return shard_of(number, 400 + number * 400)

@@ -121,7 +121,7 @@ def test_the_capacity_is_never_exceeded_and_what_is_in_use_stays(store: Store) -
         store.put(Kind.SHARD, *held[5])
     assert caught.value.retryable
     idle(store, held[0][0], held[1][0])
-    store.in_use = lambda digest: digest == held[0][0]
+    store.needed = lambda digest: True if digest == held[0][0] else None
     store.put(Kind.SHARD, *held[5])
     assert store.resident_bytes() <= MIB
     store.load(held[0][0], 300_000)

@@ -62,7 +62,7 @@ class EmbeddedTier:
         self._locks = store.root / "fills"
         with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
             self._locks.mkdir(exist_ok=True)
-        store.in_use = lambda digest: digest in manifest.shard_numbers
+        store.needed = lambda digest: True if digest in manifest.shard_numbers else None
 
     def fetch(self, delivery: Delivery) -> None:
         plan, missing = delivery.plan, delivery.missing()

@@ -1,0 +1,167 @@
+"""Which samples a batch takes: a pure function of what is pending, what is resident, what others need, and a seed.
+
+An epoch is a seeded permutation; a rank's *share* of it is a slice of that permutation, and an *entry* is a position in
+the share. Of one shard the entries are always taken in the order of the permutation, so what is left of a shard is a
+suffix, one number a shard says how much that is, and one number a shard and batch says what was taken.
+
+Where room is scarce the order decides how well jobs share a cache. Drawn evenly from all that is resident, every shard
+stays needed by somebody until the end of the epoch. So a few shards are drained at a time, those first that fewest
+others still need: shards become free early, and for everybody (DESIGN section 8, ``bench/cooperation.py``).
+Samples that are not there are taken later in the same epoch, after Quiver (Kumar & Sivathanu, FAST 2020) and
+CoorDL (Mohan et al., VLDB 2021); here each is taken exactly once.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+DRAINED_AT_ONCE: Final = 4  # more mix better, fewer share a scarce cache better; four meet every figure of the bench
+
+
+class View(NamedTuple):
+    """What a consumer knows of the cache, by shard ``(shards,)``; it may be late, and then costs time and no more."""
+
+    resident: Mask
+    others: npt.NDArray[np.uint8]  # how many other consumers still need the shard
+    arrived: Ints  # in which order the shards were seen to arrive
+
+
+def permutation(count: int, seed: int, epoch: int, *, shuffle: bool = True) -> Ints:
+    """Return the order of an epoch ``(count,)``: the same on every machine, in every process."""
+    if not shuffle:
+        return np.arange(count, dtype=np.int64)
+    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count).astype(np.int64, copy=False)
+
+
+def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last: bool) -> tuple[Ints, Ints]:
+    """Return one rank's share of ``order``, and what no rank gets, which is the same whatever the cache holds.
+
+    As torch's ``DistributedSampler``: every rank gets as many as any other, by repeating entries from the front or,
+    with ``drop_last``, by leaving out the tail; then also each rank's last incomplete batch is left out.
+    """
+    if drop_last:
+        kept = len(order) // world_size // batch_size * batch_size * world_size
+        return order[:kept][rank::world_size], order[kept:]
+    padding = -len(order) % world_size
+    return np.concatenate([order, np.resize(order, padding)])[rank::world_size], order[:0]
+
+
+class Order:
+    """What is pending of one share. ``shards`` (entries,): the shard that each entry lies in."""
+
+    def __init__(self, shards: Ints, shard_count: int) -> None:
+        self.shards = shards
+        self._by_shard = np.argsort(shards, kind="stable")
+        counts = np.bincount(shards, minlength=shard_count)
+        self._ends = np.cumsum(counts)
+        self._heads = self._ends - counts
+        self._taken = np.zeros(len(shards), bool)
+        self._cursor = 0
+        self._drained: list[int] = []
+        self._pending = len(shards)
+
+    def __len__(self) -> int:
+        return self._pending
+
+    @property
+    def left(self) -> Ints:
+        """Pending entries by shard ``(shards,)``."""
+        return self._ends - self._heads
+
+    def plain(self, count: int) -> Ints:
+        """Return the next ``count`` pending entries of the permutation."""
+        while True:
+            taken = self._taken[self._cursor : self._cursor + 4096]
+            skip = int(np.argmin(taken)) if len(taken) and not taken.all() else len(taken)
+            self._cursor += skip
+            if not len(taken) or skip < len(taken):
+                break
+        span = count
+        while True:
+            found = np.flatnonzero(~self._taken[self._cursor : self._cursor + span])
+            if len(found) >= count or self._cursor + span >= len(self._taken):
+                return found[:count] + self._cursor
+            span *= 2
+
+    def substituted(self, count: int, view: View, lookahead: int | None) -> Ints | None:
+        """Return a batch of resident entries, in the order of the permutation; ``None`` if there are not enough.
+
+        With everything resident that is a batch of the plain permutation. ``lookahead`` bounds how far from the front
+        of what is pending a batch may take; ``None``: the whole epoch.
+        """
+        count = min(count, self._pending)
+        left = self.left
+        if bool((view.resident | (left == 0)).all()):
+            return self.plain(count)
+        if lookahead is not None:
+            window = self.plain(max(lookahead, count))
+            found = window[view.resident[self.shards[window]]]
+            return found[:count] if len(found) >= count else None
+        return self._from_drained(count) if self._drain(count, left, view) else None
+
+    def completed(self, count: int, view: View) -> Ints:
+        """Return a batch for which no more is waited: what is resident, and of the rest what comes first."""
+        count = min(count, self._pending)
+        resident = self._prefixes(np.flatnonzero(view.resident & (self.left > 0)).tolist(), count)
+        if len(resident) >= count:
+            return np.sort(resident[:count])
+        waiting = self.plain(count)
+        late = waiting[~np.isin(waiting, resident)]
+        return np.sort(np.concatenate([resident, late[: count - len(resident)]]))
+
+    def take(self, entries: Ints) -> None:
+        """Mark entries as taken; of each shard they are the next ones."""
+        self._taken[entries] = True
+        self._heads += np.bincount(self.shards[entries], minlength=len(self._heads))
+        self._pending -= len(entries)
+
+    def prefixes(self, shards: Ints, counts: Ints) -> Ints:
+        """Return the next ``counts`` entries of each of ``shards``, in the order of the permutation."""
+        parts = [
+            self._by_shard[self._heads[shard] : self._heads[shard] + count]
+            for shard, count in zip(shards.tolist(), counts.tolist(), strict=True)
+        ]
+        return np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
+
+    def _drain(self, count: int, left: Ints, view: View) -> bool:
+        """Choose which shards are drained, so that they hold ``count`` entries; return whether they do."""
+        self._drained = [shard for shard in self._drained if view.resident[shard] and left[shard]]
+        have = int(left[self._drained].sum())
+        if have >= count and len(self._drained) >= DRAINED_AT_ONCE:
+            return True
+        eligible = view.resident & (left > 0)
+        eligible[self._drained] = False
+        pool = np.flatnonzero(eligible)
+        pool = pool[np.lexsort((view.arrived[pool], view.others[pool]))]
+        for shard in pool.tolist():
+            if len(self._drained) >= DRAINED_AT_ONCE and have >= count:
+                break
+            self._drained.append(shard)
+            have += int(left[shard])
+        return have >= count
+
+    def _from_drained(self, count: int) -> Ints:
+        """Return ``count`` entries, as evenly from the drained shards as what they have left allows."""
+        shards = np.asarray(self._drained, np.int64)
+        left = self.left[shards]
+        ascending = np.argsort(left, kind="stable")
+        counts = np.zeros(len(shards), np.int64)
+        for done, at in enumerate(ascending.tolist()):
+            counts[at] = min(int(left[at]), -(-count // (len(shards) - done)))
+            count -= int(counts[at])
+        return self.prefixes(shards, counts)
+
+    def _prefixes(self, shards: list[int], count: int) -> Ints:
+        """Return up to ``count`` next entries of the shards, one shard after the other."""
+        parts, have = [np.zeros(0, np.int64)], 0
+        for shard in shards:
+            if have >= count:
+                break
+            parts.append(self._by_shard[self._heads[shard] : min(self._heads[shard] + count - have, self._ends[shard])])
+            have += len(parts[-1])
+        return np.concatenate(parts)
