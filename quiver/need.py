@@ -201,11 +201,19 @@ class Needs:
         return float(self._sizes[self._held].sum()), float(self._sizes[self._held & (self._need == 0)].sum())
 
     def fetches(
-        self, now: float, coming: Iterable[Digest], free_bytes: float, origin: Origin, at_most: int
+        self,
+        now: float,
+        coming: Iterable[Digest],
+        free_bytes: float,
+        origin: Origin,
+        at_most: int,
+        *,
+        only: bytes | None = None,
     ) -> list[Fetch]:
         """Return what to bring in now, the most urgent first.
 
-        ``coming``: under way already. ``free_bytes``: what can be written without dropping what is needed.
+        ``coming``: under way already. ``free_bytes``: what can be written without dropping what is needed. ``only``:
+        the one consumer whose hunger counts, where everyone fetches for itself.
         """
         self.expire(now)
         present = self._held.copy()
@@ -215,7 +223,7 @@ class Needs:
                 present[slot] = True
         chosen: list[Fetch] = []
         while len(chosen) < at_most:
-            fetch = self._next(now, present, free_bytes, origin)
+            fetch = self._next(now, present, free_bytes, origin, only)
             if fetch is None:
                 break
             chosen.append(fetch)
@@ -229,8 +237,8 @@ class Needs:
                 free_bytes += self._sizes[victim]
         return chosen
 
-    def _next(self, now: float, present: Mask, free_bytes: float, origin: Origin) -> Fetch | None:
-        hungry, shortest = self._hungry(now, present, origin)
+    def _next(self, now: float, present: Mask, free_bytes: float, origin: Origin, only: bytes | None) -> Fetch | None:
+        hungry, shortest = self._hungry(now, present, origin, only)
         best: tuple[float, int, Digest] | None = None
         for it, missing in hungry:
             slots = self._datasets[it.dataset].slots[missing]
@@ -252,12 +260,16 @@ class Needs:
                 return None
         return Fetch(self._names[slot], dataset, victim)
 
-    def _hungry(self, now: float, present: Mask, origin: Origin) -> tuple[list[tuple[_Consumer, Ints]], float]:
+    def _hungry(
+        self, now: float, present: Mask, origin: Origin, only: bytes | None
+    ) -> tuple[list[tuple[_Consumer, Ints]], float]:
         """Return who wants something fetched now, with the shards, and the shortest runway of theirs, in shards."""
         reading = [it for it in self._consumers.values() if it.report.left.any()]
         fastest = max((it.report.rate for it in reading), default=0.0)
         hungry, shortest = [], np.inf
         for it in reading:
+            if only is not None and it.report.consumer != only:
+                continue
             known = self._datasets[it.dataset]
             here = present[known.slots]
             missing = self._missing(it, known, here)
