@@ -1,0 +1,637 @@
+"""The ledger: any order survives it, and whatever is torn, flipped, foreign or made up is told from what was taken."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quiver.digest import Digest
+from quiver.substitution import Ints, Mask, Order, View, permutation
+from quiver_client.loader import ledger as ledger_module
+from quiver_client.loader.ledger import LedgerReader, LedgerWriter, Run, decode_batch, encode_batch
+
+RUN = Run(dataset=Digest.of(b"a dataset"), seed=3, shuffle=True, rank=1, world_size=4, batch_size=8, drop_last=False)
+Segments = list[tuple[Mask | None, list[bytes]]]
+
+
+def epoch_of(samples: int, shard_count: int, seed: int) -> Order:
+    """A rank that has all of a dataset of even shards."""
+    return Order((permutation(samples, seed, 0) * shard_count // samples).astype(np.int64), shard_count)
+
+
+def view_of(resident: Mask) -> View:
+    return View(resident, np.zeros(len(resident), np.uint8), np.arange(len(resident), dtype=np.int64))
+
+
+def written(path: Path, *segments: tuple[int, Mask | None, int, list[bytes]], run: Run = RUN) -> Path:
+    """A closed ledger of segments: epoch, done, batches, records."""
+    writer = LedgerWriter(path, run, resume=False)
+    with contextlib.closing(writer):
+        for epoch, done, batches, records in segments:
+            writer.begin(epoch, done, batches)
+            for record in records:
+                writer.batch(record)
+    return path
+
+
+def records_of(reader: LedgerReader, epoch: int) -> list[bytes]:
+    """The records of an epoch that was dealt once."""
+    deals = reader.records(epoch)
+    assert [done is None for done, _ in deals] in ([], [True])
+    return deals[0][1] if deals else []
+
+
+def assert_same(found: Segments, expected: Segments) -> None:
+    assert [records for _, records in found] == [records for _, records in expected]
+    for (done, _), (wanted, _) in zip(found, expected, strict=True):
+        assert (done is None) == (wanted is None)
+        assert done is None or wanted is None or (done.dtype == np.bool_ and done.tolist() == wanted.tolist())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.ledger"
+
+
+# ---- A batch as a record.
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Iterator[tuple[Order, Ints]]:
+    """Batches of an epoch under an adversary who decides before each what is resident; each is taken after its turn."""
+    shard_count = draw(st.integers(1, 40))
+    samples = draw(st.integers(shard_count, 1500))
+    rng = np.random.Generator(np.random.PCG64(draw(st.integers(0, 2**32))))
+    order = Order(rng.integers(0, shard_count, samples), shard_count)
+    size = draw(st.integers(1, 300))
+    lookahead = draw(st.none() | st.integers(1, 2 * samples))
+    share = draw(st.floats(0, 1))
+
+    def taken() -> Iterator[tuple[Order, Ints]]:
+        while len(order):
+            view = View(rng.random(shard_count) < share, rng.integers(0, 3, shard_count).astype(np.uint8), order.left)
+            entries = order.substituted(size, view, lookahead) if rng.random() < 0.9 else None
+            if entries is None:
+                entries = order.completed(size, view)
+            yield order, entries
+            order.take(entries)
+
+    return taken()
+
+
+@settings(max_examples=150, deadline=None)
+@given(batches())
+def test_any_batch_survives_as_a_record_that_is_no_longer_than_its_counts(taken: Iterator[tuple[Order, Ints]]) -> None:
+    for order, entries in taken:
+        record = encode_batch(order, entries)
+        assert decode_batch(order, record).tolist() == entries.tolist()
+        assert len(record) <= 1 + 4 * len(entries)
+        if entries.tolist() == order.plain(len(entries)).tolist():
+            assert len(record) <= 2
+
+
+def next_ones(order: Order, entries: Ints) -> bool:
+    """Whether ``order`` could have had this batch."""
+    pending = order.plain(len(order))
+    shards = set(order.shards[entries].tolist())
+    last = {shard: max(entries[order.shards[entries] == shard]) for shard in shards}
+    wanted = [entry for entry in pending.tolist() if entry <= last.get(order.shards[entry], -1)]
+    return wanted == entries.tolist()
+
+
+@st.composite
+def half_taken(draw: st.DrawFn) -> Order:
+    order = epoch_of(draw(st.integers(20, 300)), draw(st.integers(1, 12)), draw(st.integers(0, 99)))
+    order.take(order.completed(draw(st.integers(1, 200)), view_of(np.arange(len(order.left)) % 2 == 0)))
+    return order
+
+
+@settings(max_examples=500, deadline=None)
+@given(half_taken(), st.integers(0, 3), st.binary(max_size=40), st.booleans())
+def test_any_bytes_are_a_batch_that_the_order_could_have_or_refused(
+    order: Order, form: int, tail: bytes, deflate: bool
+) -> None:
+    try:
+        entries = decode_batch(order, bytes([form]) + (zlib.compress(tail) if deflate else tail))
+    except ValueError:
+        return
+    assert next_ones(order, entries)
+    before = len(order)
+    order.take(entries)
+    assert len(order) == before - len(entries)
+
+
+@pytest.mark.parametrize(
+    ("record", "why"),
+    [
+        pytest.param(b"", "does not end", id="empty"),
+        pytest.param(b"\x80" * 9, "does not end", id="endless"),
+        pytest.param(bytes([9 << 2]), "9 samples", id="more-than-is-pending"),
+        pytest.param(bytes([1 << 2, 0]), "does not fit", id="more-behind"),
+        pytest.param(bytes([1 | 4]), "not a record", id="no-such-form"),
+        pytest.param(bytes([1, 4 << 1]), "shard 4", id="no-such-shard"),
+        pytest.param(bytes([1, 1, 1]), "3 entries of shard 0", id="more-than-the-shard-has"),
+        pytest.param(b"\x01" + b"\xff" * 8 + b"\x7f" + b"\xff" * 8 + b"\x7f", "do not fit", id="overflow"),
+        pytest.param(bytes([1, 1]), "does not end", id="half-a-pair"),
+        pytest.param(bytes([2, 0, 0x80]), "bitmap", id="bits-too-many"),
+        pytest.param(bytes([2, 0b00001000]), "leaves out", id="leaves-out-one-of-the-shard"),
+        pytest.param(bytes([3, 1, 2, 3]), "inflated", id="not-deflated"),
+        pytest.param(b"\x03" + zlib.compress(b"\x80")[:-1], "too early", id="deflated-in-part"),
+        pytest.param(b"\x03" + zlib.compress(b"\x80") + b"!", "too early or too late", id="more-than-deflated"),
+        pytest.param(b"\x03" + zlib.compress(bytes(2)), "too early or too late", id="inflates-to-too-much"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused_with_the_reason(record: bytes, why: str) -> None:
+    order = Order(np.array([0, 1, 2, 3, 0, 1, 2, 3]), 4)
+    with pytest.raises(ValueError, match=why):
+        decode_batch(order, record)
+
+
+def test_a_bitmap_that_inflates_to_a_gigabyte_costs_nothing() -> None:
+    packer = zlib.compressobj(9)
+    bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(256)) + packer.flush()
+    order = epoch_of(1000, 10, 0)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="too late"):
+        decode_batch(order, b"\x03" + bomb)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2 << 20
+
+
+@pytest.mark.parametrize("entries", [[4], [1, 0], [0, 5], [0, 0]])
+def test_what_is_no_batch_of_the_order_is_not_encoded(entries: list[int]) -> None:
+    order = Order(np.array([0, 1, 2, 3, 0, 1, 2, 3]), 4)
+    with pytest.raises(ValueError, match="next entries"):
+        encode_batch(order, np.array(entries))
+
+
+def test_each_form_is_used_where_it_is_the_shortest() -> None:
+    """Each of them is some order's shortest record: none is dead."""
+    order = epoch_of(20_000, 2_000, 7)
+    few = view_of(np.arange(2_000) % 25 == 0)
+    plain = order.plain(256)
+    drained = order.substituted(256, few, None)
+    scattered = order.substituted(256, view_of(permutation(2_000, 1, 1) < 600), 5_000)
+    assert drained is not None
+    assert scattered is not None
+    forms = [encode_batch(order, entries)[0] & 3 for entries in (plain, drained, scattered)]
+    striped = Order(np.arange(20_000) % 100, 100)
+    forms.append(encode_batch(striped, np.flatnonzero(striped.shards % 4 == 0)[:256])[0] & 3)
+    assert forms == [0, 1, 2, 3]
+
+
+# ---- The size.
+
+
+def bits_a_sample(path: Path, order: Order, size: int, batch: Callable[[int], Ints]) -> float:
+    samples = len(order)
+    writer = LedgerWriter(path, RUN, resume=False)
+    with contextlib.closing(writer):
+        writer.begin(0, None, 0)
+        for number in range(-(-samples // size)):
+            entries = batch(number)
+            writer.batch(encode_batch(order, entries))
+            order.take(entries)
+    return path.stat().st_size * 8 / samples
+
+
+def test_the_plain_order_costs_next_to_nothing(path: Path) -> None:
+    order = epoch_of(100_000, 400, 1)
+    assert bits_a_sample(path, order, 256, lambda _: order.plain(256)) < 0.05
+
+
+def test_the_plain_order_costs_a_fifth_of_a_bit_where_every_batch_is_flushed(path: Path) -> None:
+    order = epoch_of(100_000, 400, 1)
+    now = iter(range(10**9))
+    writer = LedgerWriter(path, RUN, resume=False, clock=lambda: float(next(now)))
+    with contextlib.closing(writer):
+        writer.begin(0, None, 0)
+        before = path.stat().st_size
+        for _ in range(300):
+            writer.batch(encode_batch(order, order.plain(256)))
+        assert (path.stat().st_size - before) * 8 / (300 * 256) < 0.2
+
+
+def test_draining_a_few_shards_costs_under_two_bits(path: Path) -> None:
+    order = epoch_of(100_000, 400, 1)
+    rng = np.random.Generator(np.random.PCG64(0))
+
+    def batch(number: int) -> Ints:
+        view = view_of(rng.random(400) < 0.2)
+        entries = order.substituted(256, view, None)
+        return order.completed(256, view) if entries is None else entries
+
+    assert bits_a_sample(path, order, 256, batch) < 2
+
+
+def test_random_residency_within_a_lookahead_costs_under_eight_bits(path: Path) -> None:
+    order = epoch_of(100_000, 4500, 1)
+    rng = np.random.Generator(np.random.PCG64(0))
+    substituted = 0
+
+    def batch(number: int) -> Ints:
+        nonlocal substituted
+        view = view_of(rng.random(4500) < 0.2)
+        entries = order.substituted(256, view, 2560)
+        substituted += entries is not None
+        return order.completed(256, view) if entries is None else entries
+
+    bits = bits_a_sample(path, order, 256, batch)
+    assert bits < 8
+    assert substituted > 300
+    assert bits > 2  # or the residency was not random
+
+
+# ---- The file.
+
+
+def test_what_was_written_is_read_epoch_by_epoch(path: Path) -> None:
+    done = np.arange(1000) % 3 == 0
+    few = np.arange(9) == 4  # of a length that is no multiple of eight
+    again = [b"plain"] * 10_000
+    reader = LedgerReader(
+        written(path, (0, None, 0, [b"a", b"", b"b" * 300]), (2, done, 0, again), (7, few, 0, []), (8, None, 0, [])),
+        RUN,
+    )
+    assert reader.epochs == (0, 2, 7, 8)
+    assert_same(reader.records(0), [(None, [b"a", b"", b"b" * 300])])
+    assert_same(reader.records(2), [(done, again)])
+    assert_same(reader.records(7), [(few, [])])
+    assert_same(reader.records(8), [(None, [])])
+    assert reader.records(1) == []
+    assert "4 epochs" in repr(reader)
+    assert path.stat().st_size < 1500
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"\0\0", b"long" * 40]), max_size=12), max_size=5), st.data())
+def test_any_records_in_any_number_of_lives_come_back(
+    tmp_path_factory: pytest.TempPathFactory, epochs: list[list[bytes]], data: st.DataObject
+) -> None:
+    path = tmp_path_factory.mktemp("lives") / "run.ledger"
+    written(path)
+    for epoch, records in enumerate(epochs):
+        cut = data.draw(st.integers(0, len(records)))
+        for start, part in ((0, records[:cut]), (cut, records[cut:])):
+            writer = LedgerWriter(path, RUN, resume=True)
+            with contextlib.closing(writer):
+                writer.begin(epoch, None, start)
+                for record in part:
+                    writer.batch(record)
+    reader = LedgerReader(path, RUN)
+    assert [records_of(reader, epoch) for epoch in range(len(epochs))] == epochs
+
+
+def test_a_real_epoch_is_taken_again_from_its_file(path: Path) -> None:
+    first, second = epoch_of(5_000, 50, 2), epoch_of(5_000, 50, 2)
+    rng = np.random.Generator(np.random.PCG64(5))
+    took: list[list[int]] = []
+
+    def batch(number: int) -> Ints:
+        took.append(first.completed(64, view_of(rng.random(50) < 0.2)).tolist())
+        return np.array(took[-1])
+
+    bits_a_sample(path, first, 64, batch)
+    for record, entries in zip(records_of(LedgerReader(path, RUN), 0), took, strict=True):
+        found = decode_batch(second, record)
+        assert found.tolist() == entries
+        second.take(found)
+    assert len(second) == 0
+
+
+def test_a_batch_is_on_its_way_after_a_second_or_64_kib(path: Path) -> None:
+    now = [0.0]
+    writer = LedgerWriter(path, RUN, resume=False, clock=lambda: now[0])
+    with contextlib.closing(writer):
+        writer.begin(0, None, 0)
+        writer.batch(b"a")
+        assert records_of(LedgerReader(path, RUN), 0) == []
+        now[0] = 1.5
+        writer.batch(b"b")
+        assert records_of(LedgerReader(path, RUN), 0) == [b"a", b"b"]
+        writer.batch(b"c" * (64 << 10))
+        assert len(records_of(LedgerReader(path, RUN), 0)) == 3
+        writer.batch(b"d")
+        writer.batch(b"d")
+        assert "bytes" in repr(writer)
+        writer.flush()
+        assert records_of(LedgerReader(path, RUN), 0)[3:] == [b"d", b"d"]
+        writer.batch(b"d")
+        writer.begin(1, None, 0)
+        assert records_of(LedgerReader(path, RUN), 0)[3:] == [b"d", b"d", b"d"]
+    writer.close()
+    assert "closed" in repr(writer)
+
+
+def test_a_disk_that_takes_a_part_and_then_all_has_every_byte_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Grudging(io.FileIO):
+        full = False
+
+        def write(self, data: Any, /) -> int:
+            if self.full:
+                raise OSError(28, "No space left on device")
+            self.full = True
+            return super().write(bytes(data)[:7])
+
+    written(path)
+    with path.open("rb") as file:
+        end = ledger_module._scan(file, RUN).end
+    writer = LedgerWriter(path, RUN, resume=True)
+    writer._file.close()
+    grudging = Grudging(path, "r+")
+    grudging.seek(end)
+    writer._file = grudging
+    with contextlib.closing(writer):
+        with pytest.raises(OSError, match="No space"):
+            writer.begin(0, None, 0)
+        for record in (b"abc", b"def"):
+            grudging.full = False
+            writer.batch(record)
+            with pytest.raises(OSError, match="No space"):
+                writer.flush()
+        monkeypatch.setattr(Grudging, "write", io.FileIO.write)
+    assert records_of(LedgerReader(path, RUN), 0) == [b"abc", b"def"]
+
+
+def test_a_new_ledger_replaces_an_old_one_and_leaves_nothing_beside_it(path: Path) -> None:
+    written(path, (0, None, 0, [b"old"]), run=dataclasses.replace(RUN, seed=99))
+    written(path, (5, None, 0, [b"new"]))
+    assert LedgerReader(path, RUN).epochs == (5,)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_going_on_with_a_ledger_that_is_not_there_begins_one(path: Path) -> None:
+    LedgerWriter(path, RUN, resume=True).close()
+    assert LedgerReader(path, RUN).epochs == ()
+
+
+def test_a_batch_before_any_segment_is_refused(path: Path) -> None:
+    writer = LedgerWriter(path, RUN, resume=False)
+    with contextlib.closing(writer), pytest.raises(ValueError, match="begin"):
+        writer.batch(b"a")
+
+
+# ---- What a killed process and a bad disk leave.
+
+RECORDS = [b"one", b"two", b"two", b"two", b"three" * 30, b"four"]
+
+
+def torn_and_whole(path: Path) -> tuple[bytes, list[int]]:
+    """A ledger that was not closed, and after how many bytes how many of its records are whole."""
+    writer = LedgerWriter(path, RUN, resume=False)
+    with contextlib.closing(writer):
+        writer.begin(0, None, 0)
+        whole = [path.stat().st_size] * 2
+        for record in RECORDS:
+            writer.batch(record)
+            writer.flush()
+            whole.append(path.stat().st_size)
+        data = path.read_bytes()
+    assert data == path.read_bytes()[: len(data)]
+    return data, whole[1:]
+
+
+@pytest.mark.parametrize("zeros", [0, 300])
+def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(path: Path, zeros: int) -> None:
+    data, whole = torn_and_whole(path)
+    start = data.index(b"}") + 1 + 4
+    for cut in range(start, len(data) + 1):
+        path.write_bytes(data[:cut] + bytes(zeros))
+        kept = sum(end <= cut for end in whole[1:])
+        assert records_of(LedgerReader(path, RUN), 0) == RECORDS[:kept]
+        writer = LedgerWriter(path, RUN, resume=True)
+        with contextlib.closing(writer):
+            writer.begin(0, None, kept)
+            writer.batch(b"more")
+        assert records_of(LedgerReader(path, RUN), 0) == [*RECORDS[:kept], b"more"]
+
+
+def test_a_header_torn_at_any_byte_is_no_ledger(path: Path) -> None:
+    data, _ = torn_and_whole(path)
+    for cut in range(data.index(b"}") + 1 + 4):
+        path.write_bytes(data[:cut])
+        with pytest.raises(ValueError, match="replay="):
+            LedgerReader(path, RUN)
+
+
+def test_no_flipped_bit_of_a_closed_ledger_changes_what_is_taken(path: Path) -> None:
+    written(path, (0, None, 0, RECORDS), (1, np.arange(20) % 2 == 0, 0, [b"x"]))
+    data = path.read_bytes()
+    survived = 0
+    for at in range(len(data)):
+        for bit in range(8):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :])
+            try:
+                reader = LedgerReader(path, RUN)
+            except ValueError as error:
+                assert f"replay={str(path)!r}" in str(error)  # noqa: PT017 - eight bits of every byte
+                continue
+            survived += 1
+            assert records_of(reader, 0) == RECORDS
+            assert reader.records(1)[0][1] == [b"x"]
+            assert len(data) - at <= 13  # only the mark that it was closed
+    assert survived
+
+
+def test_a_flipped_bit_of_an_open_ledger_shortens_it_at_most(path: Path) -> None:
+    data, _ = torn_and_whole(path)
+    refused = 0
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :])
+        try:
+            found = records_of(LedgerReader(path, RUN), 0)
+        except ValueError:
+            refused += 1
+            continue
+        assert found == RECORDS[: len(found)]
+    assert refused > len(data) // 2
+
+
+def test_damage_in_the_middle_is_refused_by_reader_and_writer_with_its_place(path: Path) -> None:
+    data, whole = torn_and_whole(path)
+    at = whole[1] - 1
+    damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=rf"replay=.*damaged at byte {whole[0]}"):
+        LedgerReader(path, RUN)
+    with pytest.raises(ValueError, match=rf"ledger=.*damaged at byte {whole[0]}"):
+        LedgerWriter(path, RUN, resume=True)
+    assert path.read_bytes() == damaged
+
+
+def test_a_frame_that_is_missing_or_in_another_place_is_damage(path: Path) -> None:
+    data, whole = torn_and_whole(path)
+    first, second = data[whole[0] : whole[1]], data[whole[1] : whole[2]]
+    for middle in (second, second + first, first + first + second):
+        path.write_bytes(data[: whole[0]] + middle + data[whole[2] :])
+        with pytest.raises(ValueError, match=f"damaged at byte {whole[0] if middle[1:4] == b'two' else whole[1]}"):
+            LedgerReader(path, RUN)
+
+
+def test_a_ledger_that_changes_under_its_reader_is_refused(path: Path) -> None:
+    reader = LedgerReader(written(path, (0, None, 0, RECORDS)), RUN)
+    written(path, (0, np.ones(3, bool), 0, RECORDS))
+    with pytest.raises(ValueError, match=r"replay=.*changed"):
+        reader.records(0)
+    written(path)
+    with pytest.raises(ValueError, match=r"replay=.*changed"):
+        reader.records(0)
+
+
+def forged(path: Path, *frames: tuple[int, bytes]) -> Path:
+    """A ledger whose every CRC is right, and whose frames are what somebody made up."""
+    writer = LedgerWriter(path, RUN, resume=False)
+    with contextlib.closing(writer):
+        for kind, body in frames:
+            writer._append(kind, body)
+    return path
+
+
+BEGIN = (2, b"\0\0\0")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param([(0, b"record")], id="batch-outside"),
+        pytest.param([BEGIN, (1, b"\1")], id="again-nothing"),
+        pytest.param([BEGIN, (0, b"x"), (1, b"\0")], id="again-never"),
+        pytest.param([BEGIN, (0, b"x"), (1, b"\xff" * 8 + b"\x7f")], id="again-forever"),
+        pytest.param([BEGIN, (0, b"x"), (1, b"")], id="again-unsaid"),
+        pytest.param([(2, b"")], id="begin-empty"),
+        pytest.param([(2, b"\0\0\0more")], id="begin-more"),
+        pytest.param([(2, b"\0\0\3\1\0")], id="begin-unknown-mask"),
+        pytest.param([(2, b"\0\0\1" + b"\xff" * 8 + b"\x7f")], id="begin-vast-mask"),
+        pytest.param([(2, b"\0\0\2" + b"\xff" * 8 + b"\x7f" + zlib.compress(b"\0"))], id="begin-vast-deflated-mask"),
+        pytest.param([BEGIN, (3, b"complete"), BEGIN], id="more-behind-the-end"),
+        pytest.param([BEGIN, (3, b"complet!")], id="another-end"),
+    ],
+)
+def test_frames_that_make_no_sense_are_refused(path: Path, frames: list[tuple[int, bytes]]) -> None:
+    forged(path, *frames)
+    with pytest.raises(ValueError, match="replay="):
+        LedgerReader(path, RUN)
+
+
+# ---- Whose ledger it is.
+
+OTHERS: list[tuple[str, Any]] = [
+    ("dataset", Digest.of(b"another")),
+    ("seed", 4),
+    ("shuffle", False),
+    ("rank", 2),
+    ("world_size", 5),
+    ("batch_size", 16),
+    ("drop_last", True),
+]
+
+
+def test_every_field_of_a_run_is_compared() -> None:
+    assert [name for name, _ in OTHERS] == [field.name for field in dataclasses.fields(Run)]
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS)
+def test_a_ledger_of_another_run_is_refused_with_what_differs(path: Path, name: str, value: Any) -> None:
+    written(path, (0, None, 0, RECORDS))
+    before = path.read_bytes()
+    other = dataclasses.replace(RUN, **{name: value})
+    with pytest.raises(ValueError, match=f"replay=.*of another {name}: .* there, .* in this run"):
+        LedgerReader(path, other)
+    with pytest.raises(ValueError, match=f"ledger=.*of another {name}"):
+        LedgerWriter(path, other, resume=True)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        pytest.param(b"", "not a ledger", id="empty"),
+        pytest.param(b"\x89PNG" * 100, "not a ledger", id="junk"),
+        pytest.param(b"qvledger\2\0\0\0", "version 2", id="newer"),
+        pytest.param(b"qvledger\1\0\0\0\xff\xff\xff\xff", "header is damaged", id="vast-header"),
+        pytest.param(b"qvledger\1\0\0\0\2\0\0\0{}", "header is damaged", id="no-crc"),
+        pytest.param(
+            (start := b"qvledger\1\0\0\0\2\0\0\0{}") + zlib.crc32(start).to_bytes(4, "little"),
+            "header is damaged.*dataset",
+            id="no-fields",
+        ),
+    ],
+)
+def test_what_is_no_ledger_is_refused(path: Path, content: bytes, why: str) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"replay=.*{why}"):
+        LedgerReader(path, RUN)
+    with pytest.raises(ValueError, match=f"ledger=.*{why}"):
+        LedgerWriter(path, RUN, resume=True)
+    assert path.read_bytes() == content
+
+
+# ---- What counts.
+
+
+def numbered(first: int, last: int, life: str) -> list[bytes]:
+    return [f"{life}{number}".encode() for number in range(first, last + 1)]
+
+
+def test_batches_after_the_checkpoint_that_a_run_went_on_from_do_not_count(path: Path) -> None:
+    first, second, third = numbered(1, 70, "a"), numbered(51, 60, "b"), numbered(21, 90, "c")
+    written(path, (0, None, 0, first), (0, None, 50, second))
+    assert records_of(LedgerReader(path, RUN), 0) == first[:50] + second
+    written(path, (0, None, 0, first), (0, None, 50, second), (0, None, 20, third))
+    assert records_of(LedgerReader(path, RUN), 0) == first[:20] + third
+    written(path, (0, None, 0, first), (0, None, 50, second), (0, None, 55, third))
+    assert records_of(LedgerReader(path, RUN), 0) == first[:50] + second[:5] + third
+    written(path, (0, None, 0, first), (0, None, 0, second))
+    assert records_of(LedgerReader(path, RUN), 0) == second
+
+
+def test_repeats_are_cut_where_the_checkpoint_was(path: Path) -> None:
+    written(path, (0, None, 0, [b"p"] * 70), (0, None, 50, [b"q"]))
+    assert records_of(LedgerReader(path, RUN), 0) == [b"p"] * 50 + [b"q"]
+
+
+def test_what_was_dealt_out_anew_follows(path: Path) -> None:
+    early, late = np.arange(100) < 30, np.arange(100) < 60
+    a, b, c = numbered(1, 5, "a"), numbered(1, 6, "b"), numbered(1, 7, "c")
+    written(path, (0, None, 0, a), (0, early, 0, b), (0, late, 0, c), (0, late, 4, [b"last"]))
+    assert_same(LedgerReader(path, RUN).records(0), [(None, a), (early, b), (late, [*c[:4], b"last"])])
+
+
+def test_going_back_to_an_earlier_deal_takes_back_those_since(path: Path) -> None:
+    early, late = np.arange(100) < 30, np.arange(100) < 60
+    a, b, c = numbered(1, 5, "a"), numbered(1, 6, "b"), numbered(1, 7, "c")
+    written(path, (0, None, 0, a), (0, early, 0, b), (0, late, 0, c), (0, None, 3, [b"x"]), (0, late, 0, [b"y"]))
+    assert_same(LedgerReader(path, RUN).records(0), [(None, [*a[:3], b"x"]), (late, [b"y"])])
+
+
+def test_masks_of_other_lengths_are_other_deals(path: Path) -> None:
+    written(path, (0, np.zeros(8, bool), 0, [b"a"]), (0, np.zeros(9, bool), 0, [b"b"]), (0, None, 0, [b"c"]))
+    assert [records for _, records in LedgerReader(path, RUN).records(0)] == [[b"a"], [b"b"], [b"c"]]
+
+
+def test_an_epoch_with_missing_batches_is_refused_and_the_others_are_not(path: Path) -> None:
+    written(path, (0, None, 0, numbered(1, 45, "a")), (0, None, 50, [b"x"]), (1, None, 3, [b"y"]), (2, None, 0, [b"z"]))
+    reader = LedgerReader(path, RUN)
+    with pytest.raises(ValueError, match=r"replay=.*batches 46 to 50 of epoch 0 are missing"):
+        reader.records(0)
+    with pytest.raises(ValueError, match=r"replay=.*batches 1 to 3 of epoch 1 are missing"):
+        reader.records(1)
+    assert records_of(reader, 2) == [b"z"]
+
+
+def test_a_gap_that_was_gone_back_behind_is_none(path: Path) -> None:
+    first = numbered(1, 45, "a")
+    written(path, (0, None, 0, first), (0, None, 50, [b"x"]), (0, None, 40, [b"y"]))
+    assert records_of(LedgerReader(path, RUN), 0) == [*first[:40], b"y"]
