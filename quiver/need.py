@@ -17,7 +17,7 @@ A daemon decides for the shards that the ring gives to it first (*mine*), and ea
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ Mask = npt.NDArray[np.bool_]
 
 LOW_SHARDS: Final = 2.0  # runway of the fastest consumer below which the next shard is fetched
 STARVING_SHARDS: Final = 0.25  # runway below which a shard that somebody needs may be dropped
+GIVEN_UP_SECONDS: Final = 5.0  # for which a victim counts as gone; far longer than it takes to drop one
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
 FULL: Final = 255  # "all of the shard" in a report
 CONSUMERS_MAX: Final = 1024
@@ -72,9 +73,36 @@ class _Consumer:
     dataset: Digest
     report: Report
     left: Floats  # bytes, by shard
+    pending: Mask  # of which shards something is left
+    left_mine: Floats  # as left, of what is mine
     at: float
     local: float  # bytes pending here that were resident when it reported
-    soon: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class _Hungry:
+    """A consumer that wants something fetched now, and the bytes ahead of it."""
+
+    consumer: _Consumer
+    missing: Mask
+    ahead: float
+    starving: bool
+
+
+class _Runway(NamedTuple):
+    """Bytes that a consumer has ahead of it by now: resident in all, resident of what is mine, absent of it."""
+
+    ahead: float
+    local: float
+    absent: float
+
+
+class _Moment(NamedTuple):
+    """What a round of decisions is taken by."""
+
+    now: float
+    origin: Origin
+    only: bytes | None
 
 
 class Needs:
@@ -90,7 +118,8 @@ class Needs:
         self._chance = np.random.default_rng(seed)
         self._datasets: dict[Digest, _Dataset] = {}
         self._consumers: dict[bytes, _Consumer] = {}
-        self._given_up: set[Digest] = set()
+        self._given_up: dict[Digest, float] = {}  # when each victim was chosen, until it is gone
+        self._shown = self._slots, self._need  # to other threads, both of one moment
 
     def __len__(self) -> int:
         return len(self._consumers)
@@ -115,6 +144,7 @@ class Needs:
         self._tie = np.concatenate([self._tie, self._chance.random(new) / 2])
         self._sizes[slots] = sizes
         self._held[slots] = held
+        self._shown = self._slots, self._need
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
         self._datasets[dataset] = _Dataset(slots, mine, share, float(sizes.max(initial=1.0)))
 
@@ -123,27 +153,38 @@ class Needs:
         known = self._datasets[dataset]
         sizes = self._sizes[known.slots]
         known.mine, known.share = mine, float(sizes[mine].sum() / max(sizes.sum(), 1.0))
+        for it in self._consumers.values():
+            if it.dataset == dataset:
+                it.left_mine = np.where(mine, it.left, 0.0)
+                it.local = float(it.left_mine @ self._present()[known.slots])
 
     def report(self, dataset: Digest, report: Report, now: float) -> bool:
         """Take a consumer's report, which replaces its last one; return whether there is room for it here."""
-        self.leave(report.consumer)
+        before = self._consumers.pop(report.consumer, None)
         if len(self._consumers) >= CONSUMERS_MAX:
             return False
         known = self._datasets[dataset]
-        left = report.left / FULL * self._sizes[known.slots]
-        local = float(left[self._held[known.slots] & known.mine].sum())
-        self._consumers[report.consumer] = _Consumer(dataset, report, left, now, local, list(report.soon))
-        self._need[known.slots] += report.left > 0
+        pending = report.left > 0
+        left = report.left * (self._sizes[known.slots] / FULL)
+        left_mine = np.where(known.mine, left, 0.0)
+        local = float(left_mine @ self._present()[known.slots])
+        self._consumers[report.consumer] = _Consumer(dataset, report, left, pending, left_mine, now, local)
+        self._need[known.slots] += pending  # before the last report goes: in between nobody may find it not needed
         known.consumers += 1
+        if before is not None:
+            self._uncount(before)
         return True
 
     def leave(self, consumer: bytes) -> None:
-        """Forget a consumer: it is done, its lease ran out, or it reports anew."""
+        """Forget a consumer: it is done, or its lease ran out."""
         gone = self._consumers.pop(consumer, None)
         if gone is not None:
-            known = self._datasets[gone.dataset]
-            self._need[known.slots] -= gone.report.left > 0
-            known.consumers -= 1
+            self._uncount(gone)
+
+    def _uncount(self, gone: _Consumer) -> None:
+        known = self._datasets[gone.dataset]
+        self._need[known.slots] -= gone.pending
+        known.consumers -= 1
 
     def expire(self, now: float) -> None:
         """Forget whose lease ran out: killed, suspended or cut off, they pin nothing any more."""
@@ -165,40 +206,43 @@ class Needs:
         for known in kept.values():
             known.slots = place[known.slots]
         self._datasets = kept
+        self._shown = self._slots, self._need
 
     def arrived(self, digest: Digest) -> None:
         self._mark(digest, True)
 
     def gone(self, digest: Digest) -> None:
         self._mark(digest, False)
-        self._given_up.discard(digest)
 
     def _mark(self, digest: Digest, held: bool) -> None:
         slot = self._slots.get(digest)
         if slot is not None:
             self._held[slot] = held
+        self._given_up.pop(digest, None)
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
     def needed(self, digest: Digest) -> bool | None:
         """Whether some consumer needs a shard; ``None`` for one of a dataset that nobody reports on."""
-        slot = self._slots.get(digest)
-        if slot is None:
+        slots, need = self._shown
+        slot = slots.get(digest)
+        if slot is None or slot >= len(need):
             return None
-        need = self._need
-        return bool(slot < len(need) and need[slot] > 0) and digest not in self._given_up
+        return bool(need[slot] > 0) and digest not in self._given_up
 
     def seen_by(self, consumer: bytes) -> npt.NDArray[np.uint8]:
         """Return by shard of the consumer's dataset: 0 for what is not held here, else 1 + how many others need it."""
         it = self._consumers[consumer]
         slots = self._datasets[it.dataset].slots
-        others = self._need[slots] - (it.report.left > 0)
-        seen: npt.NDArray[np.uint8] = np.where(self._held[slots], 1 + np.minimum(others, 254), 0).astype(np.uint8)
+        others = self._need[slots] - it.pending
+        held = self._present()[slots]
+        seen: npt.NDArray[np.uint8] = np.where(held, 1 + np.minimum(others, 254), 0).astype(np.uint8)
         return seen
 
     def held_bytes(self) -> tuple[float, float]:
-        """Return the bytes of the known shards that are held here, and of those what nobody needs."""
-        return float(self._sizes[self._held].sum()), float(self._sizes[self._held & (self._need == 0)].sum())
+        """Return the bytes of the known shards that are held here, and of those what may go."""
+        may_go = self._held & ((self._need == 0) | ~self._present())
+        return float(self._sizes[self._held].sum()), float(self._sizes[may_go].sum())
 
     def fetches(
         self,
@@ -216,14 +260,18 @@ class Needs:
         the one consumer whose hunger counts, where everyone fetches for itself.
         """
         self.expire(now)
-        present = self._held.copy()
+        for digest, since in list(self._given_up.items()):
+            if now - since > GIVEN_UP_SECONDS:  # it was not dropped after all
+                del self._given_up[digest]
+        present = self._present()
         for digest in coming:
             slot = self._slots.get(digest)
             if slot is not None:
                 present[slot] = True
+        moment = _Moment(now, origin, only)
         chosen: list[Fetch] = []
         while len(chosen) < at_most:
-            fetch = self._next(now, present, free_bytes, origin, only)
+            fetch = self._next(moment, present, free_bytes)
             if fetch is None:
                 break
             chosen.append(fetch)
@@ -232,86 +280,93 @@ class Needs:
             free_bytes -= self._sizes[slot]
             if fetch.victim is not None:
                 victim = self._slots[fetch.victim]
-                self._given_up.add(fetch.victim)
+                self._given_up[fetch.victim] = now
                 present[victim] = False
                 free_bytes += self._sizes[victim]
         return chosen
 
-    def _next(self, now: float, present: Mask, free_bytes: float, origin: Origin, only: bytes | None) -> Fetch | None:
-        hungry, shortest = self._hungry(now, present, origin, only)
-        best: tuple[float, int, Digest] | None = None
-        for it, missing in hungry:
-            slots = self._datasets[it.dataset].slots[missing]
-            if it.report.ordered:  # the first of what comes next, and never at the cost of others
-                key, slot = 0.0, int(slots[0])
-            else:
-                scores = self._need[slots] + self._tie[slots]
-                at = int(np.argmax(scores))
-                key, slot = float(scores[at]), int(slots[at])
-            if best is None or key > best[0]:
-                best = key, slot, it.dataset
+    def _present(self) -> Mask:
+        """Return a new mask of what is held here, and will be for as long as somebody needs it."""
+        present = self._held.copy()
+        for digest in self._given_up:
+            slot = self._slots.get(digest)
+            if slot is not None:
+                present[slot] = False
+        return present
+
+    def _next(self, moment: _Moment, present: Mask, free_bytes: float) -> Fetch | None:
+        hungry, in_order = self._hungry(moment, present)
+        starving = [it for it in hungry if it.starving]
+        best = self._most_needed(starving or hungry)
         if best is None:
-            return None
-        _, slot, dataset = best
+            # What comes next in a fixed order never goes at the cost of others.
+            return next((fetch for fetch in in_order if self._sizes[self._slots[fetch.digest]] <= free_bytes), None)
+        slot, dataset = best
         victim = None
         if self._sizes[slot] > free_bytes:
-            victim = self._victim(present, slot) if shortest <= STARVING_SHARDS else None
+            victim = self._victim(present, self._sizes[slot] - free_bytes) if starving else None
             if victim is None:
                 return None
         return Fetch(self._names[slot], dataset, victim)
 
-    def _hungry(
-        self, now: float, present: Mask, origin: Origin, only: bytes | None
-    ) -> tuple[list[tuple[_Consumer, Ints]], float]:
-        """Return who wants something fetched now, with the shards, and the shortest runway of theirs, in shards."""
-        reading = [it for it in self._consumers.values() if it.report.left.any()]
+    def _most_needed(self, hungry: list[_Hungry]) -> tuple[int, Digest] | None:
+        """Return the slot that most need of what some of them miss, and of which dataset it is."""
+        best: tuple[float, int, Digest] | None = None
+        missing: dict[Digest, Mask] = {}
+        for it in hungry:
+            name = it.consumer.dataset
+            missing[name] = missing[name] | it.missing if name in missing else it.missing
+        for name, mask in missing.items():
+            slots = self._datasets[name].slots[mask]
+            scores = self._need[slots] + self._tie[slots]
+            at = int(np.argmax(scores))
+            if best is None or scores[at] > best[0]:
+                best = float(scores[at]), int(slots[at]), name
+        return best[1:] if best is not None else None
+
+    def _hungry(self, moment: _Moment, present: Mask) -> tuple[list[_Hungry], list[Fetch]]:
+        """Return who wants something fetched now, and what those of a fixed order want next."""
+        reading = [it for it in self._consumers.values() if it.pending.any()]
         fastest = max((it.report.rate for it in reading), default=0.0)
-        hungry, shortest = [], np.inf
+        here = {name: present[known.slots] for name, known in self._datasets.items()}
+        absent = {name: known.mine & ~here[name] & ~self._held[known.slots] for name, known in self._datasets.items()}
+        hungry, in_order = [], []
         for it in reading:
-            if only is not None and it.report.consumer != only:
+            if moment.only is not None and it.report.consumer != moment.only:
                 continue
             known = self._datasets[it.dataset]
-            here = present[known.slots]
-            missing = self._missing(it, known, here)
-            if not len(missing):
-                continue
             if it.report.ordered:
-                hungry.append((it, missing))
+                wanted = [shard for shard in it.report.soon if absent[it.dataset][shard]]
+                in_order += [Fetch(self._names[known.slots[shard]], it.dataset, None) for shard in wanted[:1]]
                 continue
-            runway, wanted = self._runway(it, known, here, now, fastest, origin)
-            if len(reading) == 1 or wanted:
-                hungry.append((it, missing))
-                shortest = min(shortest, runway / known.shard_bytes)
-        return hungry, shortest
+            missing = it.pending & absent[it.dataset]
+            if not missing.any():
+                continue
+            local = float(it.left_mine @ here[it.dataset])
+            read_since = it.report.rate * (moment.now - it.at)
+            ahead = it.report.ahead_bytes + (local - it.local) - read_since
+            mine = _Runway(ahead, local - read_since * known.share, float(it.left_mine @ missing))
+            if len(reading) == 1 or self._low(it, mine, fastest, moment.origin):
+                hungry.append(_Hungry(it, missing, ahead, ahead <= STARVING_SHARDS * known.shard_bytes))
+        return hungry, in_order
 
-    def _missing(self, it: _Consumer, known: _Dataset, here: Mask) -> Ints:
-        if it.report.ordered:
-            soon = np.asarray(it.soon, np.int64)
-            return soon[~here[soon] & known.mine[soon]]
-        return np.flatnonzero((it.report.left > 0) & ~here & known.mine)
-
-    def _runway(
-        self, it: _Consumer, known: _Dataset, here: Mask, now: float, fastest: float, origin: Origin
-    ) -> tuple[float, bool]:
-        """Return the bytes that a consumer has ahead of it by now, and whether that is little."""
-        rate, since = it.report.rate, now - it.at
-        local = float(it.left[here & known.mine].sum())
-        ahead = it.report.ahead_bytes + (local - it.local) - rate * since
+    def _low(self, it: _Consumer, runway: _Runway, fastest: float, origin: Origin) -> bool:
+        """Return whether what a consumer has ahead of it by now is little, in all and of what is mine."""
+        rate, known = it.report.rate, self._datasets[it.dataset]
         if rate <= 0:
-            return ahead, ahead < LOW_SHARDS * known.shard_bytes
+            return runway.ahead < LOW_SHARDS * known.shard_bytes
         low_seconds = max(LOW_SHARDS * known.shard_bytes / fastest, 2 * origin.fill_seconds) + origin.report_seconds
-        local -= rate * since * known.share
-        low = ahead < rate * low_seconds and local < rate * low_seconds * known.share
-        if not low and origin.rate > 0 and known.share > 0:
-            # The latest moment to begin: an origin that is slow must be asked before the end of the epoch needs it.
-            missing = float(it.left[~here & known.mine].sum())
-            low = (local + missing) / (rate * known.share) - missing / (origin.rate * ORIGIN_SHARE) < low_seconds
-        return ahead, low
+        if runway.ahead < rate * low_seconds and runway.local < rate * low_seconds * known.share:
+            return True
+        if origin.rate <= 0 or known.share <= 0:
+            return False
+        # The latest moment to begin: an origin that is slow must be asked before the end of the epoch needs it.
+        seconds = (runway.local + runway.absent) / (rate * known.share)
+        return seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds
 
-    def _victim(self, present: Mask, wanted: int) -> Digest | None:
+    def _victim(self, present: Mask, bytes_wanted: float) -> Digest | None:
         """Return what to drop although it is needed: of what fewest need, the shard with most left in it."""
-        held = np.flatnonzero(self._held & present)
-        held = held[(held != wanted) & (self._sizes[held] >= self._sizes[wanted] / 2)]
+        held = np.flatnonzero(self._held & present & (self._need > 0) & (self._sizes >= bytes_wanted))
         if not len(held):
             return None
         least = held[self._need[held] == self._need[held].min()]

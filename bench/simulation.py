@@ -1,0 +1,406 @@
+"""How near do jobs that share a cache come to the bound, by the very rules that ship?
+
+A discrete simulation with a fake clock, without threads or bytes: every daemon decides by ``quiver.need.Needs``, every
+job takes its batches from a ``quiver.substitution.Order``, and both know of each other what reports tell, late, as in
+a rack. ``../shared/sim/cooperation.py`` chose the rules shard by shard; this runs them sample by sample.
+
+A unit of time is what a job of rate 1 takes to read a shard, a unit of size is a shard. The origin delivers one shard
+after the other at its rate, each ``latency`` later; a daemon has ``fills`` under way at most. Expected: equal speeds
+within 4 % of the bound, unequal ones within 9 % and hardly a wait. A run is the same whenever the seed is.
+
+    python -m bench.simulation [--seed 0] [--case NAME ...]     prints the table, beside the bounds
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.digest import Digest
+from quiver.need import Needs, Origin, Report, rounded_up
+from quiver.substitution import Ints, Order, View, dealt, permutation
+
+DATASET: Final = Digest(bytes(32))
+ASKED_AGAIN: Final = 0.125  # of a waiting job: it reports at once, and then so often
+GIVEN_UP_AFTER: Final = 10.0  # a job that waited for so long reads from the origin
+SMOOTHING: Final = 0.2  # of what a daemon measures of the origin
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for all jobs of a run."""
+
+    shards: int
+    samples: int  # in a shard
+    batch: int
+    epochs: int
+    seed: int
+    interval: float  # between two reports
+    lease: float
+    latency: float  # of the origin
+    fills: int  # that a daemon has under way at once
+    lookahead: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. Shares of one; origin reads of job 0's epochs in datasets."""
+
+    hit: float  # 1 - origin bytes / bytes consumed
+    waiting: tuple[float, ...]  # of each job's time
+    forced: int  # shards dropped although somebody needed them
+    given_up: int  # batches for which no more was waited
+    stale: int  # batches for which a shard had gone by the time that it was read
+    origin_per_epoch: tuple[float, ...]
+    peak_resident: float  # of the capacity
+    ended: tuple[float, ...]  # when each job had read its last sample; infinite for one that never did
+
+    @property
+    def waiting_max(self) -> float:
+        return max(self.waiting)
+
+
+class Clock:
+    """What happens when: calls in the order of time, and then in that in which they were asked for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._calls: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def after(self, delay: float, call: Callable[[], None]) -> None:
+        heapq.heappush(self._calls, (self.now + delay, next(self._numbers), call))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while self._calls and not until():
+            self.now, _, call = heapq.heappop(self._calls)
+            call()
+
+
+class Pipe:
+    """The origin: one shard after the other at its rate, each ``latency`` later. Counts what it delivers."""
+
+    def __init__(self, clock: Clock, rate: float, latency: float) -> None:
+        self._clock, self._rate, self._latency = clock, rate, latency
+        self._free_at = 0.0
+        self.read = 0.0
+
+    def seconds_for(self, size: float) -> float:
+        """Ask for ``size`` and return when all of it is there, from now."""
+        self.read += size
+        self._free_at = max(self._free_at, self._clock.now) + size / self._rate
+        return self._free_at - self._clock.now + self._latency
+
+
+@dataclass
+class Daemon:
+    """A daemon with room for ``room`` shards; of the dataset the shards ``mine`` are its to fetch."""
+
+    clock: Clock
+    pipe: Pipe
+    setting: Setting
+    names: list[Digest]
+    mine: npt.NDArray[np.bool_]
+    room: int
+    held: dict[int, float] = field(default_factory=dict)  # shard: when it arrived
+    coming: dict[int, float] = field(default_factory=dict)  # shard: when it was asked for
+    forced: int = 0
+    rate: float = 0.0
+    fill: float = 0.0
+    last: float = 0.0  # when the last fill ended
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(self.setting.seed)
+        shards = self.setting.shards
+        self.needs.add_dataset(DATASET, self.names, np.ones(shards), np.zeros(shards, bool), self.mine)
+        self.numbers = {name: shard for shard, name in enumerate(self.names)}
+
+    def told(self, report: Report) -> npt.NDArray[np.uint8]:
+        assert self.needs.report(DATASET, report, self.clock.now)
+        seen = self.needs.seen_by(report.consumer)
+        self.decide()
+        return seen
+
+    def decide(self) -> None:
+        """Begin what fills the needs ask for, and make way for them."""
+        at_most = self.setting.fills - len(self.coming)
+        if at_most <= 0:
+            return
+        needed = sum(self.needs.needed(self.names[shard]) is not False for shard in self.held)
+        origin = Origin(self.rate, self.fill, self.setting.interval)
+        coming = [self.names[shard] for shard in self.coming]
+        free = float(self.room - needed - len(self.coming))
+        for fetch in self.needs.fetches(self.clock.now, coming, free, origin, at_most):
+            shard = self.numbers[fetch.digest]
+            assert self.mine[shard]
+            assert shard not in self.held
+            assert shard not in self.coming
+            if fetch.victim is not None:
+                self.forced += 1
+            while len(self.held) + len(self.coming) >= self.room:
+                self.drop()
+            self.coming[shard] = self.clock.now
+            self.clock.after(self.pipe.seconds_for(1.0), lambda shard=shard: self.arrive(shard))
+
+    def drop(self) -> None:
+        oldest = min(
+            (shard for shard in self.held if self.needs.needed(self.names[shard]) is False), key=self.held.__getitem__
+        )
+        del self.held[oldest]
+        self.needs.gone(self.names[oldest])
+
+    def arrive(self, shard: int) -> None:
+        asked, now = self.coming.pop(shard), self.clock.now
+        self.held[shard] = now
+        self.needs.arrived(self.names[shard])
+        rate = 1 / max(now - max(asked, self.last), 1e-6)
+        weight = SMOOTHING if self.last else 1.0
+        self.rate += (min(rate, 1e3) - self.rate) * weight
+        self.fill += (now - asked - self.fill) * weight
+        self.last = now
+        self.decide()
+
+
+class Job:
+    """A job of one rank that reads at ``rate`` from ``start`` on, and stands still between ``stops``."""
+
+    def __init__(self, number: int, rate: float, stops: tuple[float, float], rack: Rack) -> None:
+        self._rack, self._clock, self._setting = rack, rack.clock, rack.setting
+        self._number, self._rate, self._stops = number, rate, stops
+        self._step = rack.setting.batch / rack.setting.samples / rate
+        self._counts = np.full(rack.setting.shards, rack.setting.samples)
+        self._seen = [np.zeros(rack.setting.shards, np.uint8) for _ in rack.daemons]
+        self._arrived = np.zeros(rack.setting.shards, np.int64)
+        self._asked_since: float | None = None
+        self._reported = -np.inf
+        self._began: float | None = None
+        self.epoch = -1
+        self.consumed = self.waited = 0.0
+        self.ended = np.inf
+        self.marks = [0.0]
+        self.given_up = self.stale = 0
+        self._view = self._learned()
+
+    def begin(self) -> None:
+        self._began = self._clock.now
+        self._next_epoch()
+        self._report_in_turns()
+        self._batch()
+
+    @property
+    def waiting_share(self) -> float:
+        alive = min(self.ended, self._clock.now) - (self._began or 0.0)
+        return self.waited / alive if alive > 0 else 0.0
+
+    def _standing(self) -> float:
+        """Return for how much longer the job stands still."""
+        begin, end = self._stops
+        return end - self._clock.now if begin <= self._clock.now < end else 0.0
+
+    def _next_epoch(self) -> None:
+        setting = self._setting
+        self.epoch += 1
+        order = permutation(setting.shards * setting.samples, setting.seed * 64 + self._number, self.epoch)
+        share, _ = dealt(order, 0, 1, setting.batch, drop_last=False)
+        self._order = Order(share // setting.samples, setting.shards)
+        self._report()
+
+    def _report_in_turns(self) -> None:
+        if self.epoch >= self._setting.epochs:
+            return
+        if (standing := self._standing()) > 0:
+            if standing < np.inf:
+                self._clock.after(standing, self._report_in_turns)
+            return
+        if self._clock.now - self._reported >= self._setting.interval / 2:
+            self._report()
+        self._clock.after(self._setting.interval, self._report_in_turns)
+
+    def _report(self) -> None:
+        left = self._order.left
+        report = Report(
+            consumer=self._number.to_bytes(16, "big"),
+            left=rounded_up(left, self._counts),
+            rate=self._rate,
+            ahead_bytes=float(left[self._view.resident].sum()) / self._setting.samples,
+            lease_seconds=self._setting.lease,
+        )
+        for at, daemon in enumerate(self._rack.daemons):
+            self._seen[at] = daemon.told(report)
+        self._reported = self._clock.now
+        self._view = self._learned()
+
+    def _learned(self) -> View:
+        seen = np.maximum.reduce(self._seen)
+        resident = seen > 0
+        if hasattr(self, "_view"):
+            new = resident & ~self._view.resident
+            self._arrived = np.where(new, self._arrived.max() + 1, self._arrived) if new.any() else self._arrived
+        return View(resident, np.where(resident, seen - 1, 0).astype(np.uint8), self._arrived)
+
+    def _batch(self) -> None:
+        """Take a batch if there is one, and come again when it is computed; else wait."""
+        if self.epoch >= self._setting.epochs:
+            return
+        now = self._clock.now
+        if (standing := self._standing()) > 0:
+            if standing < np.inf:
+                self._clock.after(standing, self._batch)
+            return
+        if self._asked_since is None:
+            self._asked_since = now
+        batch = self._order.substituted(self._setting.batch, self._view, self._setting.lookahead)
+        if batch is None:
+            if now - self._asked_since < GIVEN_UP_AFTER:
+                self._report()
+                self._clock.after(ASKED_AGAIN, self._batch)
+                return
+            self.given_up += 1
+            batch = self._order.completed(self._setting.batch, self._view)
+        self.waited += now - self._asked_since
+        self._asked_since = None
+        self._clock.after(self._read(batch) + self._step * len(batch) / self._setting.batch, self._batch)
+
+    def _read(self, batch: Ints) -> float:
+        """Consume a batch; return how long what is not held any more takes to come from the origin."""
+        lies = self._order.shards[batch]
+        absent = ~self._rack.holds(lies)
+        self._order.take(batch)
+        self.consumed += len(batch) / self._setting.samples
+        late = 0.0
+        if absent.any():
+            self.stale += 1
+            late = self._rack.pipe.seconds_for(float(absent.sum()) / self._setting.samples)
+            self.waited += late
+        if not len(self._order):
+            self.marks.append(self._rack.pipe.read)
+            if self.epoch + 1 < self._setting.epochs:
+                self._next_epoch()
+            else:
+                self.epoch += 1
+                self.ended = self._clock.now
+                for daemon in self._rack.daemons:
+                    daemon.needs.leave(self._number.to_bytes(16, "big"))
+        return late
+
+
+class Rack:
+    """Daemons, an origin and jobs on one clock."""
+
+    def __init__(self, setting: Setting, daemons: int, cached: float, origin: float) -> None:
+        self.clock = Clock()
+        self.setting = setting
+        self.pipe = Pipe(self.clock, origin, setting.latency)
+        chance = np.random.default_rng(setting.seed)
+        self._owner = chance.integers(0, daemons, setting.shards)
+        names = [Digest(shard.to_bytes(32, "big")) for shard in range(1, setting.shards + 1)]
+        rooms = np.diff(np.linspace(0, round(cached * setting.shards), daemons + 1).astype(int))
+        self.daemons = [
+            Daemon(self.clock, self.pipe, setting, names, self._owner == at, int(room)) for at, room in enumerate(rooms)
+        ]
+        self.peak = 0.0
+
+    def holds(self, shards: Ints) -> npt.NDArray[np.bool_]:
+        held = sum(len(daemon.held) + len(daemon.coming) for daemon in self.daemons)
+        self.peak = max(self.peak, held / sum(daemon.room for daemon in self.daemons))
+        return np.array([shard in self.daemons[self._owner[shard]].held for shard in shards.tolist()])
+
+
+def simulate(
+    jobs: int,
+    cached: float,
+    rates: Sequence[float],
+    starts: Sequence[float],
+    origin: float,
+    *,
+    daemons: int = 3,
+    epochs: int = 4,
+    shards: int = 256,
+    samples: int = 64,
+    batch: int = 16,
+    seed: int = 0,
+    interval: float = 0.5,
+    lease: float = 10.0,
+    latency: float = 0.05,
+    fills: int = 2,
+    lookahead: int | None = None,
+    stops: Mapping[int, tuple[float, float]] | None = None,
+) -> Result:
+    """Run ``jobs`` over a cache that holds ``cached`` of the dataset. ``stops``: from when to when jobs stand."""
+    setting = Setting(shards, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead)
+    rack = Rack(setting, daemons, cached, origin)
+    stops = stops or {}
+    never = (np.inf, np.inf)
+    all_jobs = [Job(at, rates[at], stops.get(at, never), rack) for at in range(jobs)]
+    for job, start in zip(all_jobs, starts, strict=True):
+        rack.clock.after(start, job.begin)
+    lasting = [job for at, job in enumerate(all_jobs) if stops.get(at, never)[1] < np.inf or at not in stops]
+    rack.clock.run(lambda: all(job.epoch >= epochs for job in lasting))
+    return Result(
+        hit=1 - rack.pipe.read / sum(job.consumed for job in all_jobs),
+        waiting=tuple(job.waiting_share for job in all_jobs),
+        forced=sum(daemon.forced for daemon in rack.daemons),
+        given_up=sum(job.given_up for job in all_jobs),
+        stale=sum(job.stale for job in all_jobs),
+        origin_per_epoch=tuple((np.diff(all_jobs[0].marks) / shards).tolist()),
+        peak_resident=rack.peak,
+        ended=tuple(float(job.ended) for job in all_jobs),
+    )
+
+
+CASES: Final[dict[str, dict[str, Any]]] = {
+    "one job, 20 %": {"jobs": 1, "cached": 0.2, "rates": [1.0], "starts": [0.0], "origin": 2.0},
+    "three equal, 20 %": {"jobs": 3, "cached": 0.2, "rates": [1.0] * 3, "starts": [0.0, 21.0, 42.0], "origin": 2.0},
+    "eight equal, 10 %": {
+        "jobs": 8,
+        "cached": 0.1,
+        "rates": [1.0] * 8,
+        "starts": [21.0 * job for job in range(8)],
+        "origin": 2.0,
+    },
+    "three unequal, 20 %": {"jobs": 3, "cached": 0.2, "rates": [1.0, 0.85, 0.7], "starts": [0.0] * 3, "origin": 2.0},
+    "eight unequal, 10 %": {
+        "jobs": 8,
+        "cached": 0.1,
+        "rates": [1 - 0.3 * job / 7 for job in range(8)],
+        "starts": [0.0] * 8,
+        "origin": 2.0,
+    },
+}
+
+
+def bound(cached: float, rates: Sequence[float]) -> float:
+    """Return the hit ratio that nothing can exceed in steady state."""
+    return 1 - (1 - cached) * max(rates) / sum(rates)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
+    asked = parser.parse_args()
+    print(f"seed {asked.seed}")
+    for name in asked.case:
+        began = time.perf_counter()
+        result = simulate(**CASES[name], seed=asked.seed)
+        per_epoch = " ".join(f"{share:.2f}" for share in result.origin_per_epoch)
+        print(
+            f"{name:20s} bound {bound(CASES[name]['cached'], CASES[name]['rates']):6.1%}   hit {result.hit:6.1%}"
+            f"   waits {result.waiting_max:5.1%}   dropped while needed {result.forced}   given up {result.given_up}"
+            f"   stale {result.stale}   origin/epoch of job 0 {per_epoch}   peak {result.peak_resident:.0%}"
+            f"   {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
