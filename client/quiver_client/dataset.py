@@ -20,6 +20,7 @@ from quiver.plan import plan_batch
 from quiver_client.config import parse_cache
 from quiver_client.delivery import Verify, field_views
 from quiver_client.fetched import local_manifest
+from quiver_client.needs.base import Exchange
 from quiver_client.session import Session
 
 Sample = dict[str, Any]
@@ -97,6 +98,14 @@ class Dataset(TorchDataset[Any]):
         a daemon was passed over; ``corruptions``: wrong bytes that were found and replaced; and more.
         """
         return self._open().stats.snapshot()
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to one of the counters of ``stats``."""
+        self._open().stats.add(name, amount)
+
+    def needs(self) -> Exchange | None:
+        """Return the way to say what is still to be read, and to hear what is resident; ``None`` without a cache."""
+        return self._open().needs()
 
     def close(self) -> None:
         """Let go of sockets, threads and maps. Using the dataset again opens them again."""

@@ -21,6 +21,8 @@ from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Delivery, Positions, Tier, Verify
+from quiver_client.needs.base import Exchange
+from quiver_client.needs.rack import RackNeeds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
 from quiver_client.tiers.embedded import EmbeddedTier
@@ -52,6 +54,7 @@ class Session:
         self._opened_origin: SampleOrigin | None = None
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
+        self._needs: Callable[[], Exchange] | None = None
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
         elif isinstance(cache, EmbeddedCache):
@@ -63,6 +66,13 @@ class Session:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats)
         store.trim()  # after the tier has found the capacity to be enough for one shard
+
+        def needs() -> Exchange:
+            from quiver_client.needs.folder import FolderNeeds
+
+            return FolderNeeds(self.manifest, tier)
+
+        self._needs = needs
         return tier
 
     def _rack(self, urls: tuple[str, ...], introduce: bool) -> Tier:
@@ -72,6 +82,7 @@ class Session:
                 undo.callback(members.close)
                 self._introduce(members)
                 undo.pop_all()
+        self._needs = lambda: RackNeeds(self.manifest, members, self.origin, self.stats)
         return RackTier(self.manifest, members, self.origin, self.stats)
 
     def _introduce(self, members: Members) -> None:
@@ -111,6 +122,10 @@ class Session:
         self.tiers[0].fetch(delivery)
         delivery.check()
         return len(delivery.missing())
+
+    def needs(self) -> Exchange | None:
+        """Return a new way to tell the cache what is still needed; ``None`` if there is no cache."""
+        return self._needs() if self._needs is not None else None
 
     def origin(self) -> SampleOrigin:
         """Return the origin, opened on first use: a job that hits the cache never connects to it."""

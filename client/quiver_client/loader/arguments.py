@@ -1,0 +1,57 @@
+"""The loader's arguments, checked: wrong ones are a ``ValueError`` that names the argument."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from typing import Any, Final
+
+import torch.distributed
+
+RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE")  # as torchrun sets them
+JOB_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")  # the same in all ranks of a job
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """Return an integer of at least ``least``."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < least:
+        raise ValueError(f"{name}={value!r}: give an integer of at least {least}")
+    number: int = value.__index__()
+    return number
+
+
+def lookahead_of(value: Any) -> int | None:
+    """Return how many pending samples a batch may choose from; ``None`` for the whole epoch."""
+    return None if value == "auto" else whole("lookahead", value, 1)
+
+
+def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return rank and world size: as given, else torch.distributed's, else torchrun's variables, else one of one."""
+    if (rank is None) != (world_size is None):
+        missing = "rank" if rank is None else "world_size"
+        raise ValueError(f"{missing}: give rank and world_size both, or neither")
+    if rank is None or world_size is None:
+        rank, world_size = _surroundings()
+    world_size = whole("world_size", world_size, 1)
+    rank = whole("rank", rank, 0)
+    if rank >= world_size:
+        raise ValueError(f"rank={rank}: it must be below world_size={world_size}")
+    return rank, world_size
+
+
+def job_of(job: str | None) -> str:
+    """Return the job's name: as given, else the launcher's, else one of its own."""
+    if job is not None:
+        if not isinstance(job, str) or not job:
+            raise ValueError(f"job={job!r}: give a name that is the same in all ranks of the job")
+        return job
+    return next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), secrets.token_hex(16))
+
+
+def _surroundings() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    texts = [os.environ.get(name, "") for name in RANK_VARIABLES]
+    if all(text.isdecimal() for text in texts):
+        return int(texts[0]), int(texts[1])
+    return 0, 1

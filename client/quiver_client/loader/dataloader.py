@@ -1,0 +1,215 @@
+"""``DataLoader``: torch's, with the order, the prefetching and the state of a run that reads through a cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final, cast
+
+import torch.utils.data
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from quiver_client.dataset import Dataset
+from quiver_client.loader.epoch import Drawn, Epoch
+from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.state import State
+from quiver_client.loader.threads import ThreadedBatches
+from quiver_client.loader.workers import Draws, WorkerBatches
+
+PREFETCH_BATCHES: Final = 2
+
+
+class DataLoader(torch.utils.data.DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` that decides by residency which samples come next.
+
+        loader = DataLoader(Dataset("imagenet.quiver"), batch_size=256, shuffle=True)
+        for epoch in range(90):
+            for batch in loader: ...
+
+    All arguments of torch's are taken. With ``num_workers=0`` threads of this process fetch, transform and collate
+    ``prefetch_factor`` batches ahead (2 if not given); a random ``transform`` then shares the global generators with
+    the training loop. Each pass is one epoch and the next pass the next one, whether or not ``set_epoch`` is called.
+
+    ``substitute``: take samples first that are resident, and the others later in the same epoch, each exactly once;
+    ``False``: the order is the seeded permutation, bit for bit, as it is without ``shuffle`` or with a ``sampler``.
+    ``lookahead``: from how many pending samples a batch may choose; ``"auto"``: from the whole epoch.
+    ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
+    torchrun's; every rank gets as many samples as any other, by repeating a few or, with ``drop_last``, by leaving out
+    a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the same in all ranks, by default the
+    launcher's: a job that starts again under its name takes the place of what it was.
+    ``ledger``: a file to record the order in; ``replay``: such a file, whose order is taken again whatever the cache
+    holds. With several ranks each has its own, with ``.<rank>`` added to the name.
+
+    Raises ``ValueError`` naming the argument for what cannot be, and what ``Dataset`` raises while reading.
+    """
+
+    def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
+        self,
+        dataset: Dataset,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Iterable[int] | None = None,
+        batch_sampler: Any = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        substitute: bool = True,
+        lookahead: int | str = "auto",
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        job: str | None = None,
+        ledger: str | None = None,
+        replay: str | None = None,
+        **stock: Any,
+    ) -> None:
+        if batch_sampler is not None:
+            raise ValueError("batch_sampler: this loader decides itself what makes a batch; give batch_size")
+        if batch_size is None:
+            raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
+        if sampler is not None and shuffle:
+            raise ValueError("sampler: it is an order of its own; give either it or shuffle")
+        if ledger is not None and not stock.get("in_order", True):
+            raise ValueError("ledger: an order is recorded as it is taken, which in_order=False leaves to chance")
+        if prefetch_factor is not None and (not isinstance(prefetch_factor, int) or prefetch_factor < 1):
+            raise ValueError(f"prefetch_factor={prefetch_factor!r}: give an integer of at least 1")
+        order = BatchSampler(
+            dataset,
+            batch_size,
+            shuffle=bool(shuffle),
+            drop_last=drop_last,
+            substitute=substitute,
+            lookahead=lookahead,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            job=job,
+            ledger=ledger,
+            replay=replay,
+            sampler=sampler,
+        )
+        self.draws = Draws(order)
+        self._ahead = prefetch_factor or PREFETCH_BATCHES
+        super().__init__(
+            dataset,
+            batch_size,
+            sampler=cast(Any, sampler),
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            generator=generator,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            **stock,
+        )
+        self.__dict__["batch_sampler"] = self.draws  # torch refuses it beside a batch_size, which users read
+        self._passing: _Pass | None = None
+
+    @property
+    def order(self) -> BatchSampler:
+        """What decides the order."""
+        return self.draws.sampler
+
+    def __len__(self) -> int:
+        """Return the batches of a whole epoch, which are as many in every rank."""
+        return len(self.order)
+
+    def __iter__(self) -> Any:
+        if self._passing is not None:
+            self._passing.close()
+        epoch = self.order.begin()
+        self.draws.epoch = epoch
+        if self.num_workers:
+            batches: Iterator[tuple[int, Any]] = _numbered(cast(WorkerBatches, super().__iter__()))
+        else:
+            batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
+        self._passing = _Pass(self.order, epoch, batches)
+        return self._passing
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass this epoch's; a state loaded in the middle of it is gone on with."""
+        self.order.set_epoch(epoch)
+
+    def state_dict(self) -> State:
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes a sample. See ``merge_states``."""
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next pass go on where ``state`` was taken, with any number of workers.
+
+        The state of one rank of several goes to the same rank of as many; ``merge_states`` makes one for any number.
+        Raises ``ValueError`` with the reason if it is of another dataset, seed or version.
+        """
+        self.order.load_state_dict(state)
+
+    def close(self) -> None:
+        """Stop prefetching and take one's needs back. The loader can be iterated again."""
+        if self._passing is not None:
+            self._passing.close()
+            self._passing = None
+        self.order.close()
+
+    def _get_iterator(self) -> Any:
+        self.check_worker_number_rationality()
+        return WorkerBatches(self)
+
+    def _fetch(self, drawn: Drawn) -> Any:
+        dataset = cast(Dataset, self.dataset)
+        batch = self.collate_fn(dataset.__getitems__(cast(Any, drawn.rows)))
+        if self.pin_memory and torch.accelerator.is_available():
+            return pin_memory(batch)  # type: ignore[no-untyped-call]
+        return batch
+
+
+class _Pass:
+    """The iterator that the training loop holds: counts a batch as consumed when it hands it out."""
+
+    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Iterator[tuple[int, Any]]) -> None:
+        self._order, self._epoch = order, epoch
+        self._batches: Iterator[tuple[int, Any]] | None = batches
+
+    def __iter__(self) -> _Pass:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        begun = time.monotonic()
+        try:
+            number, batch = next(self._batches)
+        except StopIteration:
+            self._batches = None
+            self._order.end(self._epoch)
+            raise
+        self._order.consumed(self._epoch, number, time.monotonic() - begun)
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def close(self) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            self._order.abandon(self._epoch)
+            close = getattr(batches, "close", None)
+            if close is not None:
+                close()
+
+    def __del__(self) -> None:
+        if "_batches" in self.__dict__:
+            self.close()
+
+
+def _numbered(workers: WorkerBatches) -> Iterator[tuple[int, Any]]:
+    for batch in workers:
+        yield workers.taken, batch

@@ -1,0 +1,182 @@
+"""One pass over an epoch, or over what a resumed run left of it: batches drawn ahead, and consumed when handed out.
+
+Plain state and no threads: the sampler holds its lock while it calls. What is drawn and not consumed is still pending
+as far as a saved state goes, and what is consumed is consumed for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.manifest import Manifest
+from quiver.substitution import Ints, Mask, Order, View, dealt, permutation
+
+
+@dataclass(frozen=True, slots=True)
+class Deal:
+    """What an epoch's shares follow from, the same in every rank."""
+
+    samples: int
+    seed: int
+    shuffle: bool
+    rank: int
+    world_size: int
+    batch_size: int
+    drop_last: bool
+
+    def order(self, epoch: int, done: Mask) -> Ints:
+        """Return what is to be dealt of an epoch: the permutation without what was ``done`` before ``(samples,)``."""
+        order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
+        return order[~done[order]] if done.any() else order
+
+    def share(self, order: Ints) -> tuple[Ints, Ints]:
+        """Return this rank's share of ``order``, and what no rank gets."""
+        return dealt(order, self.rank, self.world_size, self.batch_size, drop_last=self.drop_last)
+
+    @property
+    def batches(self) -> int:
+        """Batches of a whole epoch, which are as many for every rank."""
+        if self.drop_last:
+            return self.samples // self.world_size // self.batch_size
+        return ceil(ceil(self.samples / self.world_size) / self.batch_size)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """Where samples lie: the shard of each ``(samples,)``; by shard ``(shards,)`` how many, and their mean bytes."""
+
+    shard_of: Ints
+    counts: Ints
+    sample_bytes: npt.NDArray[np.float64]
+    shard_bytes: float  # of a shard, on average
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Layout:
+        tables = manifest.tables
+        shard_of = np.searchsorted(tables.firsts.astype(np.int64), tables.blob_of, "right") - 1
+        counts = np.bincount(shard_of, minlength=manifest.shard_count)
+        sizes = tables.shard_sizes.astype(np.float64)
+        sample_bytes = np.divide(sizes, counts, where=counts > 0, out=np.zeros(len(sizes)))
+        return cls(shard_of, counts, sample_bytes, float(sizes.mean()))
+
+    def bytes(self, rows: Ints) -> float:
+        """Return the bytes of these samples, about."""
+        return float(self.sample_bytes[self.shard_of[rows]].sum())
+
+
+class Drawn(NamedTuple):
+    """A batch on its way: its number in this pass, its samples, and how many came earlier than their turn."""
+
+    number: int
+    rows: Ints
+    substituted: int
+
+
+class Epoch:
+    """What is pending, under way and consumed of one rank's share of one epoch."""
+
+    def __init__(
+        self,
+        epoch: int,
+        share: Ints,
+        layout: Layout,
+        *,
+        own: Mask | None = None,
+        batches: int = 0,
+        replayed: Ints | None = None,
+    ) -> None:
+        """``own`` ``(share,)``: what this rank consumed of it; ``batches``: in how many.
+
+        ``replayed``: samples in the order in which they are to be taken, instead of the share's own.
+        """
+        self.number = epoch
+        self.share = share
+        self.consumed = np.zeros(len(share), bool) if own is None else own.copy()
+        self.batches = batches
+        self._entries = np.flatnonzero(~self.consumed)
+        if replayed is not None:
+            self._entries = _entries_of(share, self._entries, replayed)
+        self._rows = share[self._entries]
+        self._shard_count = len(layout.counts)
+        self.order = Order(layout.shard_of[self._rows], self._shard_count)
+        self.drawn = 0
+        self._under_way: dict[int, Ints] = {}
+        self._unread = np.zeros(self._shard_count, np.int64)  # drawn, and not in memory yet
+        self._fetching: dict[int, Ints] = {}
+
+    @property
+    def pending(self) -> int:
+        """Entries not drawn yet."""
+        return len(self.order)
+
+    @property
+    def finished(self) -> bool:
+        return not self.pending and not self._under_way
+
+    @property
+    def left(self) -> Ints:
+        """Entries by shard whose bytes are still to be read ``(shards,)``."""
+        return self.order.left + self._unread
+
+    def soon(self, samples: int) -> list[int]:
+        """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""
+        shards = self.order.shards[self.order.plain(samples)]
+        distinct, first = np.unique(shards, return_index=True)
+        soon: list[int] = distinct[np.argsort(first)].tolist()
+        return soon
+
+    def choose(self, count: int, view: View | None, lookahead: int | None) -> Ints | None:
+        """Return the entries of the next batch, or ``None`` if it has to be waited for. ``view`` ``None``: plain."""
+        if view is None:
+            return self.order.plain(min(count, self.pending))
+        return self.order.substituted(count, view, lookahead)
+
+    def draw(self, entries: Ints) -> Drawn:
+        """Take a batch out of what is pending."""
+        plain = self.order.plain(len(entries))
+        early = len(entries) - len(np.intersect1d(entries, plain, assume_unique=True))
+        shards = self.order.shards[entries]
+        self.order.take(entries)
+        number, self.drawn = self.drawn, self.drawn + 1
+        self._under_way[number] = entries
+        self._fetching[number] = shards
+        self._unread += np.bincount(shards, minlength=self._shard_count)
+        return Drawn(number, self._rows[entries], early)
+
+    def fetched(self, number: int) -> None:
+        """A batch's bytes are in memory: its shards are not needed for it any more."""
+        shards = self._fetching.pop(number, None)
+        if shards is not None:
+            self._unread -= np.bincount(shards, minlength=self._shard_count)
+
+    def consume(self, number: int) -> Ints:
+        """A batch was handed out; return its samples."""
+        self.fetched(number)
+        entries = self._under_way.pop(number)
+        self.consumed[self._entries[entries]] = True
+        self.batches += 1
+        return self._rows[entries]
+
+
+def _entries_of(share: Ints, pending: Ints, rows: Ints) -> Ints:
+    """Return the pending entries of a share in the order of these samples; those that are not pending are left out.
+
+    A sample that the share has twice, to fill it up, stands for its entries one after the other.
+    """
+    by_row = pending[np.argsort(share[pending], kind="stable")]
+    sorted_rows = share[by_row]
+    nth = np.zeros(len(rows), np.int64)  # how many times the sample came before
+    order = np.argsort(rows, kind="stable")
+    starts = np.flatnonzero(np.r_[True, rows[order][1:] != rows[order][:-1]]) if len(rows) else np.zeros(0, np.int64)
+    lengths = np.diff(np.append(starts, len(rows)))
+    nth[order] = np.arange(len(rows)) - np.repeat(starts, lengths)
+    at = np.searchsorted(sorted_rows, rows) + nth
+    found = at < len(sorted_rows)
+    found[found] = sorted_rows[at[found]] == rows[found]
+    entries: Ints = by_row[at[found]]
+    return entries

@@ -1,0 +1,110 @@
+"""The order of a run, written down as it is taken, or read back: what ``ledger=`` and ``replay=`` do to a sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.substitution import Ints, Mask, Order
+from quiver_client.loader.epoch import Deal, Epoch, Layout
+from quiver_client.loader.ledger import LedgerReader, LedgerWriter, Run
+from quiver_client.loader.record import decode_batch, encode_batch
+
+
+class History:
+    """Either, both or none of a ledger that is written and one that is read."""
+
+    def __init__(self, dataset: Digest, deal: Deal, ledger: str | None, replay: str | None) -> None:
+        """Raises ``ValueError`` naming ``replay`` if that is no ledger of such a run."""
+        self._deal = deal
+        self._run = Run(
+            dataset=dataset,
+            seed=deal.seed,
+            shuffle=deal.shuffle,
+            rank=deal.rank,
+            world_size=deal.world_size,
+            batch_size=deal.batch_size,
+            drop_last=deal.drop_last,
+        )
+        self._path = self._file("ledger", ledger)
+        self._writer: LedgerWriter | None = None
+        self._records: dict[int, bytes] = {}
+        path = self._file("replay", replay)
+        if path is not None and not path.is_file():
+            raise ValueError(f"replay={str(path)!r}: no such file")
+        self._reader = LedgerReader(path, self._run) if path is not None else None
+
+    @property
+    def replaying(self) -> bool:
+        return self._reader is not None
+
+    def order(self, epoch: int, layout: Layout) -> Ints:
+        """Return the samples of an epoch in the order in which the ledger has them.
+
+        Raises ``ValueError`` if the ledger has nothing of the epoch, or not such batches.
+        """
+        assert self._reader is not None
+        taken: list[Ints] = []
+        for done, records in self._reader.records(epoch):
+            before = np.zeros(self._deal.samples, bool) if done is None else done
+            if done is not None:  # dealt anew from a checkpoint: what was taken after it did not count
+                taken = _kept(taken, done)
+            share, _ = self._deal.share(self._deal.order(epoch, before))
+            order = Order(layout.shard_of[share], len(layout.counts))
+            for record in records:
+                entries = decode_batch(order, record)
+                order.take(entries)
+                taken.append(share[entries])
+        if not taken:
+            raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
+        return np.concatenate(taken)
+
+    def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
+        """A pass begins, of what was not ``done`` before its shares were dealt."""
+        if self._path is None:
+            return
+        if self._writer is None:
+            try:
+                self._writer = LedgerWriter(self._path, self._run, resume=resumed)
+            except OSError as error:
+                raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
+        self._records.clear()
+        self._writer.begin(epoch.number, done if done.any() else None, epoch.batches)
+
+    def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
+        """A batch is about to be drawn."""
+        if self._writer is not None:
+            self._records[number] = encode_batch(epoch.order, entries)
+
+    def consumed(self, number: int) -> None:
+        if self._writer is not None:
+            self._writer.batch(self._records.pop(number))
+
+    def flush(self) -> None:
+        """Bring what was consumed to the file: a checkpoint must not be ahead of it."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _file(self, name: str, path: str | None) -> Path | None:
+        if path is None:
+            return None
+        if not isinstance(path, str | Path) or not str(path):
+            raise ValueError(f"{name}={path!r}: give a file's path")
+        return Path(path if self._deal.world_size == 1 else f"{path}.{self._deal.rank}")
+
+
+def _kept(taken: list[Ints], done: Mask) -> list[Ints]:
+    """Return the batches up to the first that was not all done."""
+    kept = []
+    for rows in taken:
+        if not done[rows].all():
+            break
+        kept.append(rows)
+    return kept

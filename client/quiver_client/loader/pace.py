@@ -1,0 +1,43 @@
+"""How fast the training loop reads while it has what to read: bytes a second, as others plan with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+WINDOW_SECONDS: Final = 0.5
+WEIGHT: Final = 0.5  # of a new window against all before
+
+
+class Pace:
+    """Time in which the loop waited because nothing was resident does not count: that is not how fast it is."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.rate = 0.0
+        self._clock = clock
+        self._last: float | None = None
+        self._bytes = 0.0
+        self._seconds = 0.0
+        self._starved = 0.0
+
+    def starved(self, seconds: float) -> None:
+        """A batch could not be drawn for so long."""
+        self._starved += seconds
+
+    def consumed(self, size_bytes: float, waited_seconds: float) -> None:
+        """The loop took a batch, for which it had waited."""
+        now = self._clock()
+        if self._last is not None:
+            waited = min(self._starved, waited_seconds)
+            self._seconds += max(now - self._last - waited, 0.0)
+            self._bytes += size_bytes
+        self._last, self._starved = now, 0.0
+        if self._seconds >= WINDOW_SECONDS:
+            rate = self._bytes / self._seconds
+            self.rate = rate if not self.rate else self.rate + WEIGHT * (rate - self.rate)
+            self._bytes = self._seconds = 0.0
+
+    def paused(self) -> None:
+        """The loop does something else: the time until its next batch says nothing."""
+        self._last, self._starved = None, 0.0

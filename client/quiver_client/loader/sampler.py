@@ -1,0 +1,341 @@
+"""The order of a run: which samples make the next batch, decided in the main process when the batch is drawn.
+
+    drawn → fetched (its bytes are in memory) → consumed (the training loop has it)
+
+What is drawn depends on what is resident; what is saved depends on what was consumed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Final, NamedTuple
+
+import blake3
+import numpy as np
+from torch.utils.data import Sampler
+
+from quiver.need import CONSUMER_BYTES, Report, rounded_up
+from quiver.substitution import Ints, Mask, View
+from quiver_client.dataset import Dataset
+from quiver_client.loader.arguments import job_of, lookahead_of, place_of, whole
+from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
+from quiver_client.loader.history import History
+from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.pace import Pace
+from quiver_client.loader.state import State, fitted, make_state, merge_states, unpack
+from quiver_client.needs.watch import Watch
+
+PATIENCE_SECONDS: Final = 5.0  # without anything arriving; then a batch is read from wherever it is
+PATIENCE_SECONDS_MIN: Final = 0.1
+FIRST_ANSWER_SECONDS: Final = 2.0
+LEASE_SECONDS: Final = 10.0
+REPORT_SECONDS: Final = (0.1, 1.0)
+SOON_BATCHES: Final = 64  # how far ahead residency is asked for where the order is fixed
+SOON_SHARDS: Final = 1024
+
+
+class Waiting(NamedTuple):
+    """A batch that could not be had: since when, since when nothing arrived, and how much had arrived by then."""
+
+    began: float
+    since: float
+    arrivals: int
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Batches of sample numbers, those first whose shards are resident, each sample exactly once an epoch.
+
+    ``quiver_client.DataLoader`` has one; a stock ``DataLoader(dataset, batch_sampler=BatchSampler(dataset, 256))``
+    takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
+    drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
+    """
+
+    def __init__(  # noqa: PLR0913 - each is one of the loader's
+        self,
+        dataset: Dataset,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        substitute: bool = True,
+        lookahead: int | str = "auto",
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+        job: str | None = None,
+        ledger: str | None = None,
+        replay: str | None = None,
+        sampler: Iterable[int] | None = None,
+    ) -> None:
+        if not isinstance(dataset, Dataset):
+            raise ValueError(f"dataset: a quiver_client.Dataset is wanted, not {type(dataset).__name__}")
+        # A sampler's order is its own, and it has dealt the ranks' shares already.
+        rank, world_size = place_of(rank, world_size) if sampler is None else (0, 1)
+        self.dataset = dataset
+        self.deal = Deal(
+            samples=len(dataset),
+            seed=whole("seed", seed, 0),
+            shuffle=bool(shuffle),
+            rank=rank,
+            world_size=world_size,
+            batch_size=whole("batch_size", batch_size, 1),
+            drop_last=bool(drop_last),
+        )
+        self._sampler = sampler
+        self.substitute = bool(substitute) and self.deal.shuffle and sampler is None and replay is None
+        self._lookahead = lookahead_of(lookahead)
+        self._consumer = _consumer(job_of(job), rank)
+        self._history = History(dataset.manifest.digest, self.deal, ledger, replay)
+        self._labels = LabelWatch(dataset) if self.deal.shuffle else None
+        self._lock = threading.RLock()
+        self._next_epoch = 0
+        self._resume: State | None = None
+        self._named = False  # the next epoch's number was given by the user
+        self._epoch: Epoch | None = None
+        self._done: Mask = np.zeros(0, bool)
+        self._watch: Watch | None = None
+        self._pace = Pace()
+        self._patience = PATIENCE_SECONDS
+        self._waiting: Waiting | None = None
+        self._read: Epoch | None = None  # the pass that somebody reads: its needs are reported
+        self._repeats = False
+        self._layout = Layout.of(dataset.manifest)
+
+    # -- as a sampler -------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self._sampler is not None and isinstance(self._sampler, Sized):
+            count, size = len(self._sampler), self.deal.batch_size
+            return count // size if self.deal.drop_last else -(-count // size)
+        return self.deal.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch = self.begin()
+        try:
+            while (drawn := self.draw(epoch)) is not None:
+                self.consumed(epoch, drawn.number)
+                yield drawn.rows.tolist()
+            self.end(epoch)
+        finally:
+            self.abandon(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a BatchSampler stays in the process that made it: it decides by what that process knows")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next iteration this epoch's: all of it, or what a loaded state of it left."""
+        with self._lock:
+            self._next_epoch, self._named = whole("epoch", epoch, 0), True
+            if self._resume is not None and self._resume["epoch"] != epoch:
+                self._resume = None
+
+    def state_dict(self) -> State:
+        """Return what is consumed so far. What was prefetched and not handed out is not."""
+        with self._lock:
+            if self._epoch is None:
+                return self._resume or self._state(self._next_epoch, 0, self._done[:0], self._done[:0])
+            epoch = self._epoch
+            self._history.flush()
+            if self._repeats:
+                raise ValueError("sampler: it gives a sample more than once, so what is left of it cannot be saved")
+            if self._sampler is not None:  # its next order may be another, so entries of this one mean nothing
+                done = self._done.copy()
+                done[epoch.share[epoch.consumed]] = True
+                return self._state(epoch.number, 0, done, self._done[:0])
+            state = self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
+            return merge_states([state]) if self.deal.world_size == 1 and self._done.any() else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken. Raises ``ValueError`` with the reason if it is of something else."""
+        fitting = fitted(state, str(self.dataset.manifest.digest), self.deal)
+        with self._lock:
+            self._drop()
+            self._resume = fitting
+            self._next_epoch, self._named = state["epoch"], False
+
+    def close(self) -> None:
+        """Stop reporting needs, and close the ledger. The next iteration opens them again."""
+        with self._lock:
+            self._drop()
+            watch, self._watch = self._watch, None
+            self._history.close()
+        if watch is not None:
+            self._leaving.detach()
+            watch.close()
+
+    # -- as a loader uses it ------------------------------------------------------------------------------------------
+
+    def begin(self) -> Epoch:
+        """Begin the next epoch, or what was left of a resumed one."""
+        with self._lock:
+            self._drop()
+            resume, named = self._resume, self._named
+            self._resume, self._named = None, False
+            epoch = self._dealt(self._next_epoch, resume)
+            if resume is not None and not named and epoch.finished:
+                epoch = self._dealt(self._next_epoch + 1, None)  # the state was taken at an epoch's very end
+            self._epoch = self._read = epoch
+            self._next_epoch = epoch.number + 1
+            self._waiting = None
+            self._pace.paused()
+            self._history.begin(epoch, self._done, resumed=resume is not None)
+        if self._watch is None and not self._history.replaying:
+            self._start_watch()
+        elif self._watch is not None:
+            self._watch.nudge()
+        return epoch
+
+    def ready(self, epoch: Epoch) -> bool:
+        """Whether ``draw`` would return at once."""
+        with self._lock:
+            return epoch is not self._read or not epoch.pending or self._chosen(epoch) is not None
+
+    def draw(self, epoch: Epoch) -> Drawn | None:
+        """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait."""
+        while True:
+            with self._lock:
+                if epoch is not self._read or not epoch.pending:
+                    return None
+                entries = self._chosen(epoch)
+                if entries is not None:
+                    return self._take(epoch, entries)
+            assert self._watch is not None
+            self._watch.wait(PATIENCE_SECONDS_MIN)
+
+    def fetched(self, epoch: Epoch, number: int) -> None:
+        with self._lock:
+            epoch.fetched(number)
+
+    def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
+        """The training loop has the batch, after it waited for it."""
+        with self._lock:
+            rows = epoch.consume(number)
+            self._pace.consumed(self._layout.bytes(rows), waited_seconds)
+            self._history.consumed(number)
+        if self._labels is not None:
+            self._labels.seen(rows)
+
+    def end(self, epoch: Epoch) -> None:
+        """The pass is over: what is saved from here on is the next epoch, untouched."""
+        with self._lock:
+            if epoch is self._epoch:
+                self._drop()
+
+    def abandon(self, epoch: Epoch) -> None:
+        """The pass is not gone on with. What it had drawn ahead was not consumed; a state says so until the next."""
+        with self._lock:
+            if epoch is self._epoch:
+                self._read, self._waiting = None, None
+                if epoch.finished:
+                    self._drop()
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _drop(self) -> None:
+        self._epoch = self._read = None
+        self._done = np.zeros(0, bool)
+        self._history.flush()
+
+    def _dealt(self, number: int, resume: State | None) -> Epoch:
+        samples = self.deal.samples
+        done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
+        share, _ = self.deal.share(self._order(number, done))
+        own = unpack(resume["own"], len(share)) if resume is not None else None
+        self._done = done
+        batches = resume["batches"] if resume is not None else 0
+        replayed = self._history.order(number, self._layout) if self._history.replaying else None
+        return Epoch(number, share, self._layout, own=own, batches=batches, replayed=replayed)
+
+    def _order(self, number: int, done: Mask) -> Ints:
+        if self._sampler is None:
+            return self.deal.order(number, done)
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(number)
+        rows = np.fromiter(self._sampler, np.int64)
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.deal.samples:
+            raise ValueError(f"sampler: it gives indices that the dataset's {self.deal.samples} samples do not have")
+        self._repeats = len(np.unique(rows)) < len(rows)
+        return rows[~done[rows]]
+
+    def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
+        return make_state(str(self.dataset.manifest.digest), self.deal, epoch, batches, done, own)
+
+    def _view(self) -> View | None:
+        return self._watch.view if self.substitute and self._watch is not None else None
+
+    def _chosen(self, epoch: Epoch) -> Ints | None:
+        """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
+        view = self._view()
+        entries = epoch.choose(self.deal.batch_size, view, self._lookahead)
+        if entries is not None:
+            return entries
+        assert view is not None
+        assert self._watch is not None
+        now, arrivals = time.monotonic(), self._watch.arrivals
+        if self._waiting is None:
+            self._waiting = Waiting(now, now, arrivals)
+            self._watch.nudge()
+        elif self._waiting.arrivals != arrivals:
+            self._waiting = Waiting(self._waiting.began, now, arrivals)
+        elif now - self._waiting.since >= self._patience:
+            return epoch.order.completed(self.deal.batch_size, view)
+        return None
+
+    def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
+        if self._waiting is not None:
+            now = time.monotonic()
+            self._pace.starved(now - self._waiting.began)
+            # If it was not worth waiting, wait less the next time, until something arrives again.
+            vain = now - self._waiting.since >= self._patience
+            self._patience = max(self._patience / 2, PATIENCE_SECONDS_MIN) if vain else PATIENCE_SECONDS
+            self._waiting = None
+        self._history.drawn(epoch, epoch.drawn, entries)
+        drawn = epoch.draw(entries)
+        self.dataset.count("substitutions", drawn.substituted)
+        return drawn
+
+    def _start_watch(self) -> None:
+        exchange = self.dataset.needs()
+        if exchange is None:
+            return
+        self._watch = Watch(len(self._layout.counts), exchange, self._report)
+        self._leaving = weakref.finalize(self, self._watch.close)  # also at the interpreter's end
+        if self.substitute:
+            self._watch.first_answer(FIRST_ANSWER_SECONDS)
+
+    def _report(self) -> tuple[Report, float]:
+        """Return what to report now, and when to report again."""
+        with self._lock:
+            epoch, view = self._read, self._watch.view if self._watch is not None else None
+            left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
+            soon = self._soon(epoch, view) if epoch is not None and not self.substitute else ()
+            rate, starving = self._pace.rate, self._waiting is not None
+        ahead = 0.0
+        if view is not None:
+            ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
+        report = Report(
+            consumer=self._consumer,
+            left=rounded_up(left, self._layout.counts),
+            rate=rate,
+            ahead_bytes=ahead,
+            lease_seconds=LEASE_SECONDS,
+            soon=soon,
+            ordered=not self.substitute,
+        )
+        shard_seconds = self._layout.shard_bytes / rate if rate > 0 else 0.0
+        least, most = REPORT_SECONDS
+        return report, least / 2 if starving else min(max(shard_seconds / 2, least), most)
+
+    def _soon(self, epoch: Epoch, view: View | None) -> tuple[int, ...]:
+        shards = epoch.soon(SOON_BATCHES * self.deal.batch_size)
+        if view is not None:
+            shards = [shard for shard in shards if not view.resident[shard]]
+        return tuple(shards[:SOON_SHARDS])
+
+
+def _consumer(job: str, rank: int) -> bytes:
+    """Return the name under which a rank reports: a job that starts again takes the place of what it was."""
+    return blake3.blake3(f"{job}\0{rank}".encode()).digest(CONSUMER_BYTES)

@@ -1,0 +1,97 @@
+"""Batches fetched ahead by threads of this process: ``num_workers=0`` that still overlaps with the training loop.
+
+One thread draws, a few fetch and collate, and the loop takes the results in the order in which they were drawn. At most
+``depth`` batches are ahead of the loop. The threads know the run and never the iterator, so that one that is dropped
+in the middle of an epoch ends them.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, Final
+
+from quiver_client.loader.epoch import Drawn, Epoch
+from quiver_client.loader.sampler import BatchSampler
+
+FETCHERS: Final = 4
+
+
+class ThreadedBatches:
+    """Iterator over ``(number, batch)`` of one pass."""
+
+    def __init__(
+        self, sampler: BatchSampler, epoch: Epoch, fetch: Callable[[Drawn], Any], depth: int, timeout: float
+    ) -> None:
+        self._timeout = timeout or None
+        self._run = _Run(sampler, epoch, fetch, depth)
+        self._run.start()
+
+    def __iter__(self) -> ThreadedBatches:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        drawn, future = self._run.queue.get()
+        if future is None:
+            self.close()
+            raise StopIteration
+        if isinstance(future, BaseException):
+            self.close()
+            raise future
+        self._run.slots.release()
+        try:
+            return drawn, future.result(self._timeout)
+        except FutureTimeout as error:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from error
+
+    def close(self) -> None:
+        """Stop drawing and fetching, and wait for what is under way."""
+        self._run.close(wait=True)
+
+    def __del__(self) -> None:
+        if "_run" in self.__dict__:
+            self._run.close(wait=False)  # in whatever thread the collector runs: it may be one of these
+
+
+class _Run:
+    def __init__(self, sampler: BatchSampler, epoch: Epoch, fetch: Callable[[Drawn], Any], depth: int) -> None:
+        self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
+        self.slots = threading.Semaphore(depth)
+        self._sampler, self._epoch, self._fetch = sampler, epoch, fetch
+        self._pool = ThreadPoolExecutor(min(depth, FETCHERS), thread_name_prefix="quiver-fetch")
+        self._thread = threading.Thread(target=self._draw, name="quiver-draw", daemon=True)
+        self._closed = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, *, wait: bool) -> None:
+        if not self._closed:
+            self._closed = True
+            self._sampler.abandon(self._epoch)
+            self.slots.release()
+            self.queue.put((0, None))
+        if wait:
+            self._thread.join()
+        self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    def _draw(self) -> None:
+        try:
+            while True:
+                self.slots.acquire()
+                drawn = None if self._closed else self._sampler.draw(self._epoch)
+                if drawn is None:
+                    break
+                self.queue.put((drawn.number, self._pool.submit(self._one, drawn)))
+        except BaseException as error:  # noqa: BLE001 - a thread has no caller: the loop raises it
+            self.queue.put((0, error))
+        self.queue.put((0, None))
+
+    def _one(self, drawn: Drawn) -> Any:
+        try:
+            return self._fetch(drawn)
+        finally:
+            self._sampler.fetched(self._epoch, drawn.number)

@@ -1,0 +1,118 @@
+"""The needs of a consumer, told to every daemon of a rack; the daemons' answers, put together.
+
+A daemon that is slow or gone holds nobody up: its last answer counts for a while, and then nothing of it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import QuiverError, Unavailable
+from quiver.fill import OriginShards
+from quiver.manifest import Manifest
+from quiver.need import Report
+from quiver.origin import SampleOrigin
+from quiver.peer import PeerClient
+from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.source import first_verified
+from quiver.wire import FORGO, RANGE, ReadRequest
+from quiver_client.stats import Stats
+from quiver_client.tiers.members import Members
+
+TELLERS: Final = 8
+UPLOADERS: Final = 2  # each holds a shard in memory
+ANSWER_SECONDS: Final = 0.25
+LEAVE_SECONDS: Final = 1.0
+STALE_SECONDS: Final = 5.0
+
+U8 = npt.NDArray[np.uint8]
+
+
+class RackNeeds:
+    """``Exchange`` with the daemons of a rack. Used by one thread."""
+
+    def __init__(self, manifest: Manifest, members: Members, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
+        self._manifest = manifest
+        self._members = members
+        self._origin = origin
+        self._stats = stats
+        self._pool = ThreadPoolExecutor(TELLERS, thread_name_prefix="quiver-tell")
+        self._uploaders = ThreadPoolExecutor(UPLOADERS, thread_name_prefix="quiver-upload")
+        self._asked: dict[str, Future[None]] = {}
+        self._seen: dict[str, tuple[float, U8]] = {}
+        self._uploading: set[int] = set()
+
+    def report(self, report: Report, *, leaving: bool = False) -> U8:
+        """Tell all daemons that answer; return what is held in the rack, as of the last answers."""
+        begun = time.monotonic()
+        ring = self._members.refresh()
+        urls = [member.url for member in ring.members] if ring is not None else []
+        told = NeedsReport(self._manifest.digest, report, leaving)
+        if leaving:  # maybe at the interpreter's end, where no pool takes anything any more
+            for url in urls:
+                if time.monotonic() - begun < LEAVE_SECONDS and not self._members.is_down(url):
+                    self._tell(url, told)
+            urls = []
+        for url in urls:
+            before = self._asked.get(url)
+            if (before is None or before.done()) and not self._members.is_down(url):
+                self._asked[url] = self._pool.submit(self._tell, url, told)
+        wait(list(self._asked.values()), ANSWER_SECONDS)
+        self._asked = {url: asked for url, asked in self._asked.items() if url in urls}
+        now = time.monotonic()
+        seen = np.zeros(self._manifest.shard_count, np.uint8)
+        for url, (at, answer) in list(self._seen.items()):
+            if url not in urls or now - at > STALE_SECONDS or self._members.is_down(url):
+                self._seen.pop(url, None)
+            else:
+                np.maximum(seen, answer, out=seen)
+        return seen
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._uploaders.shutdown(cancel_futures=True)
+
+    def _tell(self, url: str, told: NeedsReport) -> None:
+        peer = self._members.peer(url)
+        try:
+            answer = peer.needs(told)
+            if answer.status is NeedsStatus.NO_MANIFEST and not told.leaving:
+                self._members.put_manifest(peer, self._manifest)
+                answer = peer.needs(told)
+        except QuiverError as error:
+            if isinstance(error, Unavailable):
+                self._members.is_silent(url)
+            self._stats.warn(f"needs {url}", f"a daemon was not told what this job needs: {error}")
+            return
+        self._members.answered(url)
+        if answer.status is NeedsStatus.TAKEN and len(answer.seen) == self._manifest.shard_count:
+            self._seen[url] = (time.monotonic(), answer.seen)
+            self._upload(peer, answer)
+
+    def _upload(self, peer: PeerClient, answer: NeedsAnswer) -> None:
+        for shard in answer.uploads:
+            if shard not in self._uploading:
+                self._uploading.add(shard)
+                self._uploaders.submit(self._put, peer, shard)
+
+    def _put(self, peer: PeerClient, shard: int) -> None:
+        """Read a shard that the daemon may not read itself, and put it there."""
+        digest = self._manifest.shard_digest(shard)
+        try:
+            source = OriginShards(self._manifest, self._origin())
+            data, _ = first_verified([source], digest, int(self._manifest.tables.shard_sizes[shard]))
+            peer.put_shard(digest, data.data)
+            self._stats.add("uploads")
+        except QuiverError as error:
+            self._stats.warn("upload", f"a shard was not put into the rack: {error}")
+            with contextlib.suppress(QuiverError):  # who waits for it need not wait it out
+                peer.read(ReadRequest(self._manifest.digest, (digest,), np.zeros(0, RANGE), 0, FORGO))
+        finally:
+            self._uploading.discard(shard)

@@ -1,0 +1,106 @@
+"""What this consumer needs, said in the background; what is resident, as far as it was told.
+
+One thread a consumer, none on the way of a batch: who draws a batch looks at the last answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from quiver.need import Report
+from quiver.substitution import View
+from quiver_client.needs.base import Exchange
+
+SPACING_SECONDS: Final = 0.05  # between two reports, however urgent
+
+
+class Watch:
+    """Reports in turns through an ``Exchange``, and keeps the last answer as a ``View``. Safe from threads."""
+
+    def __init__(self, shard_count: int, exchange: Exchange, report: Callable[[], tuple[Report, float]]) -> None:
+        """``report`` is a method that returns what to say now, and the seconds until the next time.
+
+        Its object is not kept alive: without it the reporting ends, as by ``close``.
+        """
+        self._exchange = exchange
+        self._report = weakref.WeakMethod(report)
+        self._changed = threading.Condition()
+        self._wake = threading.Event()
+        self._closing = threading.Event()
+        self._arrivals = 0
+        self._view = View(np.zeros(shard_count, bool), np.zeros(shard_count, np.uint8), np.zeros(shard_count, np.int64))
+        self._turns = 0
+        self._thread = threading.Thread(target=self._run, name="quiver-needs", daemon=True)
+        self._thread.start()
+
+    @property
+    def view(self) -> View:
+        """The last answer. Its arrays are replaced and never written to."""
+        return self._view
+
+    @property
+    def arrivals(self) -> int:
+        """How many times shards were seen to arrive."""
+        return self._arrivals
+
+    def first_answer(self, timeout_seconds: float) -> None:
+        """Wait until something is known at all."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._turns > 0 or self._closing.is_set(), timeout_seconds)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Wait for the next answer, and ask for it to come soon."""
+        with self._changed:
+            turns = self._turns
+            self._wake.set()
+            self._changed.wait_for(lambda: self._turns != turns or self._closing.is_set(), timeout_seconds)
+
+    def nudge(self) -> None:
+        """Report soon: something changed that others should know, or somebody waits."""
+        self._wake.set()
+
+    def close(self) -> None:
+        """Stop reporting, and take one's needs back."""
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        self._wake.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        pause, last = 0.0, None
+        while True:
+            self._wake.wait(pause)
+            self._wake.clear()
+            if self._closing.is_set():
+                break
+            begun = time.monotonic()
+            report = self._report()
+            if report is None:
+                break
+            last, pause = report()
+            del report
+            self._learn(self._exchange.report(last))
+            self._closing.wait(begun + SPACING_SECONDS - time.monotonic())
+        if last is not None:
+            self._exchange.report(last, leaving=True)
+        self._exchange.close()
+
+    def _learn(self, seen: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+        resident = seen > 0
+        new = resident & ~self._view.resident
+        arrived = self._view.arrived
+        if new.any():
+            self._arrivals += 1
+            arrived = np.where(new, self._arrivals, arrived)
+        with self._changed:
+            self._view = View(resident, np.where(resident, seen - 1, 0).astype(np.uint8), arrived)
+            self._turns += 1
+            self._changed.notify_all()
