@@ -34,6 +34,7 @@ from quiver.errors import (
     QuiverError,
     Unavailable,
 )
+from quiver.reporting import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.wire import (
     JSON_BYTES_MAX,
@@ -102,6 +103,22 @@ class PeerClient:
             data = np.empty(present, np.uint8)
             _receive(response, data.data, deadline + present / SLOWEST_BYTES_PER_SECOND, self.name)
             return statuses, data
+
+    def needs(self, report: NeedsReport) -> NeedsAnswer:
+        """Tell what a consumer needs; return what the peer holds of it. Raises ``NotFound`` where nobody listens."""
+        with self._asked("POST", "/v1/needs", report.encode(), NEEDS_TYPE) as (response, length, deadline):
+            if length > ANSWER_BYTES_MAX:
+                raise Corrupt(f"an answer of {length} bytes to a report of needs", self.name)
+            data = np.empty(length, np.uint8).data
+            _receive(response, data, deadline, self.name)
+        try:
+            answer = NeedsAnswer.decode(data)
+        except BadRequest as error:
+            raise Corrupt(str(error), self.name) from error
+        wanted = len(report.report.left) if answer.status is NeedsStatus.TAKEN and not report.leaving else 0
+        if len(answer.seen) != wanted:
+            raise Corrupt(f"an answer about {len(answer.seen)} shards where {wanted} belong", self.name)
+        return answer
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard that the peer has at hand; it is not made to fill it. ``ShardSource``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -11,14 +12,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from quiver.errors import OverCapacity, QuiverError
+from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import read
+from quiver_cacheserver.reads import body_of, read
 from quiver_cacheserver.transfers import Transfers
 
 log = logging.getLogger(__name__)
+
+REPORTS_AT_ONCE: Final = 64  # each may have a body of 16 MiB, and usually has a few kilobytes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,6 +42,9 @@ def make_app(node: Node) -> web.Application:
     async def batch(request: web.Request) -> web.StreamResponse:
         return await read(request, node)
 
+    async def needs(request: web.Request) -> web.Response:
+        return await _take_report(request, node)
+
     async def healthy(_: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
@@ -54,6 +61,7 @@ def make_app(node: Node) -> web.Application:
     app.router.add_get("/v1/ring", ring)
     app.router.add_get("/v1/status", status)
     app.router.add_post("/v1/read", batch)
+    app.router.add_post("/v1/needs", needs)
     for kind in Kind:
         path = f"/v1/{kind}/{{digest}}"
         app.router.add_get(path, _of(transfers.get, kind))
@@ -62,6 +70,19 @@ def make_app(node: Node) -> web.Application:
     app.router.add_get("/readyz", ready)
     app.router.add_get("/metrics", numbers)
     return app
+
+
+async def _take_report(request: web.Request, node: Node) -> web.Response:
+    """Answer one report of needs."""
+    if node.counters.reports_in_flight >= REPORTS_AT_ONCE:
+        node.counters.overloads += 1
+        raise OverCapacity(f"{REPORTS_AT_ONCE} reports are under way", 1.0)
+    node.counters.reports_in_flight += 1
+    try:
+        answer = await node.residency.take(await body_of(request, REPORT_BYTES_MAX))
+        return web.Response(body=answer.encode(), content_type=NEEDS_TYPE)
+    finally:
+        node.counters.reports_in_flight -= 1
 
 
 def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kind: Kind) -> Handler:

@@ -16,6 +16,9 @@ class Counters:
     uploaded_bytes: int = 0
     reads_in_flight: int = 0
     overloads: int = 0
+    reports_in_flight: int = 0
+    need_fetches: int = 0
+    forced_drops: int = 0
     # Known labels start at 0, so that a rate can be taken from the first one on.
     fills: Counter[str] = field(default_factory=lambda: Counter(peer=0, origin=0, upload=0))
     failures: Counter[str] = field(default_factory=Counter)  # fills that failed, by error code

@@ -21,8 +21,10 @@ from quiver.wire import RangeStatus
 
 log = logging.getLogger(__name__)
 
+FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 PENDING_MAX: Final = 4096  # past it a reader is told to ask again, which costs nothing here
 FAILURE_SECONDS: Final = 3.0
+UPLOADS_A_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
 UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and put it here
 REMEMBERED_MAX: Final = 65536
 
@@ -32,7 +34,7 @@ class _Upload:
 
     def __init__(self, until: float) -> None:
         self.until = until
-        self.arrival: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.arrival: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     def end(self) -> None:
         if not self.arrival.done():
@@ -45,7 +47,7 @@ class Fills:
     def __init__(self, executor: Executor, count_failure: Callable[[QuiverError], None]) -> None:
         self._executor = executor
         self._count_failure = count_failure
-        self._running: dict[Digest, asyncio.Future[None]] = {}
+        self._running: dict[Digest, asyncio.Future[object]] = {}
         self._failed: OrderedDict[Digest, tuple[float, RangeStatus]] = OrderedDict()
         self._uploads: OrderedDict[Digest, _Upload] = OrderedDict()
 
@@ -53,20 +55,26 @@ class Fills:
     def in_flight(self) -> int:
         return len(self._running)
 
-    def start(self, digest: Digest, work: Callable[[], None]) -> asyncio.Future[None] | RangeStatus:
-        """Return the fill that is under way, or why there is none."""
+    def coming(self) -> list[Digest]:
+        """Return what is being brought in, by the daemon or by a client that was chosen."""
+        return [*self._running, *(digest for digest in list(self._uploads) if self._upload(digest) is not None)]
+
+    def start(
+        self, digest: Digest, work: Callable[[], object], *, room: bool = False
+    ) -> asyncio.Future[object] | RangeStatus:
+        """Return the fill that is under way, or why there is none. ``room``: there is some now, if there was none."""
         running = self._running.get(digest)
         if running is not None:
             return running
         upload = self._upload(digest)
         if upload is not None:
             return upload.arrival  # a client was chosen to put the shard here: wait for it as for a fill
-        status = self._refusal(digest)
-        if status is not None:
+        status = self.refusal(digest)
+        if status is not None and not (room and status is RangeStatus.NO_ROOM):
             return status
         if len(self._running) >= PENDING_MAX:
             return RangeStatus.FILLING
-        future: asyncio.Future[None] = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        future: asyncio.Future[object] = asyncio.get_running_loop().run_in_executor(self._executor, work)
         self._running[digest] = future
         future.add_done_callback(lambda done: self._done(digest, done))
         return future
@@ -76,9 +84,9 @@ class Fills:
 
         Of those who ask for a shard that a client has to put here, the first who may be is chosen; the others wait.
         """
-        if digest in self._running or self._upload(digest) is not None:
+        if digest in self._running or self.awaits(digest):
             return RangeStatus.FILLING
-        status = self._refusal(digest) or RangeStatus.FILLING
+        status = self.refusal(digest) or RangeStatus.FILLING
         if status is RangeStatus.UPLOAD:
             if not choose:
                 return RangeStatus.FILLING
@@ -100,7 +108,18 @@ class Fills:
             self._uploads.pop(digest).end()
             self._remember(digest, RangeStatus.FAILED, FAILURE_SECONDS)
 
-    def _refusal(self, digest: Digest) -> RangeStatus | None:
+    def awaits(self, digest: Digest) -> bool:
+        """Whether a client was chosen to put the shard here, and may still do so."""
+        return self._upload(digest) is not None
+
+    def dismiss(self, digest: Digest) -> None:
+        """The client that was to put the shard here is gone: let the next one who asks be chosen."""
+        upload = self._uploads.pop(digest, None)
+        if upload is not None:
+            upload.end()
+
+    def refusal(self, digest: Digest) -> RangeStatus | None:
+        """Return what is remembered against a shard."""
         until, status = self._failed.get(digest, (0.0, RangeStatus.FAILED))
         if time.monotonic() < until:
             return status
@@ -115,7 +134,7 @@ class Fills:
             return None
         return upload
 
-    def _done(self, digest: Digest, done: asyncio.Future[None]) -> None:
+    def _done(self, digest: Digest, done: asyncio.Future[object]) -> None:
         del self._running[digest]
         if done.cancelled():
             return

@@ -26,6 +26,8 @@ class Collector:
             ("quiver_served_bytes", "Payload bytes sent to readers", counters.served_bytes),
             ("quiver_uploaded_bytes", "Bytes of shards that clients put here", counters.uploaded_bytes),
             ("quiver_overloads", "Requests refused because too many were under way", counters.overloads),
+            ("quiver_need_fetches", "Fetches begun because a consumer needs the shard", counters.need_fetches),
+            ("quiver_forced_drops", "Shards dropped although somebody needs them", counters.forced_drops),
             ("quiver_ring_records_ignored", "Ring entries that could not be members", node.registry.ignored_total),
         )
         for name, text, value in totals:
@@ -37,6 +39,7 @@ class Collector:
             ("quiver_ring_members", "Members of the ring as this daemon knows it", len(node.registry.ring.members)),
             ("quiver_ring_age_seconds", "Age of what is known of the ring", node.registry.age_seconds),
             ("quiver_reads_in_flight", "Batched reads being answered", counters.reads_in_flight),
+            ("quiver_consumers", "Consumers whose needs are known", node.residency.consumers),
             ("quiver_fills_in_flight", "Shards being brought in", node.fills.in_flight),
             ("quiver_disk_writable", "1 while the disk takes writes", float(node.disk == "ok")),
         )

@@ -27,15 +27,15 @@ from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
 from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
-from quiver_cacheserver.fills import Fills
+from quiver_cacheserver.fills import FILL_THREADS, Fills
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
+from quiver_cacheserver.residency import Residency
 
 log = logging.getLogger(__name__)
 
 DISK_THREADS: Final = 8
-FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
 RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
 SUSPECTED_MAX: Final = 65536
@@ -67,7 +67,8 @@ class Node:
         self._verifying: dict[Digest, asyncio.Future[bool]] = {}
         self._suspected: OrderedDict[Digest, float] = OrderedDict()
         self._started = time.monotonic()
-        store.needed = lambda digest: True if self.manifests.in_use(digest) else None
+        self.residency = Residency(self)
+        store.needed = self.residency.needed
 
     @property
     def shard_count(self) -> int:
@@ -76,6 +77,7 @@ class Node:
         return inventory.count(Kind.SHARD)
 
     def close(self) -> None:
+        self.residency.close()
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
@@ -128,7 +130,7 @@ class Node:
         for digest in wanted:
             known = manifest is not None and digest in manifest.shard_numbers
             if known and digest not in self._unverified and not self.resident(digest):
-                begun = self.fills.start(digest, lambda digest=digest: self._bring(digest, manifest))  # type: ignore[misc]
+                begun = self.fills.start(digest, lambda digest=digest: self.fill(digest, manifest))  # type: ignore[misc]
                 if isinstance(begun, asyncio.Future):
                     waiting.add(begun)
         if waiting:
@@ -187,10 +189,10 @@ class Node:
         if source != "peer" and self.registry.ring.replicas > 1:
             self.fill_threads.submit(self._replicate, digest)
 
-    def _bring(self, digest: Digest, manifest: Manifest | None) -> None:
-        """In a thread: make the shard resident and verified, or raise why not."""
+    def fill(self, digest: Digest, manifest: Manifest | None) -> str:
+        """In a thread: make the shard resident and verified; return where it was, or raise why it is not here."""
         if self._verify(digest):
-            return
+            return "disk"
         number = manifest.shard_numbers.get(digest) if manifest is not None else None
         if manifest is None or number is None:
             raise NotFound("the shard is not resident and no manifest says where its samples lie")
@@ -205,7 +207,9 @@ class Node:
             raise
         if isinstance(source, PeerClient):
             self.neighbours.delivered(source)
-        self.admitted(digest, "peer" if isinstance(source, PeerClient) else "origin")
+        where = "peer" if isinstance(source, PeerClient) else "origin"
+        self.admitted(digest, where)
+        return where
 
     def _verify(self, digest: Digest) -> bool:
         """Return whether the shard is resident and right; what is wrong is quarantined."""

@@ -27,13 +27,13 @@ from quiver.wire import (
     RangeStatus,
     ReadRequest,
 )
+from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
 
 log = logging.getLogger(__name__)
 
 BLOCK_BYTES: Final = 4 << 20
 READS_AT_ONCE: Final = 128
-UPLOADS_A_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
 BODY_SECONDS_MAX: Final = 10.0
 SEND_SECONDS_MAX: Final = 60.0  # a reader that does not take a block in that time is gone
 

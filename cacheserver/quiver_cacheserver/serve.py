@@ -110,9 +110,10 @@ async def _serve(
             if started is not None:
                 await started(node)
             async with asyncio.TaskGroup() as tasks:
-                scrubber = tasks.create_task(_scrub(node))
+                running = [tasks.create_task(_scrub(node)), tasks.create_task(node.residency.run())]
                 await stop.wait()
-                scrubber.cancel()
+                for task in running:
+                    task.cancel()
             await _drain(config, node)
     finally:
         await runner.cleanup()

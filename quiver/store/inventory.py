@@ -14,7 +14,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -132,6 +132,10 @@ def lock_folder(root: Path, *, wait: bool) -> int:
     return fd
 
 
+def _nobody(digest: Digest, held: bool) -> None:
+    pass
+
+
 class MemoryInventory:
     """The inventory of the one process that owns a folder. Takes the folder's lock for as long as it lives."""
 
@@ -146,6 +150,10 @@ class MemoryInventory:
             kind: {digest: (info.st_size, info.st_mtime - age) for digest, info in scan(root, kind)} for kind in Kind
         }
         self._bytes = sum(size for held in self._held.values() for size, _ in held.values())
+        self._reserved_bytes = 0
+        self._shard_bytes = sum(size for size, _ in self._held[Kind.SHARD].values())
+        # Hears of every shard that comes (True) or goes, in that order, under the lock: it must not wait for anything.
+        self.listener: Callable[[Digest, bool], None] = _nobody
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         return _entered(self._lock)
@@ -165,24 +173,38 @@ class MemoryInventory:
     def resident_bytes(self) -> int:
         return self._bytes
 
+    def reserved_bytes(self) -> int:
+        return self._reserved_bytes
+
+    def shard_bytes(self) -> int:
+        """Return the bytes of the shards that are held, without what is reserved."""
+        return self._shard_bytes
+
     def reserved(self, size_bytes: int) -> None:
         with self._lock:
             self._bytes += size_bytes
+            self._reserved_bytes += size_bytes
 
     def released(self, size_bytes: int) -> None:
-        with self._lock:
-            self._bytes -= size_bytes
+        self.reserved(-size_bytes)
 
     def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None:
         with self._lock:
-            self.removed(kind, digest)
+            before, _ = self._held[kind].get(digest, (0, 0.0))
             self._held[kind][digest] = (size_bytes, time.monotonic())
-            self._bytes += size_bytes
+            self._changed(kind, digest, size_bytes - before, True)
 
     def removed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:
-            size, _ = self._held[kind].pop(digest, (0, 0.0))
-            self._bytes -= size
+            if digest in self._held[kind]:
+                size, _ = self._held[kind].pop(digest)
+                self._changed(kind, digest, -size, False)
+
+    def _changed(self, kind: Kind, digest: Digest, size_bytes: int, held: bool) -> None:
+        self._bytes += size_bytes
+        if kind is Kind.SHARD:
+            self._shard_bytes += size_bytes
+            self.listener(digest, held)
 
     def missed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:  # under which files appear: it may have done so since

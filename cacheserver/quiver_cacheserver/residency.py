@@ -1,0 +1,366 @@
+"""Residency by need: what consumers report (``quiver.need``), turned into fills, uploads, and what the store may drop.
+
+All state belongs to the event loop. The store hears ``needed`` from threads, and what it admits and drops comes back
+through the loop's queue, in order. A driver wakes when something changed, decides, and begins fills; it waits for
+nothing, so a fill that hangs costs one of its few places and no more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.digest import Digest
+from quiver.errors import BadRequest, Forbidden, OverCapacity
+from quiver.manifest import Manifest
+from quiver.need import GIVEN_UP_SECONDS, Fetch, Needs
+from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency import IDLE_SECONDS
+from quiver.ring import Ring
+from quiver.store import Kind, MemoryInventory
+from quiver.wire import RangeStatus
+from quiver_cacheserver.fills import FAILURE_SECONDS, FILL_THREADS, UPLOADS_A_READER
+from quiver_cacheserver.pace import Pace
+
+if TYPE_CHECKING:
+    from quiver_cacheserver.node import Node
+
+log = logging.getLogger(__name__)
+
+TICK_SECONDS: Final = 0.25
+COALESCE_SECONDS: Final = 0.02  # what comes within it is decided on together
+IDLE_SHARE: Final = 4  # the loop has this much time for others for every second of deciding
+NO_ROOM_SECONDS: Final = 1.0  # for which what nobody reports on is taken to be in use, after no room could be made
+PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
+DATASETS_MAX: Final = 256
+SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
+UPLOADS_WANTED_MAX: Final = 64
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class _Dataset:
+    manifest: Manifest
+    sizes: npt.NDArray[np.float64]
+    ring: Ring  # by which ``first`` was found
+    first: Mask  # of which shards this daemon is the first owner
+    used: float  # when somebody last reported on it
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    dataset: Digest
+    shards: int
+    at: float
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class _Fill:
+    """A fill that the driver began. The thread writes, the loop reads it when the fill ended."""
+
+    size_bytes: int
+    source: str = ""
+    seconds: float = 0.0
+
+
+class Residency:
+    """What consumers need of one daemon, and the driver that follows it."""
+
+    def __init__(self, node: Node) -> None:
+        inventory = node.store.inventory
+        assert isinstance(inventory, MemoryInventory)
+        self._node = node
+        self._inventory = inventory
+        self._needs = Needs()
+        self._pace = Pace()
+        self._datasets: dict[Digest, _Dataset] = {}
+        self._leases: dict[bytes, _Lease] = {}
+        self._fills: dict[Digest, _Fill] = {}
+        self._refused: dict[Digest, float] = {}  # until when a shard is not tried again
+        self._wanted: dict[Digest, None] = {}  # to be uploaded by some consumer, since the origin is not ours to read
+        self._chosen: dict[Digest, bytes] = {}  # who was asked to
+        self._victims: dict[Digest, float] = {}  # given up for another shard, and until when that counts
+        self._mine_changed = False
+        self._others_busy_until = 0.0  # what nobody reports on is in use
+        self._paused_until = 0.0
+        self._failures = 0
+        self._wake = asyncio.Event()
+
+    @property
+    def consumers(self) -> int:
+        return len(self._needs)
+
+    def close(self) -> None:
+        self._inventory.listener = lambda digest, held: None
+
+    def needed(self, digest: Digest) -> bool | None:
+        """Whether a shard or manifest must stay; ``None``: nobody said. From any thread: ``Store.needed``."""
+        need = self._needs.needed(digest)
+        if need is None and (digest in self._datasets or self._node.manifests.in_use(digest)):
+            return True
+        return need
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    async def take(self, body: bytes) -> NeedsAnswer:
+        """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
+        told = NeedsReport.decode(body)
+        report, consumer = told.report, told.report.consumer
+        if told.leaving:
+            self._needs.leave(consumer)
+            self._leases.pop(consumer, None)
+            self._wake.set()
+            return _empty(NeedsStatus.TAKEN)
+        dataset = await self._learned(told.manifest)
+        if dataset is None:
+            return _empty(NeedsStatus.NO_MANIFEST)
+        shards = dataset.manifest.shard_count
+        if len(report.left) != shards:
+            raise BadRequest(f"a report about {len(report.left)} shards where the manifest has {shards}")
+        now = time.monotonic()
+        before = self._leases.pop(consumer, None)
+        room = sum(lease.shards for lease in self._leases.values()) + shards <= SHARDS_MAX
+        if not room or not self._needs.report(told.manifest, report, now):
+            self._needs.leave(consumer)
+            return _empty(NeedsStatus.FULL)
+        if before is not None:
+            self._pace.reported(now - before.at)
+        self._leases[consumer] = _Lease(told.manifest, shards, now, report.lease_seconds)
+        dataset.used = now
+        self._wake.set()
+        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset))
+
+    async def _learned(self, name: Digest) -> _Dataset | None:
+        """Return the dataset, learned from its manifest if it was not known; ``None`` without a manifest."""
+        known = self._datasets.get(name)
+        if known is not None:
+            return known
+        manifest = await self._node.manifests.get(name)
+        if manifest is None:
+            return None
+        ring = self._node.registry.ring
+        shards, first = await asyncio.get_running_loop().run_in_executor(None, self._described, manifest, ring)
+        if name in self._datasets:  # by another report, meanwhile
+            return self._datasets[name]
+        self._listen()  # from before what is held is looked at: nothing is missed, and hearing twice does no harm
+        held = np.fromiter((self._inventory.has(Kind.SHARD, shard) for shard in shards), bool, len(shards))
+        sizes = manifest.tables.shard_sizes.astype(np.float64)
+        self._needs.add_dataset(name, shards, sizes, held, first)
+        self._datasets[name] = _Dataset(manifest, sizes, ring, first, time.monotonic())
+        self._mine_changed = True
+        return self._datasets[name]
+
+    def _described(self, manifest: Manifest, ring: Ring) -> tuple[list[Digest], Mask]:
+        """In a thread, since it takes a while for many: return the shards, and which the ring gives to this daemon."""
+        own = next((at for at, member in enumerate(ring.members) if member.id == self._node.name), -2)
+        first: Mask = ring.rank(manifest.tables.shard_digests, 1)[:, 0] == own
+        return list(manifest.shard_numbers), first
+
+    def _listen(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def hear(digest: Digest, held: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop ended, and with it whoever wanted to know
+                loop.call_soon_threadsafe(self._heard, digest, held)
+
+        self._inventory.listener = hear
+
+    def _heard(self, digest: Digest, held: bool) -> None:
+        if held:
+            self._needs.arrived(digest)
+            self._wanted.pop(digest, None)
+        else:
+            self._needs.gone(digest)
+            if self._victims.pop(digest, None) is not None:
+                self._node.counters.forced_drops += 1
+        self._wake.set()
+
+    # -- the driver ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Follow what is needed, until cancelled."""
+        self._listen()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_SECONDS if self._datasets else None):
+                    await self._wake.wait()
+            self._wake.clear()
+            await self._follow_ring()
+            began = time.monotonic()
+            self._step(began)
+            await asyncio.sleep(max(COALESCE_SECONDS, IDLE_SHARE * (time.monotonic() - began)))
+
+    async def _follow_ring(self) -> None:
+        ring = self._node.registry.ring
+        loop = asyncio.get_running_loop()
+        for dataset in list(self._datasets.values()):
+            if dataset.ring is not ring:
+                _, first = await loop.run_in_executor(None, self._described, dataset.manifest, ring)
+                dataset.ring, dataset.first, self._mine_changed = ring, first, True
+
+    def _step(self, now: float) -> None:
+        self._needs.expire(now)
+        self._tidy(now)
+        self._tidy_uploads(now)
+        self._forget(now)
+        if self._mine_changed:
+            self._set_mine()
+        at_most = min(FILL_THREADS - len(self._fills), UPLOADS_WANTED_MAX - len(self._wanted))
+        if at_most <= 0 or now < self._paused_until or self._node.state != "up":
+            return
+        coming = {*self._node.fills.coming(), *self._wanted}
+        for fetch in self._needs.fetches(now, coming, self._free_bytes(coming, now), self._pace.origin, at_most):
+            if fetch.victim is not None:
+                self._victims[fetch.victim] = now + GIVEN_UP_SECONDS
+            self._begin(fetch, now)
+
+    def _tidy(self, now: float) -> None:
+        """Let go of what has run out: leases, refusals, and victims that were not dropped after all."""
+        self._leases = {who: lease for who, lease in self._leases.items() if now - lease.at <= lease.seconds}
+        self._victims = {digest: until for digest, until in self._victims.items() if now < until}
+        over = [digest for digest, until in self._refused.items() if now >= until]
+        for digest in over:
+            del self._refused[digest]
+        self._mine_changed |= bool(over)
+
+    def _forget(self, now: float) -> None:
+        """Forget datasets that nobody reports on: not at once, since then the store would take them to be in use.
+
+        A dataset that is known and not reported on makes way for whatever is needed; of one that is not known, being
+        idle decides, and it was read until a moment ago.
+        """
+        reported = {lease.dataset for lease in self._leases.values()}
+        idle = [dataset.used for name, dataset in self._datasets.items() if name not in reported]
+        for name in reported:
+            self._datasets[name].used = now
+        if idle and (now - max(idle) >= IDLE_SECONDS or len(self._datasets) > DATASETS_MAX):
+            self._needs.forget()
+            self._datasets = {name: it for name, it in self._datasets.items() if self._needs.knows(name)}
+
+    def _set_mine(self) -> None:
+        """Say which shards are to be fetched here: those of this daemon that it can have now."""
+        self._mine_changed = False
+        for name, dataset in self._datasets.items():
+            mine = dataset.first & (dataset.sizes <= self._node.store.capacity_bytes)
+            for digest in self._refused:
+                number = dataset.manifest.shard_numbers.get(digest)
+                if number is not None:
+                    mine[number] = False
+            self._needs.set_mine(name, mine)
+
+    def _free_bytes(self, coming: Iterable[Digest], now: float) -> float:
+        """Return what can be written without dropping what is needed, once all that is coming has come."""
+        inventory = self._inventory
+        known_bytes, may_go_bytes = self._needs.held_bytes()
+        held_bytes = inventory.resident_bytes() - inventory.reserved_bytes()
+        coming_bytes = sum(self._size_of(digest) for digest in coming if not inventory.has(Kind.SHARD, digest))
+        free = self._node.store.capacity_bytes - held_bytes + may_go_bytes
+        free -= max(inventory.reserved_bytes(), coming_bytes)  # what is coming reserves its room when it begins
+        if now >= self._others_busy_until:
+            free += max(inventory.shard_bytes() - known_bytes, 0.0)
+        return free
+
+    def _size_of(self, digest: Digest) -> int:
+        for dataset in self._datasets.values():
+            number = dataset.manifest.shard_numbers.get(digest)
+            if number is not None:
+                return int(dataset.sizes[number])
+        return 0  # a reader's, of a dataset that nobody reports on
+
+    # -- fills --------------------------------------------------------------------------------------------------------
+
+    def _begin(self, fetch: Fetch, now: float) -> None:
+        digest = fetch.digest
+        fill = _Fill(self._size_of(digest))
+        manifest = self._datasets[fetch.dataset].manifest
+
+        def work() -> None:
+            began = time.monotonic()
+            fill.source = self._node.fill(digest, manifest)
+            fill.seconds = time.monotonic() - began
+
+        begun = self._node.fills.start(digest, work, room=True)
+        if isinstance(begun, asyncio.Future):
+            self._node.counters.need_fetches += 1
+            self._fills[digest] = fill
+            self._pace.began(now)
+            begun.add_done_callback(lambda done: self._ended(digest, fill, done))
+        elif begun is RangeStatus.UPLOAD:
+            self._wanted[digest] = None
+        elif begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs go first
+            self._paused_until = now + TICK_SECONDS
+        else:
+            self._refuse(digest, now + FAILURE_SECONDS)
+
+    def _ended(self, digest: Digest, fill: _Fill, done: asyncio.Future[object]) -> None:
+        del self._fills[digest]
+        now = time.monotonic()
+        brought = fill.source in ("origin", "peer")
+        self._pace.ended(now, fill.seconds if brought else None, fill.size_bytes if fill.source == "origin" else 0)
+        error = None if done.cancelled() else done.exception()
+        if error is None:
+            self._failures = 0
+        elif isinstance(error, Forbidden):
+            self._wanted[digest] = None
+        elif isinstance(error, OverCapacity):
+            self._others_busy_until = now + NO_ROOM_SECONDS
+            self._refuse(digest, now + NO_ROOM_SECONDS)
+        else:
+            self._refuse(digest, now + FAILURE_SECONDS)
+            self._paused_until = now + min(PAUSE_SECONDS * 2**self._failures, FAILURE_SECONDS)
+            self._failures = min(self._failures + 1, 16)
+        self._wake.set()
+
+    def _refuse(self, digest: Digest, until: float) -> None:
+        self._refused[digest] = until
+        self._mine_changed = True
+        self._wake.set()
+
+    # -- uploads ------------------------------------------------------------------------------------------------------
+
+    def _uploads_of(self, told: NeedsReport, dataset: _Dataset) -> tuple[int, ...]:
+        """Choose which shards this consumer is to read from the origin and put here."""
+        consumer = told.report.consumer
+        at_most = UPLOADS_A_READER - sum(who == consumer for who in self._chosen.values())
+        uploads: list[int] = []
+        for digest in self._wanted:
+            if len(uploads) >= at_most:
+                break
+            number = dataset.manifest.shard_numbers.get(digest)
+            if number is None or not told.report.left[number]:
+                continue
+            if self._node.fills.outcome(digest, choose=True) is RangeStatus.UPLOAD:
+                self._chosen[digest] = consumer
+                uploads.append(number)
+        return tuple(uploads)
+
+    def _tidy_uploads(self, now: float) -> None:
+        """Want no upload of what came, of what nobody needs any more, and from nobody who has gone."""
+        fills = self._node.fills
+        for digest, consumer in list(self._chosen.items()):
+            if consumer not in self._leases:
+                fills.dismiss(digest)
+            if not fills.awaits(digest):
+                del self._chosen[digest]
+        for digest in list(self._wanted):
+            if fills.awaits(digest):
+                continue
+            against = fills.refusal(digest)
+            if against is not RangeStatus.UPLOAD or not self._needs.needed(digest):
+                del self._wanted[digest]
+            if against is RangeStatus.FAILED:  # whoever was chosen cannot
+                self._refuse(digest, now + FAILURE_SECONDS)
+
+
+def _empty(status: NeedsStatus) -> NeedsAnswer:
+    return NeedsAnswer(status, np.zeros(0, np.uint8))

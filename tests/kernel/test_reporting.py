@@ -1,0 +1,207 @@
+"""Reports of needs and their answers: they survive the wire, and whatever else comes over it is refused cheaply."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import struct
+import tracemalloc
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quiver.digest import Digest
+from quiver.errors import BadRequest
+from quiver.need import Report
+from quiver.reporting import (
+    ANSWER_BYTES_MAX,
+    LEASE_SECONDS_MAX,
+    REPORT_BYTES_MAX,
+    SHARDS_MAX,
+    SOON_MAX,
+    UPLOADS_MAX,
+    NeedsAnswer,
+    NeedsReport,
+    NeedsStatus,
+)
+
+HEAD = struct.Struct("<4sIIIIIdd16s32s")
+ANSWER = struct.Struct("<4sIIII")
+NAME = Digest(bytes(range(32)))
+
+
+def report(shards: int = 5, **changes: object) -> NeedsReport:
+    plain = Report(bytes(16), np.arange(shards).astype(np.uint8), 1e6, 2e6, 5.0)
+    return NeedsReport(NAME, dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
+
+
+def body(left: bytes = b"\1\2\3", packed: bytes | None = None, soon: bytes = b"", **changes: object) -> bytes:
+    packed = zlib.compress(left) if packed is None else packed
+    fields: dict[str, object] = {
+        "magic": b"QND1",
+        "flags": 0,
+        "lease_ms": 5000,
+        "shards": len(left),
+        "soon": len(soon) // 4,
+        "packed_bytes": len(packed),
+        "rate": 1.0,
+        "ahead": 1.0,
+        "consumer": bytes(16),
+        "manifest": bytes(NAME),
+    }
+    fields.update(changes)
+    return HEAD.pack(*fields.values()) + soon + packed
+
+
+def answer_body(seen: bytes = b"\0\1", packed: bytes | None = None, uploads: bytes = b"", **changes: object) -> bytes:
+    packed = zlib.compress(seen) if packed is None else packed
+    fields: dict[str, object] = {
+        "magic": b"QNA1",
+        "status": 0,
+        "shards": len(seen),
+        "uploads": len(uploads) // 4,
+        "packed_bytes": len(packed),
+    }
+    fields.update(changes)
+    return ANSWER.pack(*fields.values()) + uploads + packed
+
+
+@given(st.data())
+def test_a_report_survives_the_wire(data: st.DataObject) -> None:
+    left = data.draw(st.binary(max_size=300))
+    soon = data.draw(st.lists(st.integers(0, len(left) - 1), max_size=20)) if left else []
+    sent = NeedsReport(
+        Digest(data.draw(st.binary(min_size=32, max_size=32))),
+        Report(
+            consumer=data.draw(st.binary(min_size=16, max_size=16)),
+            left=np.frombuffer(left, np.uint8),
+            rate=data.draw(st.floats(0, 1e12)),
+            ahead_bytes=data.draw(st.floats(-1e15, 1e15)),
+            lease_seconds=data.draw(st.integers(0, 60_000)) / 1000,
+            soon=tuple(soon),
+            ordered=data.draw(st.booleans()),
+        ),
+        leaving=data.draw(st.booleans()),
+    )
+    got = NeedsReport.decode(sent.encode())
+    assert (got.manifest, got.leaving) == (sent.manifest, sent.leaving)
+    assert got.report.left.tobytes() == left
+    for name in ("consumer", "rate", "ahead_bytes", "lease_seconds", "soon", "ordered"):
+        assert getattr(got.report, name) == getattr(sent.report, name), name
+
+
+@given(st.binary(max_size=300), st.lists(st.integers(0, 299), max_size=UPLOADS_MAX), st.sampled_from(NeedsStatus))
+def test_an_answer_survives_the_wire(seen: bytes, uploads: list[int], status: NeedsStatus) -> None:
+    uploads = [shard for shard in uploads if shard < len(seen)]
+    got = NeedsAnswer.decode(NeedsAnswer(status, np.frombuffer(seen, np.uint8), tuple(uploads)).encode())
+    assert (got.status, got.seen.tobytes(), got.uploads) == (status, seen, tuple(uploads))
+
+
+@settings(max_examples=300)
+@given(st.binary(max_size=400))
+def test_any_body_is_a_report_or_an_answer_or_refused(data: bytes) -> None:
+    for start in (b"", b"QND1", b"QNA1"):
+        with contextlib.suppress(BadRequest):
+            NeedsReport.decode(start + data)
+        with contextlib.suppress(BadRequest):
+            NeedsAnswer.decode(start + data)
+
+
+@given(st.data())
+def test_a_report_that_was_cut_or_changed_is_refused_or_another_report(data: st.DataObject) -> None:
+    good = report(200, soon=(1, 2, 3)).encode()
+    with pytest.raises(BadRequest):
+        NeedsReport.decode(good[: data.draw(st.integers(0, len(good) - 1))])
+    with pytest.raises(BadRequest):
+        NeedsReport.decode(good + b"x")
+    at, bit = data.draw(st.integers(0, len(good) - 1)), data.draw(st.integers(0, 7))
+    with contextlib.suppress(BadRequest):
+        NeedsReport.decode(good[:at] + bytes([good[at] ^ 1 << bit]) + good[at + 1 :])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        body(magic=b"QND2"),
+        body(shards=SHARDS_MAX + 1),
+        body(shards=2),
+        body(shards=4),
+        body(soon=b"\0\0\0\0" * (SOON_MAX + 1)),
+        body(soon=b"\3\0\0\0"),
+        body(left=b"", soon=b"\0\0\0\0"),
+        body(packed_bytes=3),
+        body(rate=-1.0),
+        body(rate=float("nan")),
+        body(rate=float("inf")),
+        body(ahead=float("nan")),
+        body(ahead=float("-inf")),
+        body(packed=b"not zlib at all"),
+        body(packed=b""),
+        body(packed=zlib.compress(b"\1\2\3")[:-1]),
+        body(packed=zlib.compress(b"\1\2\3")[:-4] + b"abcd"),
+        bytes(REPORT_BYTES_MAX + 1),
+    ],
+    ids=lambda wrong: f"{len(wrong)}-{zlib.crc32(wrong):08x}",
+)
+def test_a_report_that_breaks_a_limit_or_does_not_add_up_is_refused(wrong: bytes) -> None:
+    NeedsReport.decode(body())
+    with pytest.raises(BadRequest):
+        NeedsReport.decode(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"",
+        answer_body()[:-1],
+        answer_body() + b"x",
+        answer_body(magic=b"QND1"),
+        answer_body(status=99),
+        answer_body(shards=SHARDS_MAX + 1),
+        answer_body(shards=1),
+        answer_body(shards=3),
+        answer_body(uploads=b"\0\0\0\0" * (UPLOADS_MAX + 1)),
+        answer_body(uploads=b"\2\0\0\0"),
+        answer_body(packed=b"garbage"),
+    ],
+    ids=lambda wrong: f"{len(wrong)}-{zlib.crc32(wrong):08x}",
+)
+def test_an_answer_that_breaks_a_limit_or_does_not_add_up_is_refused(wrong: bytes) -> None:
+    NeedsAnswer.decode(answer_body())
+    with pytest.raises(BadRequest):
+        NeedsAnswer.decode(wrong)
+
+
+def test_the_largest_report_and_answer_fit_into_their_limits() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, SHARDS_MAX, np.uint8)
+    sent = report(SHARDS_MAX, left=noise, soon=tuple(range(SOON_MAX))).encode()
+    assert len(sent) <= REPORT_BYTES_MAX
+    assert len(NeedsReport.decode(sent).report.soon) == SOON_MAX
+    answer = NeedsAnswer(NeedsStatus.TAKEN, noise, tuple(range(UPLOADS_MAX))).encode()
+    assert len(answer) <= ANSWER_BYTES_MAX
+    assert len(NeedsAnswer.decode(answer).uploads) == UPLOADS_MAX
+
+
+def test_what_is_too_much_to_tell_is_cut_where_it_is_told() -> None:
+    long = NeedsReport.decode(report(SOON_MAX + 9, soon=tuple(range(SOON_MAX + 9))).encode())
+    assert long.report.soon == tuple(range(SOON_MAX))
+    assert NeedsReport.decode(report(lease_seconds=3600.0).encode()).report.lease_seconds == LEASE_SECONDS_MAX
+    many = NeedsAnswer(NeedsStatus.TAKEN, np.zeros(99, np.uint8), tuple(range(99))).encode()
+    assert NeedsAnswer.decode(many).uploads == tuple(range(UPLOADS_MAX))
+
+
+def test_a_bomb_is_not_unpacked() -> None:
+    bomb = zlib.compress(bytes(256 << 20), 9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadRequest):
+            NeedsReport.decode(body(packed=bomb))
+        with pytest.raises(BadRequest):
+            NeedsAnswer.decode(answer_body(packed=bomb))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 4 << 20
