@@ -177,6 +177,20 @@ def test_what_is_no_batch_of_the_order_is_not_encoded(entries: list[int]) -> Non
         encode_batch(order, np.array(entries))
 
 
+def test_bits_past_what_is_pending_are_refused() -> None:
+    order = Order(np.array([0, 1, 2]), 3)
+    assert decode_batch(order, bytes([2, 0b10100000])).tolist() == [0, 2]
+    with pytest.raises(ValueError, match="does not fit 3"):
+        decode_batch(order, bytes([2, 0b10110000]))
+
+
+def test_a_batch_far_from_the_front_survives() -> None:
+    """A bitmap of what is near would be all zeros, and shorter than any other form."""
+    order = Order(np.concatenate([np.zeros(50_000, np.int64), np.arange(1, 257)]), 257)
+    entries = np.arange(50_000, 50_256)
+    assert decode_batch(order, encode_batch(order, entries)).tolist() == entries.tolist()
+
+
 def test_each_form_is_used_where_it_is_the_shortest() -> None:
     """Each of them is some order's shortest record: none is dead."""
     order = epoch_of(20_000, 2_000, 7)
@@ -480,6 +494,15 @@ def test_a_frame_that_is_missing_or_in_another_place_is_damage(path: Path) -> No
             LedgerReader(path, RUN)
 
 
+def test_a_length_that_does_not_end_is_damage_and_no_torn_tail(path: Path) -> None:
+    data, _ = torn_and_whole(path)
+    path.write_bytes(data + b"\xff" * 8)
+    assert records_of(LedgerReader(path, RUN), 0) == RECORDS
+    path.write_bytes(data + b"\xff" * 9)
+    with pytest.raises(ValueError, match=r"replay=.*does not end"):
+        LedgerReader(path, RUN)
+
+
 def test_a_ledger_that_changes_under_its_reader_is_refused(path: Path) -> None:
     reader = LedgerReader(written(path, (0, None, 0, RECORDS)), RUN)
     written(path, (0, np.ones(3, bool), 0, RECORDS))
@@ -600,6 +623,13 @@ def test_batches_after_the_checkpoint_that_a_run_went_on_from_do_not_count(path:
 def test_repeats_are_cut_where_the_checkpoint_was(path: Path) -> None:
     written(path, (0, None, 0, [b"p"] * 70), (0, None, 50, [b"q"]))
     assert records_of(LedgerReader(path, RUN), 0) == [b"p"] * 50 + [b"q"]
+
+
+def test_a_segment_may_begin_with_what_the_last_one_ended_with(path: Path) -> None:
+    written(path, (0, None, 0, [b"p"]), (1, None, 0, [b"p", b"p"]), (1, None, 1, [b"p"]))
+    reader = LedgerReader(path, RUN)
+    assert records_of(reader, 0) == [b"p"]
+    assert records_of(reader, 1) == [b"p", b"p"]
 
 
 def test_what_was_dealt_out_anew_follows(path: Path) -> None:

@@ -348,7 +348,7 @@ def _scan(file: BinaryIO, run: Run) -> _Contents:
             return _Contents(segments, at, crc)
         if frame.kind == _BEGIN:
             begin = _Begin.decode(frame.body)
-            deal = Digest.of(b"" if begin.done is None else begin.done.tobytes() + b"done")
+            deal = Digest.of(b"" if begin.done is None else begin.done.tobytes())
             segments.append(_Segment(begin.epoch, deal, begin.batches, 0, at, crc, frame.crc))
         elif not segments or (frame.kind == _AGAIN and last not in (_BATCH, _AGAIN)):
             raise ValueError(f"it is damaged at byte {at}: a batch out of place")
