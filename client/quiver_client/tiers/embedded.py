@@ -8,26 +8,40 @@ else, since what is written is verified and appears under its name complete or n
 from __future__ import annotations
 
 import contextlib
+import enum
 import fcntl
 import os
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from quiver.errors import Changed, Corrupt, DiskFailed, Forbidden, Misconfigured, NotFound, OverCapacity, Unavailable
+from quiver.errors import (
+    Changed,
+    Corrupt,
+    DiskFailed,
+    Forbidden,
+    Misconfigured,
+    NotFound,
+    OverCapacity,
+    QuiverError,
+    Unavailable,
+)
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
+from quiver.need import Origin
 from quiver.origin import SampleOrigin
 from quiver.sizes import format_size
 from quiver.source import first_verified
 from quiver.store import Kind, Store
+from quiver.store.inventory import file_of
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.needs.board import Board
 from quiver_client.stats import Stats
 
 MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold no descriptors
@@ -36,6 +50,50 @@ LOCK_SECONDS_MAX: Final = 60.0  # who holds the lock may be suspended: then some
 LOCK_POLL_SECONDS: Final = 0.02
 FAILED_SECONDS: Final = 5.0
 FULL_SECONDS: Final = 5.0  # having found no room, do not look again sooner
+TIDY_SECONDS: Final = 2.0  # a file that made way keeps its room while it is mapped: how long it may
+SMOOTHING: Final = 0.2  # of what fills say of the origin
+
+
+class Brought(enum.Enum):
+    """What became of bringing a shard in."""
+
+    HERE = enum.auto()
+    NO_ROOM = enum.auto()
+    FAILED = enum.auto()
+
+
+class Pace:
+    """What fills say of the origin, as moving averages. Safe from threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self._known = Origin()
+
+    @contextlib.contextmanager
+    def reading(self, size_bytes: int) -> Iterator[None]:
+        """Measure a read, one of several perhaps. One that fails says nothing."""
+        with self._lock:
+            self._under_way += 1
+        begun, most = time.monotonic(), 0
+        try:
+            yield
+            most = self._under_way
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                if most:
+                    self._learn(max(time.monotonic() - begun, 1e-6), size_bytes * most)
+
+    def origin(self, report_seconds: float) -> Origin:
+        return self._known._replace(report_seconds=report_seconds)
+
+    def _learn(self, seconds: float, size_bytes: int) -> None:
+        rate, before = size_bytes / seconds, self._known
+        share = SMOOTHING if before.rate else 1.0
+        self._known = Origin(
+            before.rate + share * (rate - before.rate), before.fill_seconds + share * (seconds - before.fill_seconds)
+        )
 
 
 class EmbeddedTier:
@@ -50,26 +108,31 @@ class EmbeddedTier:
                 f"{store.root}: a capacity of {format_size(store.capacity_bytes)} is smaller than one shard of"
                 f" {manifest.path} ({format_size(largest)}); give it more, or index with a smaller --shard-size"
             )
+        self.store = store
         self._manifest = manifest
-        self._store = store
         self._origin = origin
-        self._stats = stats
+        self.stats = stats
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="quiver-fill")
+        self._tidied = time.monotonic()
         self._full_until = 0.0
+        self._broken_until = 0.0  # the disk
         self._failed: dict[int, float] = {}  # shard -> when to try again
         self._locks = store.root / "fills"
         with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
             self._locks.mkdir(exist_ok=True)
-        store.needed = lambda digest: True if digest in manifest.shard_numbers else None
+        self.board = Board(manifest, store.root)
+        self.pace = Pace()
+        store.needed = self.board.needed
 
     def fetch(self, delivery: Delivery) -> None:
+        self._tidy()
         plan, missing = delivery.plan, delivery.missing()
         shards = np.unique(plan.shards[missing]).tolist()
         maps = {shard: self._resident(shard) for shard in shards}
         absent = [shard for shard, view in maps.items() if view is None]
-        self._stats.add("misses_host", len(absent))
+        self.stats.add("misses_host", len(absent))
         if len(absent) == 1:
             maps[absent[0]] = self._filled(absent[0])
         elif absent:
@@ -86,13 +149,27 @@ class EmbeddedTier:
             with self._lock:
                 self._maps.pop(shard, None)
             with contextlib.suppress(Corrupt, NotFound, DiskFailed, OverCapacity):
-                self._store.check(self._manifest.shard_digest(shard))
+                self.store.check(self._manifest.shard_digest(shard))
+
+    def bring(self, shard: int) -> Future[Brought]:
+        """Begin to bring a shard in, in the background."""
+        try:
+            return self._pool.submit(self._bring, shard)
+        except RuntimeError:  # closed meanwhile
+            refused: Future[Brought] = Future()
+            refused.set_result(Brought.FAILED)
+            return refused
+
+    def filling(self) -> Iterator[Path]:
+        """Yield the locks of the fills that are under way in any process, or that died in one."""
+        with contextlib.suppress(OSError):
+            yield from self._locks.iterdir()
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
             self._maps.clear()
-        self._store.close()
+        self.store.close()
 
     def _resident(self, shard: int) -> memoryview | None:
         with self._lock:
@@ -101,18 +178,18 @@ class EmbeddedTier:
                 self._maps.move_to_end(shard)
         digest = self._manifest.shard_digest(shard)
         if view is not None:
-            self._store.inventory.touched(Kind.SHARD, digest)
+            self.store.inventory.touched(Kind.SHARD, digest)
             return view
         try:
-            view = self._store.map_file(Kind.SHARD, digest)
+            view = self.store.map_file(Kind.SHARD, digest)
         except NotFound:
             return None
         except (DiskFailed, OverCapacity) as error:
-            self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
+            self.stats.warn("disk", f"{error}; reading from the origin meanwhile")
             return None
         if len(view) != self._manifest.tables.shard_sizes[shard]:
-            self._stats.add("corruptions")
-            self._store.quarantine(Kind.SHARD, digest)
+            self.stats.add("corruptions")
+            self.store.quarantine(Kind.SHARD, digest)
             return None
         with self._lock:
             self._maps[shard] = view
@@ -122,8 +199,35 @@ class EmbeddedTier:
 
     def _filled(self, shard: int) -> memoryview | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
-        if time.monotonic() < max(self._full_until, self._failed.get(shard, 0.0)):
+        if time.monotonic() < max(self._full_until, self._broken_until, self._failed.get(shard, 0.0)):
             return None
+        try:
+            return self._fill(shard)
+        except OverCapacity:
+            self._full_until = time.monotonic() + FULL_SECONDS
+        except (DiskFailed, NotFound) as error:  # NotFound of one's own shard: the folder was taken away
+            self.stats.warn("disk", f"{error}; reading from the origin meanwhile")
+        except (Changed, Unavailable, Forbidden, Corrupt):
+            pass  # the samples of the shard that are still there can be read one by one, and are, for a while
+        return None
+
+    def _bring(self, shard: int) -> Brought:
+        if time.monotonic() < max(self._broken_until, self._failed.get(shard, 0.0)):
+            return Brought.FAILED
+        with self._lock:
+            self._maps.pop(shard, None)  # mapped once is not there still
+        try:
+            here = self._fill(shard) is not None
+        except OverCapacity:
+            return Brought.NO_ROOM
+        except QuiverError as error:
+            self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
+            return Brought.FAILED
+        self._full_until = 0.0
+        return Brought.HERE if here else Brought.NO_ROOM
+
+    def _fill(self, shard: int) -> memoryview | None:
+        """Return the shard, read from the origin unless another process did; ``None`` if it made way at once."""
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         try:
@@ -131,24 +235,34 @@ class EmbeddedTier:
                 view = self._resident(shard)
                 if view is not None:
                     return view
-                with self._store.reserve(Kind.SHARD, digest, size_bytes) as writing:
+                with self.store.reserve(Kind.SHARD, digest, size_bytes) as writing:
                     source = OriginShards(self._manifest, self._origin())
-                    data, _ = first_verified([source], digest, size_bytes)
+                    with self.pace.reading(size_bytes):
+                        data, _ = first_verified([source], digest, size_bytes)
                     writing.write(data.data)
                     writing.commit()
-            self._stats.add("fills")
-            return self._resident(shard)
-        except OverCapacity:
-            self._full_until = time.monotonic() + FULL_SECONDS
-        except DiskFailed as error:
-            self._full_until = time.monotonic() + FULL_SECONDS
-            self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
+        except DiskFailed:
+            self._broken_until = time.monotonic() + FULL_SECONDS
+            raise
         except (Changed, Unavailable, Forbidden, Corrupt):
-            # The samples of the shard that are still there can be read one by one, and are, for a while.
             self._failed[shard] = time.monotonic() + FAILED_SECONDS
-        except NotFound as error:  # of a shard that its own manifest names: the folder was taken away
-            self._stats.warn("disk", f"{error}; reading from the origin meanwhile")
-        return None
+            raise
+        self.stats.add("fills")
+        return self._resident(shard)
+
+    def _tidy(self) -> None:
+        """Let go of the maps of what made way, now and then: until then its room is not free."""
+        now = time.monotonic()
+        if now - self._tidied < TIDY_SECONDS:
+            return
+        self._tidied = now
+        with self._lock:
+            mapped = list(self._maps)
+        root, digest_of = self.store.root, self._manifest.shard_digest
+        gone = [shard for shard in mapped if not file_of(root, Kind.SHARD, digest_of(shard)).exists()]
+        with self._lock:
+            for shard in gone:
+                self._maps.pop(shard, None)
 
 
 @contextlib.contextmanager
