@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ from quiver.store import Kind
 from quiver_client import Dataset
 from quiver_client.needs.folder import FolderNeeds
 from quiver_client.needs.leases import Lease, leases_in
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.tiers.embedded import Brought, EmbeddedTier
 from tests.support.data import Files, rewritten
 from tests.support.waiting import until
 
@@ -221,6 +222,35 @@ def test_two_processes_on_one_dataset_read_the_origin_once(
     assert read == made.dataset.manifest.total_bytes
     made.report()
     assert (made.seen == 1).all(), "the other is gone"
+
+
+@contextlib.contextmanager
+def filling(consumer: Consumer, shard: int) -> Iterator[None]:
+    """Be another process that fills a shard."""
+    with (consumer.tier._locks / consumer.dataset.manifest.shard_digest(shard).hex()).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def test_what_another_process_fills_is_not_filled_again(consumer: Callable[..., Consumer]) -> None:
+    made = consumer()
+    made.need([0, 1, 2, 3, 4])
+    with filling(made, 0):
+        made.until_resident([1, 2, 3, 4])
+        assert made.needs._bringing == {}
+        assert 0 not in made.resident()
+    made.until_resident([0])  # it died on the way
+
+
+def test_closing_does_not_wait_for_a_process_that_is_suspended_in_a_fill(consumer: Callable[..., Consumer]) -> None:
+    made = consumer()
+    with filling(made, 0):
+        brought = made.tier.bring(0)
+        until(brought.running)
+        made.dataset.close()
+        assert brought.result(1) is Brought.FAILED
+        assert len(list(made.tier.filling())) == 1, "whose lock it is keeps it"
+    assert made.tier.bring(1).result(1) is Brought.FAILED, "it is closed"
 
 
 def test_an_origin_that_fails_is_not_asked_in_a_frenzy(

@@ -115,6 +115,7 @@ class EmbeddedTier:
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="quiver-fill")
+        self._closing = threading.Event()
         self._tidied = time.monotonic()
         self._full_until = 0.0
         self._broken_until = 0.0  # the disk
@@ -166,6 +167,7 @@ class EmbeddedTier:
             yield from self._locks.iterdir()
 
     def close(self) -> None:
+        self._closing.set()
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
             self._maps.clear()
@@ -221,7 +223,8 @@ class EmbeddedTier:
         except OverCapacity:
             return Brought.NO_ROOM
         except QuiverError as error:
-            self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
+            if not self._closing.is_set():
+                self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
             return Brought.FAILED
         self._full_until = 0.0
         return Brought.HERE if here else Brought.NO_ROOM
@@ -231,7 +234,7 @@ class EmbeddedTier:
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         try:
-            with _fill_lock(self._locks / digest.hex()):
+            with _fill_lock(self._locks / digest.hex(), self._closing):
                 view = self._resident(shard)
                 if view is not None:
                     return view
@@ -266,23 +269,32 @@ class EmbeddedTier:
 
 
 @contextlib.contextmanager
-def _fill_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of one fill, or go on without it after a while: it saves work and is not needed to be right."""
+def _fill_lock(path: Path, closing: threading.Event) -> Iterator[None]:
+    """Hold the lock of one fill, or go on without it after a while: it saves work and is not needed to be right.
+
+    Raises ``Unavailable`` if the tier is closed meanwhile, which must not wait for a process that is suspended.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise DiskFailed(f"cannot write to {path.parent}: {error.strerror}") from error
+    held = False
     try:
         deadline = time.monotonic() + LOCK_SECONDS_MAX
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = True
+                with contextlib.suppress(OSError):
+                    os.utime(fd)  # since when: the file may be what a process left that died long ago
                 break
-            except BlockingIOError:
-                time.sleep(LOCK_POLL_SECONDS)  # flock has no timeout, and its holder may be suspended
+            except BlockingIOError:  # flock has no timeout, and its holder may be suspended
+                if closing.wait(LOCK_POLL_SECONDS):
+                    raise Unavailable(f"{path.parent}", "the dataset is being closed") from None
         yield
     finally:
-        with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+        if held:  # else it is somebody's still
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         fcntl.flock(fd, fcntl.LOCK_UN)  # not by closing alone: a child that was forked meanwhile has a copy
         os.close(fd)
