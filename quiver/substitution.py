@@ -23,6 +23,9 @@ Mask = npt.NDArray[np.bool_]
 DRAINED_AT_ONCE: Final = 4  # more mix better, fewer share a scarce cache better; four meet every figure of the bench
 
 
+DRAINED_WHERE_ALIKE: Final = 64  # where a shard's samples are alike (sequential layout) a batch is mixed from more
+
+
 class View(NamedTuple):
     """What a consumer knows of the cache, by shard ``(shards,)``; it may be late, and then costs time and no more."""
 
@@ -52,9 +55,13 @@ def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last
 
 
 class Order:
-    """What is pending of one share. ``shards`` (entries,): the shard that each entry lies in."""
+    """What is pending of one share. ``shards`` (entries,): the shard that each entry lies in.
 
-    def __init__(self, shards: Ints, shard_count: int) -> None:
+    ``drained_at_once``: how many shards a batch is mixed from where not all are resident.
+    """
+
+    def __init__(self, shards: Ints, shard_count: int, drained_at_once: int = DRAINED_AT_ONCE) -> None:
+        self._drained_at_once = drained_at_once
         self.shards = shards
         self._by_shard = np.argsort(shards, kind="stable")
         counts = np.bincount(shards, minlength=shard_count)
@@ -132,14 +139,14 @@ class Order:
         """Choose which shards are drained, so that they hold ``count`` entries; return whether they do."""
         self._drained = [shard for shard in self._drained if view.resident[shard] and left[shard]]
         have = int(left[self._drained].sum())
-        if have >= count and len(self._drained) >= DRAINED_AT_ONCE:
+        if have >= count and len(self._drained) >= self._drained_at_once:
             return True
         eligible = view.resident & (left > 0)
         eligible[self._drained] = False
         pool = np.flatnonzero(eligible)
         pool = pool[np.lexsort((view.arrived[pool], view.others[pool]))]
         for shard in pool.tolist():
-            if len(self._drained) >= DRAINED_AT_ONCE and have >= count:
+            if len(self._drained) >= self._drained_at_once and have >= count:
                 break
             self._drained.append(shard)
             have += int(left[shard])

@@ -14,7 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.manifest import Manifest
-from quiver.substitution import Ints, Mask, Order, View, dealt, permutation
+from quiver.substitution import (
+    DRAINED_AT_ONCE,
+    DRAINED_WHERE_ALIKE,
+    Ints,
+    Mask,
+    Order,
+    View,
+    dealt,
+    permutation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class Layout:
     counts: Ints
     sample_bytes: npt.NDArray[np.float64]
     shard_bytes: float  # of a shard, on average
+    drained_at_once: int = DRAINED_AT_ONCE
 
     @classmethod
     def of(cls, manifest: Manifest) -> Layout:
@@ -62,7 +72,9 @@ class Layout:
         counts = np.bincount(shard_of, minlength=manifest.shard_count)
         sizes = tables.shard_sizes.astype(np.float64)
         sample_bytes = np.divide(sizes, counts, where=counts > 0, out=np.zeros(len(sizes)))
-        return cls(shard_of, counts, sample_bytes, float(sizes.mean()))
+        alike = manifest.header.layout == "sequential"
+        drained = DRAINED_WHERE_ALIKE if alike else DRAINED_AT_ONCE
+        return cls(shard_of, counts, sample_bytes, float(sizes.mean()), drained)
 
     def bytes(self, rows: Ints) -> float:
         """Return the bytes of these samples, about."""
@@ -103,7 +115,7 @@ class Epoch:
             self._entries = _entries_of(share, self._entries, replayed)
         self._rows = share[self._entries]
         self._shard_count = len(layout.counts)
-        self.order = Order(layout.shard_of[self._rows], self._shard_count)
+        self.order = Order(layout.shard_of[self._rows], self._shard_count, layout.drained_at_once)
         self.drawn = 0
         self._under_way: dict[int, Ints] = {}
         self._unread = np.zeros(self._shard_count, np.int64)  # drawn, and not in memory yet

@@ -30,8 +30,11 @@ class History:
         )
         self._path = self._file("ledger", ledger)
         self._writer: LedgerWriter | None = None
+        self._written = False  # by this process: it goes on with its own
         self._records: dict[int, bytes] = {}
         path = self._file("replay", replay)
+        if path is not None and path == self._path:
+            raise ValueError("replay: it is the ledger that is written; give ledger another name")
         if path is not None and not path.is_file():
             raise ValueError(f"replay={str(path)!r}: no such file")
         self._reader = LedgerReader(path, self._run) if path is not None else None
@@ -55,6 +58,10 @@ class History:
             order = Order(layout.shard_of[share], len(layout.counts))
             for record in records:
                 entries = decode_batch(order, record)
+                if len(entries) > self._deal.batch_size:
+                    raise ValueError(
+                        f"replay: a batch of {len(entries)} samples where there can be {self._deal.batch_size}"
+                    )
                 order.take(entries)
                 taken.append(share[entries])
         if not taken:
@@ -67,9 +74,10 @@ class History:
             return
         if self._writer is None:
             try:
-                self._writer = LedgerWriter(self._path, self._run, resume=resumed)
+                self._writer = LedgerWriter(self._path, self._run, resume=resumed or self._written)
             except OSError as error:
                 raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
+        self._written = True
         self._records.clear()
         self._writer.begin(epoch.number, done if done.any() else None, epoch.batches)
 
