@@ -87,12 +87,11 @@ class Consumer:
         wanted = set(shards)
         until(lambda: self.report() is not None and wanted <= self.resident(), what=f"{wanted} are resident")
 
-    def until_needed(self, shard: int, needed: bool | None, seconds: float = 20.0) -> None:
+    def until_needed(self, shard: int, needed: bool | None) -> None:
         digest = self.dataset.manifest.shard_digest(shard)
         until(
             lambda: self.report() is not None and self.tier.board.needed(digest) is needed,
-            seconds,
-            f"shard {shard} is needed: {needed}",
+            what=f"shard {shard} is needed: {needed}",
         )
 
     def lease(self) -> Path:
@@ -248,9 +247,9 @@ def test_closing_does_not_wait_for_a_process_that_is_suspended_in_a_fill(consume
         brought = made.tier.bring(0)
         until(brought.running)
         made.dataset.close()
-        assert brought.result(1) is Brought.FAILED
+        assert brought.result(20) is Brought.FAILED
         assert len(list(made.tier.filling())) == 1, "whose lock it is keeps it"
-    assert made.tier.bring(1).result(1) is Brought.FAILED, "it is closed"
+    assert made.tier.bring(1).result(20) is Brought.FAILED, "it is closed"
 
 
 def test_an_origin_that_fails_is_not_asked_in_a_frenzy(
@@ -367,7 +366,7 @@ def test_a_killed_process_needs_nothing_at_once(
     made.need([5])
     made.until_needed(0, True)
     theirs.kill()
-    made.until_needed(0, False, seconds=5)
+    made.until_needed(0, False)
     assert [path.name for path in made.lease().parent.iterdir() if path.name[0] != "."] == [made.lease().name]
 
 
@@ -383,7 +382,7 @@ def test_a_suspended_process_needs_nothing_after_its_lease_and_all_again_when_it
     theirs.process.send_signal(signal.SIGCONT)
     made.until_needed(0, True)
     theirs.stats()
-    made.until_needed(0, False, seconds=5)
+    made.until_needed(0, False)
 
 
 def test_who_leaves_needs_nothing_and_its_own_dataset_is_in_use_again(consumer: Callable[..., Consumer]) -> None:
