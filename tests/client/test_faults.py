@@ -32,7 +32,8 @@ Make = Callable[..., Dataset]
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return make_files(tmp_path_factory.mktemp("small"), random_files(60, seed=1))
+    """Of so many shards that a daemon without any, at ports that chance gave, is out of the question."""
+    return make_files(tmp_path_factory.mktemp("small"), random_files(60, seed=1), shard_bytes="64KiB")
 
 
 @pytest.fixture

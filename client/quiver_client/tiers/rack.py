@@ -45,6 +45,7 @@ class _Round:
     delivery: Delivery
     tried: dict[int, set[str]] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
+    silent: set[int] = field(default_factory=set)  # shards whose owner was known to be silent, and not asked
     waited_for: set[str] = field(default_factory=set)  # who keeps saying that it is bringing something in, or busy
     told: set[tuple[str, int]] = field(default_factory=set)  # who was given the manifest for which shard
     progress: float = field(default_factory=time.monotonic)
@@ -122,6 +123,9 @@ class RackTier:
         for shard, ranked in zip(distinct.tolist(), self._members.ranked(distinct), strict=True):
             tried = state.tried.get(shard, set())
             usable = [url for url in ranked if url not in tried and not self._members.is_down(url)]
+            if usable[:1] != ranked[:1] and not tried and shard not in state.silent:
+                state.silent.add(shard)
+                self._stats.add("fallbacks")
             chosen[shard] = usable[0] if usable else None
             if not usable:
                 state.given_up.add(shard)
