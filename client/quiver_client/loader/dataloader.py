@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
 import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.dataset import Dataset
+from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.workers import Draws, WorkerBatches
+from quiver_client.loader.workers import Draws, NumberedBatches, WorkerBatches
 
 PREFETCH_BATCHES: Final = 2
+Batches = ThreadedBatches | NumberedBatches
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -76,10 +80,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
         if sampler is not None and shuffle:
             raise ValueError("sampler: it is an order of its own; give either it or shuffle")
-        if ledger is not None and not stock.get("in_order", True):
-            raise ValueError("ledger: an order is recorded as it is taken, which in_order=False leaves to chance")
-        if prefetch_factor is not None and (not isinstance(prefetch_factor, int) or prefetch_factor < 1):
-            raise ValueError(f"prefetch_factor={prefetch_factor!r}: give an integer of at least 1")
+        for name, file in (("ledger", ledger), ("replay", replay)):
+            if file is not None and not stock.get("in_order", True):
+                raise ValueError(f"{name}: it is about the order that is taken, which in_order=False leaves to chance")
+        if prefetch_factor is not None:
+            prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
         order = BatchSampler(
             dataset,
             batch_size,
@@ -99,7 +104,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
-            batch_size,
+            order.deal.batch_size,  # an integer of torch's or numpy's is one too
             sampler=cast(Any, sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -113,7 +118,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             **stock,
         )
         self.__dict__["batch_sampler"] = self.draws  # torch refuses it beside a batch_size, which users read
-        self._passing: _Pass | None = None
+        # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
+        self._passing: weakref.ref[_Pass] | None = None
 
     @property
     def order(self) -> BatchSampler:
@@ -125,16 +131,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self.order)
 
     def __iter__(self) -> Any:
-        if self._passing is not None:
-            self._passing.close()
+        self._end_pass()
+        if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
+            warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
         epoch = self.order.begin()
         self.draws.epoch = epoch
         if self.num_workers:
-            batches: Iterator[tuple[int, Any]] = _numbered(cast(WorkerBatches, super().__iter__()))
+            batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
         else:
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
-        self._passing = _Pass(self.order, epoch, batches)
-        return self._passing
+        passing = _Pass(self.order, epoch, batches)
+        self._passing = weakref.ref(passing)
+        return passing
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass this epoch's; a state loaded in the middle of it is gone on with."""
@@ -153,11 +161,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.order.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop prefetching and take one's needs back. The loader can be iterated again."""
-        if self._passing is not None:
-            self._passing.close()
-            self._passing = None
+        """Stop prefetching and take one's needs back. The loader can be iterated again, and its state is as it was."""
+        self._end_pass()
         self.order.close()
+
+    def _end_pass(self) -> None:
+        passing = self._passing() if self._passing is not None else None
+        if passing is not None:
+            passing.close()
 
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
@@ -174,9 +185,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Pass:
     """The iterator that the training loop holds: counts a batch as consumed when it hands it out."""
 
-    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Iterator[tuple[int, Any]]) -> None:
+    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches) -> None:
         self._order, self._epoch = order, epoch
-        self._batches: Iterator[tuple[int, Any]] | None = batches
+        self._batches: Batches | None = batches
 
     def __iter__(self) -> _Pass:
         return self
@@ -197,19 +208,12 @@ class _Pass:
     def __len__(self) -> int:
         return len(self._order)
 
-    def close(self) -> None:
+    def close(self, *, wait: bool = True) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
             self._order.abandon(self._epoch)
-            close = getattr(batches, "close", None)
-            if close is not None:
-                close()
+            batches.close(wait=wait)
 
     def __del__(self) -> None:
         if "_batches" in self.__dict__:
-            self.close()
-
-
-def _numbered(workers: WorkerBatches) -> Iterator[tuple[int, Any]]:
-    for batch in workers:
-        yield workers.taken, batch
+            self.close(wait=False)  # in whatever thread the collector runs: it may be one of those waited for

@@ -148,6 +148,15 @@ class Epoch:
             return self.order.plain(min(count, self.pending))
         return self.order.substituted(count, view, lookahead)
 
+    def completed(self, count: int, view: View, lookahead: int | None) -> Ints:
+        """Return the entries of a batch for which no more is waited, and which no ``lookahead`` is left for either."""
+        if lookahead is None:
+            return self.order.completed(count, view)
+        count = min(count, self.pending)
+        window = self.order.plain(max(lookahead, count))
+        absent = ~view.resident[self.order.shards[window]]
+        return np.sort(window[np.argsort(absent, kind="stable")[:count]])
+
     def draw(self, entries: Ints) -> Drawn:
         """Take a batch out of what is pending."""
         plain = self.order.plain(len(entries))

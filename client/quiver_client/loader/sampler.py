@@ -17,6 +17,7 @@ import blake3
 import numpy as np
 from torch.utils.data import Sampler
 
+from quiver.digest import Digest
 from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
@@ -25,7 +26,7 @@ from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
 from quiver_client.loader.history import History
 from quiver_client.loader.labels import LabelWatch
 from quiver_client.loader.pace import Pace
-from quiver_client.loader.state import State, fitted, make_state, merge_states, unpack
+from quiver_client.loader.state import State, fitted, make_state, unpack
 from quiver_client.needs.watch import Watch
 
 PATIENCE_SECONDS: Final = 5.0  # without anything arriving; then a batch is read from wherever it is
@@ -74,6 +75,9 @@ class BatchSampler(Sampler[list[int]]):
             raise ValueError(f"dataset: a quiver_client.Dataset is wanted, not {type(dataset).__name__}")
         # A sampler's order is its own, and it has dealt the ranks' shares already.
         rank, world_size = place_of(rank, world_size) if sampler is None else (0, 1)
+        for name, file in (("ledger", ledger), ("replay", replay)):
+            if file is not None and sampler is not None:
+                raise ValueError(f"{name}: it is about orders that a seed gives, and a sampler's is its own")
         self.dataset = dataset
         self.deal = Deal(
             samples=len(dataset),
@@ -87,15 +91,18 @@ class BatchSampler(Sampler[list[int]]):
         self._sampler = sampler
         self.substitute = bool(substitute) and self.deal.shuffle and sampler is None and replay is None
         self._lookahead = lookahead_of(lookahead)
-        self._consumer = _consumer(job_of(job), rank)
+        self._consumer = _consumer(job_of(job), rank, dataset.manifest.digest)
         self._history = History(dataset.manifest.digest, self.deal, ledger, replay)
         self._labels = LabelWatch(dataset) if self.deal.shuffle else None
         self._lock = threading.RLock()
         self._next_epoch = 0
         self._resume: State | None = None
+        self._resumed = False  # this run goes on with another, and with its ledger
         self._named = False  # the next epoch's number was given by the user
         self._epoch: Epoch | None = None
         self._done: Mask = np.zeros(0, bool)
+        self._behind: Mask = self._done  # and what was consumed since
+        self._left_out: Ints = np.zeros(0, np.int64)  # by drop_last
         self._watch: Watch | None = None
         self._pace = Pace()
         self._patience = PATIENCE_SECONDS
@@ -141,25 +148,25 @@ class BatchSampler(Sampler[list[int]]):
             self._history.flush()
             if self._repeats:
                 raise ValueError("sampler: it gives a sample more than once, so what is left of it cannot be saved")
-            if self._sampler is not None:  # its next order may be another, so entries of this one mean nothing
-                done = self._done.copy()
-                done[epoch.share[epoch.consumed]] = True
-                return self._state(epoch.number, 0, done, self._done[:0])
-            state = self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
-            return merge_states([state]) if self.deal.world_size == 1 and self._done.any() else state
+            # A sampler's next order may be another, so entries of this one mean nothing. And one rank alone can do
+            # with less: it is ``merge_states`` of its own state, kept up to date.
+            if self._sampler is not None or (self.deal.world_size == 1 and self._done.any()):
+                return self._state(epoch.number, 0, self._behind, self._done[:0])
+            return self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken. Raises ``ValueError`` with the reason if it is of something else."""
         fitting = fitted(state, str(self.dataset.manifest.digest), self.deal)
         with self._lock:
             self._drop()
-            self._resume = fitting
+            self._resume, self._resumed = fitting, True
             self._next_epoch, self._named = state["epoch"], False
 
     def close(self) -> None:
-        """Stop reporting needs, and close the ledger. The next iteration opens them again."""
+        """Stop reporting needs, and close the ledger. The next iteration opens them again; the state is as it was."""
         with self._lock:
-            self._drop()
+            if self._epoch is not None:
+                self.abandon(self._epoch)
             watch, self._watch = self._watch, None
             self._history.close()
         if watch is not None:
@@ -173,15 +180,15 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             self._drop()
             resume, named = self._resume, self._named
-            self._resume, self._named = None, False
             epoch = self._dealt(self._next_epoch, resume)
             if resume is not None and not named and epoch.finished:
                 epoch = self._dealt(self._next_epoch + 1, None)  # the state was taken at an epoch's very end
+            self._resume, self._named = None, False
             self._epoch = self._read = epoch
             self._next_epoch = epoch.number + 1
             self._waiting = None
             self._pace.paused()
-            self._history.begin(epoch, self._done, resumed=resume is not None)
+            self._history.begin(epoch, self._done, resumed=self._resumed)
         if self._watch is None and not self._history.replaying:
             self._start_watch()
         elif self._watch is not None:
@@ -202,8 +209,9 @@ class BatchSampler(Sampler[list[int]]):
                 entries = self._chosen(epoch)
                 if entries is not None:
                     return self._take(epoch, entries)
-            assert self._watch is not None
-            self._watch.wait(PATIENCE_SECONDS_MIN)
+                watch = self._watch
+            assert watch is not None
+            watch.wait(PATIENCE_SECONDS_MIN)
 
     def fetched(self, epoch: Epoch, number: int) -> None:
         with self._lock:
@@ -215,6 +223,9 @@ class BatchSampler(Sampler[list[int]]):
             rows = epoch.consume(number)
             self._pace.consumed(self._layout.bytes(rows), waited_seconds)
             self._history.consumed(number)
+            if epoch is self._epoch:
+                self._behind[rows] = True
+                self._behind[self._left_out] = True
         if self._labels is not None:
             self._labels.seen(rows)
 
@@ -242,9 +253,13 @@ class BatchSampler(Sampler[list[int]]):
     def _dealt(self, number: int, resume: State | None) -> Epoch:
         samples = self.deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
-        share, _ = self.deal.share(self._order(number, done))
+        share, left_out = self.deal.share(self._order(number, done))
         own = unpack(resume["own"], len(share)) if resume is not None else None
-        self._done = done
+        self._done, self._behind = done, done.copy()
+        self._left_out = left_out if self._sampler is None else left_out[:0]
+        if own is not None and own.any():
+            self._behind[share[own]] = True
+            self._behind[self._left_out] = True
         batches = resume["batches"] if resume is not None else 0
         replayed = self._history.order(number, self._layout) if self._history.replaying else None
         return Epoch(number, share, self._layout, own=own, batches=batches, replayed=replayed)
@@ -281,7 +296,7 @@ class BatchSampler(Sampler[list[int]]):
         elif self._waiting.arrivals != arrivals:
             self._waiting = Waiting(self._waiting.began, now, arrivals)
         elif now - self._waiting.since >= self._patience:
-            return epoch.order.completed(self.deal.batch_size, view)
+            return epoch.completed(self.deal.batch_size, view, self._lookahead)
         return None
 
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
@@ -336,6 +351,9 @@ class BatchSampler(Sampler[list[int]]):
         return tuple(shards[:SOON_SHARDS])
 
 
-def _consumer(job: str, rank: int) -> bytes:
-    """Return the name under which a rank reports: a job that starts again takes the place of what it was."""
-    return blake3.blake3(f"{job}\0{rank}".encode()).digest(CONSUMER_BYTES)
+def _consumer(job: str, rank: int, dataset: Digest) -> bytes:
+    """Return the name under which a rank reports: a job that starts again takes the place of what it was.
+
+    A job that reads two datasets, to train and to validate, needs them both.
+    """
+    return blake3.blake3(f"{job}\0{rank}\0{dataset}".encode()).digest(CONSUMER_BYTES)

@@ -81,8 +81,9 @@ def fitted(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
                     f"state: it is one rank's, with {name}={state[name]}, and this loader has {name}={ours[name]};"
                     " join the states of all ranks with merge_states first"
                 )
-            return merge_states([state])
-    return dict(state)
+            state = merge_states([state])
+            break
+    return {**state, **{name: ours[name] for name in _SAME_SHARE}}
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
@@ -158,6 +159,8 @@ def _check_shape(state: Mapping[str, Any]) -> None:
             raise ValueError(f"state: {name!r} is missing or no {kind.__name__}; was it made by state_dict()?")
     if not (0 <= state["rank"] < state["world_size"] and state["batch_size"] > 0 and state["samples"] > 0):
         raise ValueError("state: rank, world_size, batch_size or samples are not possible")
+    if not (state["epoch"] >= 0 and state["batches"] >= 0):
+        raise ValueError("state: epoch or batches are not possible")
 
 
 def _what(name: str) -> str:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Final
 
 from quiver_client.loader.epoch import Drawn, Epoch
@@ -42,14 +41,13 @@ class ThreadedBatches:
             self.close()
             raise future
         self._run.slots.release()
-        try:
-            return drawn, future.result(self._timeout)
-        except FutureTimeout as error:
-            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from error
+        if self._timeout and not wait([future], self._timeout).done:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
+        return drawn, future.result()
 
-    def close(self) -> None:
-        """Stop drawing and fetching, and wait for what is under way."""
-        self._run.close(wait=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Stop drawing and fetching, and ``wait`` for what is under way."""
+        self._run.close(wait=wait)
 
     def __del__(self) -> None:
         if "_run" in self.__dict__:

@@ -37,6 +37,26 @@ class Draws:
         return self.epoch is None or self.sampler.ready(self.epoch)
 
 
+class NumberedBatches:
+    """Iterator over ``(number, batch)`` of one pass. One that raised goes on with the next batch, as torch's does."""
+
+    def __init__(self, workers: WorkerBatches) -> None:
+        self._workers: WorkerBatches | None = workers
+
+    def __iter__(self) -> NumberedBatches:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        if self._workers is None:
+            raise StopIteration
+        batch = next(self._workers)
+        return self._workers.taken, batch
+
+    def close(self, *, wait: bool = True) -> None:
+        """Let go of torch's iterator, which ends its processes unless they are to persist."""
+        self._workers = None
+
+
 class WorkerBatches(_MultiProcessingDataLoaderIter):
     """torch's iterator over worker processes. After ``next``, ``taken`` is the number of the batch that it returned."""
 
