@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from quiver_cacheserver.pace import Pace
 
 if TYPE_CHECKING:
     from quiver_cacheserver.node import Node
-
-log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.25
 COALESCE_SECONDS: Final = 0.02  # what comes within it is decided on together
