@@ -29,8 +29,8 @@ Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-LOW_SHARDS: Final = 2.0  # runway of the fastest consumer below which the next shard is fetched
-STARVING_SHARDS: Final = 0.25  # runway below which a shard that somebody needs may be dropped
+LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
+STARVING_SHARDS: Final = 0.25  # runway, once a fill is over, below which a shard that somebody needs may be dropped
 GIVEN_UP_SECONDS: Final = 5.0  # for which a victim counts as gone; far longer than it takes to drop one
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
 FULL: Final = 255  # "all of the shard" in a report
@@ -77,15 +77,15 @@ class _Consumer:
     left_mine: Floats  # as left, of what is mine
     at: float
     local: float  # bytes pending here that were resident when it reported
+    soon: Ints
 
 
 @dataclass(slots=True, eq=False)
 class _Hungry:
-    """A consumer that wants something fetched now, and the bytes ahead of it."""
+    """A consumer that wants something fetched now. ``starving``: what it has would not last until that is there."""
 
     consumer: _Consumer
     missing: Mask
-    ahead: float
     starving: bool
 
 
@@ -168,7 +168,8 @@ class Needs:
         left = report.left * (self._sizes[known.slots] / FULL)
         left_mine = np.where(known.mine, left, 0.0)
         local = float(left_mine @ self._present()[known.slots])
-        self._consumers[report.consumer] = _Consumer(dataset, report, left, pending, left_mine, now, local)
+        soon = np.asarray(report.soon, np.int64)
+        self._consumers[report.consumer] = _Consumer(dataset, report, left, pending, left_mine, now, local, soon)
         self._need[known.slots] += pending  # before the last report goes: in between nobody may find it not needed
         known.consumers += 1
         if before is not None:
@@ -336,8 +337,8 @@ class Needs:
                 continue
             known = self._datasets[it.dataset]
             if it.report.ordered:
-                wanted = [shard for shard in it.report.soon if absent[it.dataset][shard]]
-                in_order += [Fetch(self._names[known.slots[shard]], it.dataset, None) for shard in wanted[:1]]
+                wanted = it.soon[absent[it.dataset][it.soon]][:1]
+                in_order += [Fetch(self._names[slot], it.dataset, None) for slot in known.slots[wanted].tolist()]
                 continue
             missing = it.pending & absent[it.dataset]
             if not missing.any():
@@ -347,7 +348,9 @@ class Needs:
             ahead = it.report.ahead_bytes + (local - it.local) - read_since
             mine = _Runway(ahead, local - read_since * known.share, float(it.left_mine @ missing))
             if len(reading) == 1 or self._low(it, mine, fastest, moment.origin):
-                hungry.append(_Hungry(it, missing, ahead, ahead <= STARVING_SHARDS * known.shard_bytes))
+                # What is asked for now comes a fill later.
+                little = STARVING_SHARDS * known.shard_bytes + it.report.rate * moment.origin.fill_seconds
+                hungry.append(_Hungry(it, missing, ahead <= little))
         return hungry, in_order
 
     def _low(self, it: _Consumer, runway: _Runway, fastest: float, origin: Origin) -> bool:
@@ -355,7 +358,7 @@ class Needs:
         rate, known = it.report.rate, self._datasets[it.dataset]
         if rate <= 0:
             return runway.ahead < LOW_SHARDS * known.shard_bytes
-        low_seconds = max(LOW_SHARDS * known.shard_bytes / fastest, 2 * origin.fill_seconds) + origin.report_seconds
+        low_seconds = max(LOW_SHARDS * known.shard_bytes / fastest, origin.fill_seconds) + origin.report_seconds
         if runway.ahead < rate * low_seconds and runway.local < rate * low_seconds * known.share:
             return True
         if origin.rate <= 0 or known.share <= 0:

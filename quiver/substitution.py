@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-DRAINED_AT_ONCE: Final = 4  # more mix better, fewer share a scarce cache better; four meet every figure of the bench
-
-
+DRAINED_AT_ONCE: Final = 6  # more mix better, fewer share a scarce cache better, so
+RESIDENT_PER_DRAINED: Final = 12  # where less is resident fewer are drained at once (bench/simulation.py),
+DRAINED_MIN: Final = 2  # down to this
 DRAINED_WHERE_ALIKE: Final = 64  # where a shard's samples are alike (sequential layout) a batch is mixed from more
 
 
@@ -57,7 +57,8 @@ def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last
 class Order:
     """What is pending of one share. ``shards`` (entries,): the shard that each entry lies in.
 
-    ``drained_at_once``: how many shards a batch is mixed from where not all are resident.
+    ``drained_at_once``: how many shards a batch is mixed from where not all are resident; no more than the usual number
+    gives way to what a scarce cache asks for.
     """
 
     def __init__(self, shards: Ints, shard_count: int, drained_at_once: int = DRAINED_AT_ONCE) -> None:
@@ -139,14 +140,18 @@ class Order:
         """Choose which shards are drained, so that they hold ``count`` entries; return whether they do."""
         self._drained = [shard for shard in self._drained if view.resident[shard] and left[shard]]
         have = int(left[self._drained].sum())
-        if have >= count and len(self._drained) >= self._drained_at_once:
+        at_once = self._drained_at_once
+        if at_once <= DRAINED_AT_ONCE:
+            scarce = int(np.count_nonzero(view.resident)) // RESIDENT_PER_DRAINED
+            at_once = min(at_once, max(scarce, DRAINED_MIN))
+        if have >= count and len(self._drained) >= at_once:
             return True
         eligible = view.resident & (left > 0)
         eligible[self._drained] = False
         pool = np.flatnonzero(eligible)
         pool = pool[np.lexsort((view.arrived[pool], view.others[pool]))]
         for shard in pool.tolist():
-            if len(self._drained) >= self._drained_at_once and have >= count:
+            if len(self._drained) >= at_once and have >= count:
                 break
             self._drained.append(shard)
             have += int(left[shard])
