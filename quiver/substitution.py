@@ -32,6 +32,7 @@ class View(NamedTuple):
     resident: Mask
     others: npt.NDArray[np.uint8]  # how many other consumers still need the shard
     arrived: Ints  # in which order the shards were seen to arrive
+    orphaned: Mask | None = None  # what nobody will bring in: whoever should does not answer
 
 
 def permutation(count: int, seed: int, epoch: int, *, shuffle: bool = True) -> Ints:
@@ -111,6 +112,12 @@ class Order:
             found = window[view.resident[self.shards[window]]]
             return found[:count] if len(found) >= count else None
         return self._from_drained(count) if self._drain(count, left, view) else None
+
+    def is_hopeless(self, view: View) -> bool:
+        """Whether nothing pending that is not resident will be brought in, so that waiting for it is in vain."""
+        if view.orphaned is None:
+            return False
+        return not bool(((self.left > 0) & ~view.resident & ~view.orphaned).any())
 
     def completed(self, count: int, view: View) -> Ints:
         """Return a batch for which no more is waited: what is resident, and of the rest what comes first."""

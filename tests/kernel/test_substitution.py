@@ -197,3 +197,14 @@ def test_a_batch_takes_nothing_from_beyond_the_lookahead() -> None:
     batch = order.substituted(2, view, 5)
     assert batch is not None
     assert batch.tolist() == [1, 4]
+
+
+def test_waiting_is_hopeless_where_nobody_brings_in_what_is_missing() -> None:
+    order = Order(np.array([0, 1, 2, 1], np.int64), 3)
+    view = full(3)._replace(resident=np.array([True, False, False]))
+    assert not order.is_hopeless(view), "nobody is known to be silent"
+    assert not order.is_hopeless(view._replace(orphaned=np.array([True, True, False]))), "shard 2 may come"
+    orphaned = view._replace(orphaned=np.array([False, True, True]))
+    assert order.is_hopeless(orphaned)
+    order.take(np.array([1, 2, 3]))
+    assert order.is_hopeless(orphaned._replace(orphaned=np.zeros(3, bool))), "all that is pending is resident"

@@ -33,6 +33,8 @@ class Clock:
 class Rack:
     """``Exchange`` with a cache that holds what ``holds`` was last told."""
 
+    orphaned: Mask | None = None
+
     def __init__(self, shard_count: int, resident: bool = True) -> None:
         self.seen = np.full(shard_count, int(resident), np.uint8)
         self.reports: list[Report] = []

@@ -289,6 +289,8 @@ class BatchSampler(Sampler[list[int]]):
             return entries
         assert view is not None
         assert self._watch is not None
+        if epoch.order.is_hopeless(view):
+            return epoch.completed(self.deal.batch_size, view, self._lookahead)
         now, arrivals = time.monotonic(), self._watch.arrivals
         if self._waiting is None:
             self._waiting = Waiting(now, now, arrivals)
@@ -303,9 +305,10 @@ class BatchSampler(Sampler[list[int]]):
         if self._waiting is not None:
             now = time.monotonic()
             self._pace.starved(now - self._waiting.began)
-            # If it was not worth waiting, wait less the next time, until something arrives again.
+            # If it was not worth waiting, wait less the next time, and more again when it was.
             vain = now - self._waiting.since >= self._patience
-            self._patience = max(self._patience / 2, PATIENCE_SECONDS_MIN) if vain else PATIENCE_SECONDS
+            patience = self._patience / 2 if vain else self._patience * 2
+            self._patience = min(max(patience, PATIENCE_SECONDS_MIN), PATIENCE_SECONDS)
             self._waiting = None
         self._history.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)

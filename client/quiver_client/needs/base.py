@@ -13,6 +13,9 @@ from quiver.need import Report
 class Exchange(Protocol):
     """Where needs are told. Used by one thread, up to twenty times a second; must never take long."""
 
+    orphaned: npt.NDArray[np.bool_] | None
+    """By shard, whether nobody will bring it in, since whoever should does not answer; ``None``: no shard is."""
+
     def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Say what this consumer needs; return by shard 0 for what is not resident, else 1 + how many others need it.
 

@@ -55,6 +55,8 @@ class _Bringing:
 class FolderNeeds:
     """``Exchange`` with the other processes that share a folder. Used by one thread."""
 
+    orphaned: npt.NDArray[np.bool_] | None = None  # this process brings in what it needs
+
     def __init__(self, manifest: Manifest, tier: EmbeddedTier) -> None:
         self._manifest = manifest
         self._tier = tier

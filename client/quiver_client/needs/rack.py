@@ -21,6 +21,7 @@ from quiver.need import Report
 from quiver.origin import SampleOrigin
 from quiver.peer import PeerClient
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.ring import Ring
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, ReadRequest
 from quiver_client.stats import Stats
@@ -33,6 +34,7 @@ LEAVE_SECONDS: Final = 1.0
 STALE_SECONDS: Final = 5.0
 
 U8 = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 
 
 class RackNeeds:
@@ -48,6 +50,8 @@ class RackNeeds:
         self._asked: dict[str, Future[None]] = {}
         self._seen: dict[str, tuple[float, U8]] = {}
         self._uploading: set[int] = set()
+        self.orphaned: Mask | None = None
+        self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
 
     def report(self, report: Report, *, leaving: bool = False) -> U8:
         """Tell all daemons that answer; return what is held in the rack, as of the last answers."""
@@ -66,6 +70,7 @@ class RackNeeds:
                 self._asked[url] = self._pool.submit(self._tell, url, told)
         wait(list(self._asked.values()), ANSWER_SECONDS)
         self._asked = {url: asked for url, asked in self._asked.items() if url in urls}
+        self.orphaned = self._orphaned(ring) if ring is not None else None
         now = time.monotonic()
         seen = np.zeros(self._manifest.shard_count, np.uint8)
         for url, (at, answer) in list(self._seen.items()):
@@ -78,6 +83,16 @@ class RackNeeds:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._uploaders.shutdown(cancel_futures=True)
+
+    def _orphaned(self, ring: Ring) -> Mask | None:
+        """Return whose shards nobody brings in: a daemon fetches what is its own, and this one does not answer."""
+        down = [at for at, member in enumerate(ring.members) if self._members.is_down(member.url)]
+        if not down:
+            return None
+        if self._owned is None or self._owned[0] is not ring:
+            self._owned = ring, ring.rank(self._manifest.tables.shard_digests, 1)[:, 0]
+        orphaned: Mask = np.isin(self._owned[1], down)
+        return orphaned
 
     def _tell(self, url: str, told: NeedsReport) -> None:
         peer = self._members.peer(url)

@@ -101,6 +101,7 @@ class Watch:
             self._arrivals += 1
             arrived = np.where(new, self._arrivals, arrived)
         with self._changed:
-            self._view = View(resident, np.where(resident, seen - 1, 0).astype(np.uint8), arrived)
+            others = np.where(resident, seen - 1, 0).astype(np.uint8)
+            self._view = View(resident, others, arrived, self._exchange.orphaned)
             self._turns += 1
             self._changed.notify_all()

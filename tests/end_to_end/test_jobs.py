@@ -1,0 +1,152 @@
+"""Real jobs in processes of their own, through real daemons that hold a part: one is killed, one stands still."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.daemon import Daemon, rack_of
+from tests.support.data import Files, make_files, random_files
+from tests.support.waiting import until
+
+CACHED = 0.3
+LEASE_SECONDS = 2.0
+JOB = textwrap.dedent("""
+    import json, os, sys, time
+    from quiver_client import DataLoader, Dataset
+    from quiver_client.loader import sampler
+    sampler.LEASE_SECONDS = float(sys.argv[6])
+    manifest, cache, name, epochs, step = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
+    dataset = Dataset(manifest, cache, fields=["data", "__key__"])
+    loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=len(name), job=name)
+    for epoch in range(epochs):
+        for batch in loader:
+            good = all(len(data) == int(key.split("-")[1]) for key, data in zip(batch["__key__"], batch["data"]))
+            print(json.dumps({"epoch": epoch, "keys": batch["__key__"], "good": good}), flush=True)
+            time.sleep(step)
+    print(json.dumps({"stats": dataset.stats()}), flush=True)
+    loader.close()
+    dataset.close()
+""")
+
+
+class Job:
+    """A training process that writes down what it was given."""
+
+    def __init__(self, files: Files, rack: list[Daemon], log: Path, *, epochs: int = 2, step: float = 0.01) -> None:
+        self.log = log
+        arguments = [str(files.manifest), rack[0].url, log.stem, str(epochs), str(step), str(LEASE_SECONDS)]
+        with log.open("w") as output:
+            self.process = subprocess.Popen([sys.executable, "-W", "error", "-c", JOB, *arguments], stdout=output)
+
+    def lines(self) -> list[dict[str, object]]:
+        whole = self.log.read_text().rpartition("\n")[0]  # a killed process may have torn the last
+        return [json.loads(line) for line in whole.splitlines()]
+
+    def keys(self, epoch: int) -> list[str]:
+        assert all(line.get("good", True) for line in self.lines())
+        return [key for line in self.lines() if line.get("epoch") == epoch for key in line["keys"]]  # type: ignore[attr-defined]
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def stop(self) -> None:
+        if not self.ended():
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """480 samples in about sixty shards; a sample's name says its length."""
+    content = random_files(480, seed=5, low=6_000, high=8_000)
+    named = {f"{serial:04}-{len(data)}-x": data for serial, data in enumerate(content.values())}
+    return make_files(tmp_path_factory.mktemp("jobs"), named, shard_bytes="64KiB", layout="mixed")
+
+
+@pytest.fixture
+def daemons(files: Files, tmp_path: Path) -> Iterator[list[Daemon]]:
+    capacity = int(CACHED * files.total_bytes() / 3) + files.manifest.stat().st_size
+    with rack_of(3, tmp_path / "rack", origins=[files.folder], capacity=str(capacity)) as rack:
+        yield rack
+        for daemon in rack:
+            status = daemon.status()
+            assert status["resident_bytes"] <= status["capacity_bytes"]
+
+
+def exactly_once(job: Job, files: Files, epochs: int) -> None:
+    for epoch in range(epochs):
+        assert sorted(job.keys(epoch)) == sorted(files.content), f"epoch {epoch} of {job.log.stem}"
+
+
+def origin_bytes(rack: list[Daemon]) -> int:
+    return sum(daemon.status()["origin_read_bytes"] for daemon in rack)
+
+
+def test_two_jobs_share_the_reads_of_a_cache_that_holds_a_third(
+    files: Files, daemons: list[Daemon], tmp_path: Path
+) -> None:
+    jobs = [Job(files, daemons, tmp_path / f"{'job' + 'x' * number}.log") for number in range(2)]
+    until(lambda: all(job.ended() for job in jobs), 60)
+    assert [job.process.returncode for job in jobs] == [0, 0]
+    for job in jobs:
+        exactly_once(job, files, 2)
+        stats = job.lines()[-1]["stats"]
+        assert stats["substitutions"] > 0  # type: ignore[index]
+        assert stats["corruptions"] == 0  # type: ignore[index]
+    consumed = 4 * files.total_bytes()
+    # Each alone would read everything but the cached part anew: 2 × (1 + 0.7) datasets of 4.
+    assert origin_bytes(daemons) < 0.75 * consumed
+    until(lambda: sum(daemon.metric("quiver_consumers") for daemon in daemons) == 0, what="they took their needs back")
+
+
+def test_a_job_that_is_killed_and_one_that_stands_still_hold_nobody_up(
+    files: Files, daemons: list[Daemon], tmp_path: Path
+) -> None:
+    killed = Job(files, daemons, tmp_path / "killed.log", epochs=9)
+    still = Job(files, daemons, tmp_path / "still.log", epochs=9)
+    going = Job(files, daemons, tmp_path / "going.log", epochs=3)
+    try:
+        until(lambda: all(len(job.lines()) > 20 for job in (killed, still, going)), 60)
+        killed.process.kill()
+        still.process.send_signal(signal.SIGSTOP)
+        stopped_at = time.monotonic()
+        until(
+            lambda: max(daemon.metric("quiver_consumers") for daemon in daemons) <= 1,
+            LEASE_SECONDS + 10,
+            "what they needed is let go of",
+        )
+        assert time.monotonic() - stopped_at < LEASE_SECONDS + 8
+        until(going.ended, 60)
+        assert going.process.returncode == 0
+        exactly_once(going, files, 3)
+        taken = len(still.lines())
+        still.process.send_signal(signal.SIGCONT)
+        until(lambda: len(still.lines()) > taken + 80, 60, "it goes on where it stood")
+        exactly_once(still, files, 1)
+    finally:
+        for job in (killed, still, going):
+            job.stop()
+
+
+def test_a_job_goes_on_while_a_daemon_dies(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
+    job = Job(files, daemons, tmp_path / "job.log")
+    until(lambda: len(job.lines()) > 20, 60)
+    daemons[1].kill()
+    try:
+        until(job.ended, 90)
+    finally:
+        job.stop()
+    assert job.process.returncode == 0
+    exactly_once(job, files, 2)
+    daemons[1].start()
+    daemons[1].wait_until_serving()
