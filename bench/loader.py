@@ -63,8 +63,9 @@ def main() -> None:
         size = len(pickle.dumps(save()))
         print(
             f"{count} samples, {ranks} rank{'s' * (ranks > 1)}{', dealt anew' * bool(done.any())}:"
-            f" epoch begun in {began * 1000:.0f} ms, a batch of {BATCH} drawn and consumed in {median(batches) * 1e6:.0f} us, state of {size / 1000:.1f} kB"
-            f" saved in {timed(save):.2f} ms"
+            f" epoch begun in {began * 1000:.0f} ms,"
+            f" a batch of {BATCH} drawn and consumed in {median(batches) * 1e6:.0f} us,"
+            f" state of {size / 1000:.1f} kB saved in {timed(save):.2f} ms"
         )
         if ranks == 1:
             print(f"  and made fit for any number of ranks in {timed(lambda: merge_states([save()]), 3):.0f} ms")
