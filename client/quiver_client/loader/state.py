@@ -1,11 +1,12 @@
 """What a checkpoint says of a loader: a plain dictionary that any serialiser takes, and that ranks can join.
 
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
-    done    a bit a sample: behind already when the shares were dealt; empty for none
-    own     a bit an entry of this rank's share: consumed since, in ``batches`` batches; empty for none
+    done    a bit a sample: behind already when the shares were dealt; None for none
+    own     a bit an entry of this rank's share: consumed since, in ``batches`` batches; None for none
 
 The states of several ranks are joined by ``merge_states``: what is consumed then is all ``done``, and what remains is
-dealt out anew. With one rank that needs nobody else. Bits are packed, the first the highest.
+dealt out anew. With one rank that needs nobody else. Bits are packed, the first the highest. No empty bytes are among
+it: ``torch.load`` refuses those in a file that ``torch.save`` made of them, unless it may run any code.
 """
 
 from __future__ import annotations
@@ -25,18 +26,17 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
     "dataset": str,
     "shuffle": bool,
     "drop_last": bool,
-    "done": bytes,
-    "own": bytes,
 }
+_BITS: Final = ("done", "own")
 _SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
 
 
-def pack(mask: Mask) -> bytes:
-    return np.packbits(mask).tobytes() if mask.any() else b""
+def pack(mask: Mask) -> bytes | None:
+    return np.packbits(mask).tobytes() if mask.any() else None
 
 
-def unpack(bits: bytes, count: int) -> Mask:
+def unpack(bits: bytes | None, count: int) -> Mask:
     """Return ``count`` bits. Raises ``ValueError`` if these are not as many."""
     if not bits:
         return np.zeros(count, bool)
@@ -74,6 +74,8 @@ def fitted(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
                 f"state: it is of {_what(name)} {_short(state[name])}, this loader of {_short(ours[name])};"
                 " nothing of it can be resumed here"
             )
+    if state["own"]:
+        unpack(state["own"], len(_share(state)))
     for name in _SAME_SHARE if state["own"] else ():
         if state[name] != ours[name]:
             if state["world_size"] > 1:
@@ -124,7 +126,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         "world_size": 1,
         "batches": 0,
         "done": pack(done),
-        "own": b"",
+        "own": None,
     }
 
 
@@ -157,10 +159,14 @@ def _check_shape(state: Mapping[str, Any]) -> None:
     for name, kind in _FIELDS.items():
         if type(state.get(name)) is not kind:
             raise ValueError(f"state: {name!r} is missing or no {kind.__name__}; was it made by state_dict()?")
+    for name in _BITS:
+        if name not in state or type(state[name]) not in (bytes, type(None)):
+            raise ValueError(f"state: {name!r} is missing or no bytes; was it made by state_dict()?")
     if not (0 <= state["rank"] < state["world_size"] and state["batch_size"] > 0 and state["samples"] > 0):
         raise ValueError("state: rank, world_size, batch_size or samples are not possible")
     if not (state["epoch"] >= 0 and state["batches"] >= 0):
         raise ValueError("state: epoch or batches are not possible")
+    unpack(state["done"], state["samples"])
 
 
 def _what(name: str) -> str:

@@ -7,6 +7,7 @@ in the middle of an epoch ends them.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
@@ -43,7 +44,10 @@ class ThreadedBatches:
         self._run.slots.release()
         if self._timeout and not wait([future], self._timeout).done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
-        return drawn, future.result()
+        try:
+            return drawn, future.result()
+        finally:
+            del future  # which has the exception, which has this frame
 
     def close(self, *, wait: bool = True) -> None:
         """Stop drawing and fetching, and ``wait`` for what is under way."""
@@ -71,10 +75,17 @@ class _Run:
             self._closed = True
             self._sampler.abandon(self._epoch)
             self.slots.release()
-            self.queue.put((0, None))
+            self._forget()
         if wait:
             self._thread.join()
         self._pool.shutdown(wait=wait, cancel_futures=True)
+
+    def _forget(self) -> None:
+        """Let go of what nobody takes: a batch that failed has an exception, which has all of this."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.queue.get_nowait()
+        self.queue.put((0, None))
 
     def _draw(self) -> None:
         try:
@@ -85,7 +96,10 @@ class _Run:
                     break
                 self.queue.put((drawn.number, self._pool.submit(self._one, drawn)))
         except BaseException as error:  # noqa: BLE001 - a thread has no caller: the loop raises it
-            self.queue.put((0, error))
+            if not self._closed:
+                self.queue.put((0, error))
+        if self._closed:
+            self._forget()
         self.queue.put((0, None))
 
     def _one(self, drawn: Drawn) -> Any:
