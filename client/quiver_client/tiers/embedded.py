@@ -41,8 +41,8 @@ from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client.delivery import Delivery, Positions
-from quiver_client.needs.board import Board
 from quiver_client.stats import Stats
+from quiver_client.tiers.board import Board
 
 MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold no descriptors
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory

@@ -21,7 +21,7 @@ from quiver.errors import QuiverError
 from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
 from quiver.residency import Held
-from quiver_client.needs.leases import Heard, Leases, leases_in
+from quiver_client.tiers.leases import Heard, Leases, leases_in
 
 FRESH_SECONDS: Final = 0.5  # how old what the others told may be when room is made
 OPENING_MAX: Final = 4
