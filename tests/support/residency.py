@@ -40,6 +40,7 @@ class Rack:
         self.reports: list[Report] = []
         self.left = False
         self.closed = False
+        self.orphaned: Mask | None = None
 
     def holds(self, shards: list[int], others: int = 0) -> None:
         seen = np.zeros_like(self.seen)
