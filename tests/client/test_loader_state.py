@@ -509,3 +509,14 @@ def test_a_training_process_that_is_killed_goes_on_exactly(
     manifest = files.opened()
     share = permutation(SAMPLES, 0, 0)[rank::world_size].tolist()
     assert sorted(keys) == sorted(manifest.key(row) for row in share)
+
+
+def test_what_drop_last_left_out_stays_left_out_when_states_are_joined(keys: Dataset) -> None:
+    states, got = [], set()
+    for rank in range(2):
+        order = BatchSampler(keys, 8, rank=rank, world_size=2, drop_last=True)
+        got |= set(next(iter(order)))
+        states.append(order.state_dict())
+    left_out = permutation(SAMPLES, 0, 0)[144:].tolist()
+    done = np.flatnonzero(unpack(merge_states(states)["done"], SAMPLES)).tolist()
+    assert set(done) == got | set(left_out)
