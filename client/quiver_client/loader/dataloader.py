@@ -17,7 +17,7 @@ from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.workers import Draws, NumberedBatches, WorkerBatches
+from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 
 PREFETCH_BATCHES: Final = 2
 Batches = ThreadedBatches | NumberedBatches
@@ -100,7 +100,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             replay=replay,
             sampler=sampler,
         )
-        self.draws = Draws(order)
+        self.order = order
+        self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
@@ -117,14 +118,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self.__dict__["batch_sampler"] = self.draws  # torch refuses it beside a batch_size, which users read
+        self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
         # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
         self._passing: weakref.ref[_Pass] | None = None
-
-    @property
-    def order(self) -> BatchSampler:
-        """What decides the order."""
-        return self.draws.sampler
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch, which are as many in every rank."""
@@ -135,7 +131,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
         epoch = self.order.begin()
-        self.draws.epoch = epoch
+        self.epoch = epoch
         if self.num_workers:
             batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
         else:

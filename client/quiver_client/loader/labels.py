@@ -1,8 +1,9 @@
 """Whether batches still look like a uniform shuffle's, by their labels; a warning if they do not.
 
 Pearson's chi-squared of a batch's label counts against those of the whole dataset has, for uniform batches, a mean of
-(classes − 1) with the correction for drawing without replacement, and about twice that as variance. The mean over many
-batches is held against it. ``docs/substitution.md`` has the distributions.
+(classes − 1), and a variance of twice that and a term that rare classes make large: for a class of one sample in ten
+thousand, forty times as large. The mean over many batches is held against it. Drawing without replacement makes both a
+little smaller, which is left out. ``docs/substitution.md`` has the distributions, and how often this errs.
 """
 
 from __future__ import annotations
@@ -27,9 +28,29 @@ class LabelWatch:
     """Hears of every batch, and warns once a run."""
 
     def __init__(self, dataset: Dataset) -> None:
-        self._labels, self._shares = _labels_of(dataset)
-        self._reset()
+        self._begin(_labels_of(dataset))
+
+    @classmethod
+    def of_labels(cls, labels: Ints) -> LabelWatch:
+        """Watch samples of these labels ``(samples,)``, without a dataset."""
+        watch = cls.__new__(cls)
+        watch._begin(labels)
+        return watch
+
+    @property
+    def warned(self) -> bool:
+        return self._warned
+
+    def _begin(self, labels: Ints) -> None:
+        _, numbered, counts = np.unique(labels, return_inverse=True, return_counts=True)
+        if len(counts) > CLASSES_MAX:
+            numbered, counts = numbered[:0], counts[:0]
+        self._labels = numbered.astype(np.int32)
+        self._shares = counts / max(len(numbered), 1)
+        classes = len(counts)
+        self._rareness = float((1 / self._shares).sum()) - classes**2 - 2 * classes + 2
         self._warned = False
+        self._reset()
 
     def seen(self, rows: Ints) -> None:
         """A batch of these samples was handed out ``(batch,)``."""
@@ -38,14 +59,16 @@ class LabelWatch:
         expected = self._shares * len(rows)
         counts = np.bincount(self._labels[rows], minlength=len(self._shares))
         self._sum += float(((counts - expected) ** 2 / expected).sum())
+        # Of Pearson's statistic of a multinomial sample (Haldane, Biometrika 1937).
+        self._variance += 2.0 * (len(self._shares) - 1.0) + self._rareness / len(rows)
         self._batches += 1
         if self._batches == BATCHES:
-            self._judge(self._sum / BATCHES)
+            self._judge(self._sum / BATCHES, max(self._variance, 0.0) ** 0.5 / BATCHES)
             self._reset()
 
-    def _judge(self, mean: float) -> None:
+    def _judge(self, mean: float, spread: float) -> None:
+        """``mean`` of chi-squared over the last batches, and the standard deviation that chance gives it."""
         uniform = len(self._shares) - 1.0
-        spread = (2.0 * uniform / BATCHES) ** 0.5
         if mean > max(DEPARTURE * uniform, uniform + SIGMAS * spread):
             self._warned = True
             log.warning(
@@ -58,22 +81,15 @@ class LabelWatch:
             )
 
     def _reset(self) -> None:
-        self._sum, self._batches = 0.0, 0
+        self._sum, self._variance, self._batches = 0.0, 0.0, 0
 
 
-def _labels_of(
-    dataset: Dataset,
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int32]], np.ndarray[tuple[int], np.dtype[np.float64]]]:
-    """Return a label by sample, numbered from 0, and each label's share; nothing if there is no integer label."""
+def _labels_of(dataset: Dataset) -> Ints:
+    """Return a label by sample, or nothing if there is no integer label."""
     manifest = dataset.manifest
     names = [field.name for field in manifest.header.scalars if field.classes or field.name in ("label", "cls")]
-    nothing = np.zeros(0, np.int32), np.zeros(0)
+    nothing = np.zeros(0, np.int64)
     if not names:
         return nothing
     values = manifest.tables.scalars[names[0]].to_numpy(zero_copy_only=False)
-    if values.dtype.kind not in "iu":
-        return nothing
-    _, labels, counts = np.unique(values, return_inverse=True, return_counts=True)
-    if len(counts) > CLASSES_MAX:
-        return nothing
-    return labels.astype(np.int32), counts / counts.sum()
+    return values if values.dtype.kind in "iu" else nothing

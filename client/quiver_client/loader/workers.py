@@ -6,35 +6,14 @@ one back. Here such a draw is put off while anything else is on its way to the l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from quiver_client.loader.epoch import Epoch
-from quiver_client.loader.sampler import BatchSampler
 
 if TYPE_CHECKING:
     from quiver_client.loader.dataloader import DataLoader
-
-
-class Draws:
-    """What torch takes for the batch sampler: batches of one pass, as lists, numbered in the order of the draw."""
-
-    def __init__(self, sampler: BatchSampler) -> None:
-        self.sampler = sampler
-        self.epoch: Epoch | None = None
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        epoch = self.epoch
-        while epoch is not None and (drawn := self.sampler.draw(epoch)) is not None:
-            yield drawn.rows.tolist()
-
-    def ready(self) -> bool:
-        return self.epoch is None or self.sampler.ready(self.epoch)
 
 
 class NumberedBatches:
@@ -61,24 +40,30 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
     """torch's iterator over worker processes. After ``next``, ``taken`` is the number of the batch that it returned."""
 
     def __init__(self, loader: DataLoader) -> None:
-        self._draws = loader.draws
-        self._put_off = 0
+        self._order = loader.order
         self.taken = -1
         super().__init__(loader)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._epoch: Epoch = loader.epoch
         self._put_off = 0
         super()._reset(loader, first_iter)
 
+    def _next_index(self) -> list[int]:
+        drawn = self._order.draw(self._epoch)
+        if drawn is None:
+            raise StopIteration
+        return drawn.rows.tolist()  # type: ignore[no-any-return]
+
     def _try_put_index(self) -> None:
-        if self._put_off or not self._draws.ready():
+        if self._put_off or not self._order.ready(self._epoch):
             self._put_off += 1
         else:
             super()._try_put_index()
 
     def _next_data(self) -> Any:
         # With nothing on its way there is nothing to hold back: then the draw is waited for.
-        while self._put_off and (not self._task_info or self._draws.ready()):
+        while self._put_off and (not self._task_info or self._order.ready(self._epoch)):
             self._put_off -= 1
             super()._try_put_index()
         return super()._next_data()  # type: ignore[no-untyped-call]
