@@ -388,15 +388,20 @@ def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
     order.close()
 
 
-def test_two_datasets_of_one_job_are_two_consumers(
+def test_every_loader_of_a_job_is_a_consumer_of_its_own(
     keys: Dataset, tmp_path: Path, dataset: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_files(tmp_path, {f"{at}.bin": bytes([at]) * 9 for at in range(9)}, name="other")
     ds = dataset(other.manifest, f"file://{tmp_path}/cache?capacity=1GiB")
-    names = {
-        BatchSampler(ds, 1, job="j", rank=rank, world_size=2)._consumer for ds in (keys, ds) for rank in (0, 1)
-    } | {BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2)._consumer}
-    assert len(names) == 4
+
+    def names() -> list[bytes]:
+        monkeypatch.setattr(sampler_module, "_made", Counter())  # as in a process that has just begun
+        made = [BatchSampler(ds, 1, job="j", rank=rank, world_size=2) for ds in (keys, ds) for rank in (0, 1)]
+        made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, say
+        return [order._consumer for order in made]
+
+    assert len(set(names())) == 5
+    assert names() == names(), "started again it takes its own place"
 
 
 # -- faults, ends and limits ------------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ What is drawn depends on what is resident; what is saved depends on what was con
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any, Final, NamedTuple
 
@@ -28,6 +30,8 @@ from quiver_client.loader.labels import LabelWatch
 from quiver_client.loader.pace import Pace
 from quiver_client.loader.state import State, fitted, make_state, unpack
 from quiver_client.needs.watch import Watch
+
+log = logging.getLogger("quiver_client")
 
 PATIENCE_SECONDS: Final = 5.0  # without anything arriving; then a batch is read from wherever it is
 PATIENCE_SECONDS_MIN: Final = 0.1
@@ -262,6 +266,8 @@ class BatchSampler(Sampler[list[int]]):
             self._behind[self._left_out] = True
         batches = resume["batches"] if resume is not None else 0
         replayed = self._history.order(number, self._layout) if self._history.replaying else None
+        if replayed is not None and len(replayed) < len(share):
+            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
         return Epoch(number, share, self._layout, own=own, batches=batches, replayed=replayed)
 
     def _order(self, number: int, done: Mask) -> Ints:
@@ -354,9 +360,14 @@ class BatchSampler(Sampler[list[int]]):
         return tuple(shards[:SOON_SHARDS])
 
 
+_made: Counter[str] = Counter()  # loaders of this process by what they read
+
+
 def _consumer(job: str, rank: int, dataset: Digest) -> bytes:
     """Return the name under which a rank reports: a job that starts again takes the place of what it was.
 
-    A job that reads two datasets, to train and to validate, needs them both.
+    A job may read several datasets, and one of them by several loaders: which is which, their order says.
     """
-    return blake3.blake3(f"{job}\0{rank}\0{dataset}".encode()).digest(CONSUMER_BYTES)
+    name = f"{job}\0{rank}\0{dataset}"
+    _made[name] += 1
+    return blake3.blake3(f"{name}\0{_made[name]}".encode()).digest(CONSUMER_BYTES)
