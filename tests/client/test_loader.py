@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -229,6 +230,23 @@ def test_a_substitution_is_a_sample_that_came_before_its_turn(keys: Dataset, mon
     assert drawn is not None
     turn = set(permutation(SAMPLES, 1, 0)[:10].tolist())
     assert keys.stats()["substitutions"] == len(set(drawn.rows.tolist()) - turn) > 0
+    order.close()
+
+
+def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, watches = still(monkeypatch)
+    order = BatchSampler(keys, 10, seed=1)
+    epoch = order.begin()
+    silent = np.ones(keys.manifest.shard_count, bool)
+    silent[3] = False
+    watches[0].now = watches[0].now._replace(orphaned=silent)
+    assert not order.ready(epoch), "shard 3 may come"
+    watches[0].now = watches[0].now._replace(orphaned=np.ones_like(silent))
+    rows = []
+    while (drawn := order.draw(epoch)) is not None:
+        rows += drawn.rows.tolist()
+    assert sorted(rows) == list(range(SAMPLES))
+    assert watches[0].waits == 0
     order.close()
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch.utils.data
 
 from quiver.substitution import permutation
-from quiver_client import BatchSampler, Dataset, merge_states
+from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
 from tests.support.data import Files
 from tests.support.residency import scripted
 
@@ -54,6 +54,18 @@ def test_torchs_loader_takes_the_order_as_its_batch_sampler(
     assert flat(rows_in(keys, loader)) == permutation(SAMPLES, 3, 7).tolist()
     order.close()
     plain.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_of_our_loader_serves_torchs_as_well(keys: Dataset, workers: int) -> None:
+    ours = DataLoader(keys, batch_size=16, shuffle=True, num_workers=workers)
+    first = rows_in(keys, ours)
+    stock = torch.utils.data.DataLoader(keys, batch_sampler=ours.batch_sampler)
+    second = rows_in(keys, stock)
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(SAMPLES))
+    ours.set_epoch(0)
+    assert sorted(flat(rows_in(keys, ours))) == list(range(SAMPLES))
+    ours.close()
 
 
 def test_a_batch_that_torchs_loader_drew_is_consumed(keys: Dataset) -> None:

@@ -150,3 +150,22 @@ def test_a_job_goes_on_while_a_daemon_dies(files: Files, daemons: list[Daemon], 
     exactly_once(job, files, 2)
     daemons[1].start()
     daemons[1].wait_until_serving()
+
+
+def test_jobs_put_into_the_rack_what_its_daemons_may_not_read(files: Files, tmp_path: Path) -> None:
+    capacity = int(CACHED * files.total_bytes() / 3) + files.manifest.stat().st_size
+    with rack_of(3, tmp_path / "rack", capacity=str(capacity)) as rack:
+        jobs = [Job(files, rack, tmp_path / f"{'job' + 'x' * number}.log") for number in range(2)]
+        try:
+            until(lambda: all(job.ended() for job in jobs), 60)
+        finally:
+            for job in jobs:
+                job.stop()
+        assert origin_bytes(rack) == 0
+        stats = [job.lines()[-1]["stats"] for job in jobs]
+        for job in jobs:
+            exactly_once(job, files, 2)
+        read = sum(each["bytes_origin"] for each in stats)  # type: ignore[index]
+        uploads = sum(each["uploads"] for each in stats)  # type: ignore[index]
+        assert uploads > 60, "each shard at least once"
+        assert read < 0.9 * 4 * files.total_bytes(), "and not once a job and epoch"
