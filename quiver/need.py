@@ -364,7 +364,8 @@ class Needs:
         if origin.rate <= 0 or known.share <= 0:
             return False
         # The latest moment to begin: an origin that is slow must be asked before the end of the epoch needs it.
-        seconds = (runway.local + runway.absent) / (rate * known.share)
+        mine_rate = rate * known.share
+        seconds = (runway.local + runway.absent) / mine_rate if mine_rate > 0 else np.inf
         return seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds
 
     def _victim(self, present: Mask, bytes_wanted: float) -> Digest | None:

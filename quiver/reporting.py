@@ -84,7 +84,7 @@ class NeedsReport:
         soon_at = _REPORT.size + 4 * soon_count
         if len(body) != soon_at + size:
             raise BadRequest("the size of a report of needs does not agree with its counts")
-        if not (0 <= rate < 1e15 and abs(ahead) < 1e18):
+        if not (0 <= rate < 1e15 and abs(ahead) < 1e18):  # NaN is neither
             raise BadRequest("a report of needs gives a rate and a runway in bytes")
         soon = np.frombuffer(body, "<u4", soon_count, _REPORT.size)
         if soon_count and int(soon.max()) >= shards:
@@ -92,7 +92,7 @@ class NeedsReport:
         report = Report(
             consumer=consumer,
             left=_unpacked(memoryview(body)[soon_at:], shards),
-            rate=rate,
+            rate=rate if rate >= 1 else 0.0,  # less than a byte a second: as good as not known
             ahead_bytes=ahead,
             lease_seconds=min(lease_ms / 1000, LEASE_SECONDS_MAX),
             soon=tuple(soon.tolist()),
@@ -144,6 +144,6 @@ def _unpacked(packed: memoryview, count: int) -> npt.NDArray[np.uint8]:
         surplus = unpacking.decompress(unpacking.unconsumed_tail, 1) if unpacking.unconsumed_tail else b""
     except zlib.error as error:
         raise BadRequest(f"a report of needs that cannot be unpacked: {error}") from error
-    if len(data) != count or surplus or not unpacking.eof:
+    if len(data) != count or surplus or not unpacking.eof or unpacking.unused_data:
         raise BadRequest(f"{len(data)} shards where {count} were announced")
     return np.frombuffer(data, np.uint8)

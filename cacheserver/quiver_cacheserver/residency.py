@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,10 +33,13 @@ from quiver_cacheserver.pace import Pace
 if TYPE_CHECKING:
     from quiver_cacheserver.node import Node
 
+log = logging.getLogger(__name__)
+
 TICK_SECONDS: Final = 0.25
 COALESCE_SECONDS: Final = 0.02  # what comes within it is decided on together
 IDLE_SHARE: Final = 4  # the loop has this much time for others for every second of deciding
 NO_ROOM_SECONDS: Final = 1.0  # for which what nobody reports on is taken to be in use, after no room could be made
+SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpectedly
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 # One who starves on paper may have been suspended since its last report: then shards would replace one another for as
 # long as its lease lasts.
@@ -190,17 +194,24 @@ class Residency:
     # -- the driver ---------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Follow what is needed, until cancelled."""
+        """Follow what is needed, until cancelled. The driver's supervisor: a bug costs a round, never the daemon."""
         self._listen()
         while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_SECONDS if self._datasets else None):
-                    await self._wake.wait()
-            self._wake.clear()
-            await self._follow_ring()
-            began = time.monotonic()
-            self._step(began)
-            await asyncio.sleep(max(COALESCE_SECONDS, IDLE_SHARE * (time.monotonic() - began)))
+            try:
+                await self._round()
+            except Exception:  # whatever is wrong with deciding, the daemon serves what it holds
+                log.exception("deciding what to fetch failed")
+                await asyncio.sleep(SUPERVISED_SECONDS)
+
+    async def _round(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TICK_SECONDS if self._datasets else None):
+                await self._wake.wait()
+        self._wake.clear()
+        await self._follow_ring()
+        began = time.monotonic()
+        self._step(began)
+        await asyncio.sleep(max(COALESCE_SECONDS, IDLE_SHARE * (time.monotonic() - began)))
 
     async def _follow_ring(self) -> None:
         ring = self._node.registry.ring

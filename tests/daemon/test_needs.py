@@ -24,9 +24,11 @@ from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver.wire import RANGE, RangeStatus, ReadRequest
+from quiver_cacheserver import residency as residency_module
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.residency import Residency
 from tests.daemon.test_routes import error_of, read
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files, shard_bytes_of
@@ -321,12 +323,7 @@ def test_when_who_was_to_put_a_shard_is_gone_another_is_asked(even: Files, tmp_p
 
 
 async def test_neither_reports_nor_the_driver_block_the_loop(files: Files, tmp_path: Path) -> None:
-    def build() -> Node:
-        store = Store.open(tmp_path / "store", 64 << 20, shared=False)
-        registry = StaticRegistry("r", Member("a", "http://127.0.0.1:9"))
-        return Node("a", "http://127.0.0.1:9", "0", store, registry, [str(files.folder)])
-
-    node = await asyncio.to_thread(build)
+    node = await asyncio.to_thread(lone_node, files, tmp_path)
     with blockbuster_ctx():
         async with TestClient(TestServer(make_app(node))) as client:
             await everything_needed_comes(client, node, files)
@@ -352,6 +349,32 @@ async def everything_needed_comes(client: TestClient[Any, Any], node: Node, file
         while not (await tell()).seen.all():
             pass
         driver.cancel()
+
+
+def lone_node(files: Files, tmp_path: Path) -> Node:
+    store = Store.open(tmp_path / "store", 64 << 20, shared=False)
+    registry = StaticRegistry("r", Member("a", "http://127.0.0.1:9"))
+    return Node("a", "http://127.0.0.1:9", "0", store, registry, [str(files.folder)])
+
+
+async def test_a_bug_in_deciding_costs_a_round_and_never_the_daemon(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = await asyncio.to_thread(lone_node, files, tmp_path)
+    failing = iter([True, True])
+    step = Residency._step
+
+    def broken(residency: Residency, now: float) -> None:
+        if next(failing, False):
+            raise ZeroDivisionError("a bug")
+        step(residency, now)
+
+    monkeypatch.setattr(Residency, "_step", broken)
+    monkeypatch.setattr(residency_module, "SUPERVISED_SECONDS", 0.01)
+    async with TestClient(TestServer(make_app(node))) as client:
+        await everything_needed_comes(client, node, files)
+    await asyncio.to_thread(node.close)
+    assert caplog.text.count("deciding what to fetch failed") == 2
 
 
 # -- what is not a report ---------------------------------------------------------------------------------------------

@@ -146,6 +146,14 @@ def test_a_slow_origin_is_asked_before_the_end_of_the_epoch_needs_it() -> None:
     assert needs.fetches(0.0, [], 50.0, Origin(rate=0.6), 1) != []
 
 
+@pytest.mark.parametrize("rate", [5e-324, 1e-300, 1e-9])
+def test_who_reads_next_to_nothing_has_time(rate: float) -> None:
+    needs = board(10, held=[0], mine=range(5))
+    needs.report(A, report(1, [FULL] * 10, ahead_bytes=9.0, rate=1.0), 0.0)
+    needs.report(A, report(2, [FULL] * 10, ahead_bytes=9.0, rate=rate), 0.0)
+    assert needs.fetches(0.0, [], 9.0, Origin(rate=100.0), 1, only=(2).to_bytes(16, "big")) == []
+
+
 def test_only_the_hunger_of_one_counts_where_everyone_fetches_for_itself() -> None:
     needs = board(4)
     needs.report(A, report(1, [FULL, FULL, 0, 0]), 0.0)

@@ -89,7 +89,8 @@ def test_a_report_survives_the_wire(data: st.DataObject) -> None:
     got = NeedsReport.decode(sent.encode())
     assert (got.manifest, got.leaving) == (sent.manifest, sent.leaving)
     assert got.report.left.tobytes() == left
-    for name in ("consumer", "rate", "ahead_bytes", "lease_seconds", "soon", "ordered"):
+    assert got.report.rate == (sent.report.rate if sent.report.rate >= 1 else 0.0)
+    for name in ("consumer", "ahead_bytes", "lease_seconds", "soon", "ordered"):
         assert getattr(got.report, name) == getattr(sent.report, name), name
 
 
@@ -142,6 +143,7 @@ def test_a_report_that_was_cut_or_changed_is_refused_or_another_report(data: st.
         body(packed=b""),
         body(packed=zlib.compress(b"\1\2\3")[:-1]),
         body(packed=zlib.compress(b"\1\2\3")[:-4] + b"abcd"),
+        body(packed=zlib.compress(b"\1\2\3") + b"x"),
         bytes(REPORT_BYTES_MAX + 1),
     ],
     ids=lambda wrong: f"{len(wrong)}-{zlib.crc32(wrong):08x}",
@@ -166,6 +168,7 @@ def test_a_report_that_breaks_a_limit_or_does_not_add_up_is_refused(wrong: bytes
         answer_body(uploads=b"\0\0\0\0" * (UPLOADS_MAX + 1)),
         answer_body(uploads=b"\2\0\0\0"),
         answer_body(packed=b"garbage"),
+        answer_body(packed=zlib.compress(b"\0\1") + b"x"),
     ],
     ids=lambda wrong: f"{len(wrong)}-{zlib.crc32(wrong):08x}",
 )
@@ -173,6 +176,12 @@ def test_an_answer_that_breaks_a_limit_or_does_not_add_up_is_refused(wrong: byte
     NeedsAnswer.decode(answer_body())
     with pytest.raises(BadRequest):
         NeedsAnswer.decode(wrong)
+
+
+@pytest.mark.parametrize("rate", [5e-324, 1e-9, 0.99])
+def test_less_than_a_byte_a_second_is_not_known_yet(rate: float) -> None:
+    assert NeedsReport.decode(body(rate=rate)).report.rate == 0.0
+    assert NeedsReport.decode(body(rate=1.0)).report.rate == 1.0
 
 
 def test_the_largest_report_and_answer_fit_into_their_limits() -> None:
