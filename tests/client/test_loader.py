@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import logging
 import threading
 from collections import Counter
@@ -20,6 +22,7 @@ from torch.utils.data import DistributedSampler
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
 from quiver_client.loader import sampler as sampler_module
+from quiver_client.loader.ledger import LedgerWriter
 from tests.support.data import Files, make_files
 from tests.support.residency import Rack, alive, scripted, still, told
 from tests.support.waiting import until
@@ -247,6 +250,24 @@ def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch:
         rows += drawn.rows.tolist()
     assert sorted(rows) == list(range(SAMPLES))
     assert watches[0].waits == 0
+    order.close()
+
+
+def test_what_comes_and_goes_and_is_of_no_use_does_not_lengthen_the_wait(
+    keys: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, watches = still(monkeypatch)
+    order = BatchSampler(keys, SAMPLES, seed=1)  # a batch that is never all there
+    epoch = order.begin()
+    begun = clock.now
+
+    def other_jobs_shard(watch: Any) -> None:
+        clock.now += 1
+        watch.holds([0] if watch.waits % 2 else [])
+
+    watches[0].when_waiting = other_jobs_shard
+    assert order.draw(epoch) is not None
+    assert clock.now - begun <= sampler_module.PATIENCE_SECONDS_MAX + 1
     order.close()
 
 
@@ -549,7 +570,7 @@ def test_a_pass_ends_where_the_next_one_begins(keys: Dataset) -> None:
     first = iter(loader)
     next(first)
     second = iter(loader)
-    with pytest.raises(StopIteration):
+    with pytest.raises(RuntimeError, match="one loop at a time"):
         next(first)
     assert flat(rows_in(keys, second)) == permutation(SAMPLES, 0, 1).tolist()
     assert len(first) == 5
@@ -670,6 +691,76 @@ def test_a_replay_of_a_run_that_was_resumed_takes_what_counted(
         again = DataLoader(keys, 8, shuffle=True, replay=path, rank=rank, world_size=world_size)
         assert rows_in(keys, again) == taken
         again.close()
+
+
+def test_a_batch_that_raised_is_not_in_the_replay_before_all_that_was_taken(
+    files: Files, dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(tmp_path / "run.ledger")
+    reads: list[int] = []
+
+    def once(sample: dict[str, Any]) -> dict[str, Any]:
+        reads.append(1)
+        if len(reads) == 20:
+            raise OSError("a bad moment")
+        return sample
+
+    ds = dataset(files.manifest, f"file://{tmp_path}/c?capacity=1GiB", fields=["__key__"], transform=once)
+    scripted(monkeypatch, 3)
+    run = DataLoader(ds, 16, shuffle=True, ledger=path, prefetch_factor=1)
+    batches, taken = iter(run), []
+    while True:
+        try:
+            taken += rows_in(ds, [next(batches)])
+        except OSError:
+            continue
+        except StopIteration:
+            break
+    run.close()
+    failed = sorted(set(range(SAMPLES)) - set(flat(taken)))
+    assert len(failed) == 16
+    scripted(monkeypatch, 4)
+    again = DataLoader(ds, 16, shuffle=True, replay=path)
+    replayed = flat(rows_in(ds, again))
+    again.close()
+    assert replayed[: SAMPLES - 16] == flat(taken)
+    assert sorted(replayed[SAMPLES - 16 :]) == failed
+
+
+def test_a_replay_of_an_epoch_that_was_broken_off_ends_with_the_rest_of_it(
+    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = str(tmp_path / "run.ledger")
+    scripted(monkeypatch, 1)
+    run = DataLoader(keys, 16, shuffle=True, ledger=path)
+    taken = flat(rows_in(keys, itertools.islice(run, 3)))
+    run.close()
+    scripted(monkeypatch, 2)
+    again = DataLoader(keys, 16, shuffle=True, replay=path)
+    replayed = flat(rows_in(keys, again))
+    again.close()
+    assert replayed[:48] == taken
+    assert sorted(replayed) == list(range(SAMPLES))
+    assert "48 of 150" in caplog.text
+
+
+def test_a_disk_that_refuses_the_ledger_ends_no_training(
+    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = DataLoader(keys, 16, shuffle=True, ledger=str(tmp_path / "run.ledger"))
+    batches = iter(run)
+    taken = rows_in(keys, [next(batches)])
+
+    def full(self: LedgerWriter, *record: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LedgerWriter, "batch", full)
+    monkeypatch.setattr(LedgerWriter, "flush", full)
+    taken += rows_in(keys, batches)
+    assert sorted(flat(taken)) == list(range(SAMPLES))
+    assert run.state_dict()["epoch"] == 1
+    run.close()
+    assert caplog.text.count("is not recorded from here on") == 1
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------

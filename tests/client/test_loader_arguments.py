@@ -112,9 +112,13 @@ def test_a_ledger_of_something_else_is_refused_by_name(
     foreign = make_files(tmp_path, random_files(150, seed=9, high=2_000), name="foreign")
     with pytest.raises(ValueError, match=r"^replay"):
         DataLoader(dataset(foreign.manifest, f"file://{tmp_path}/cache"), 8, shuffle=True, replay=path)
+    with pytest.raises(ValueError, match=r"^ledger=.*of another seed"):
+        loader(8, shuffle=True, ledger=path, seed=1)
     Path(path).write_bytes(b"something else")
-    with pytest.raises(ValueError, match=r"^replay"):
-        loader(8, shuffle=True, replay=path)
+    for name in ("replay", "ledger"):
+        with pytest.raises(ValueError, match=rf"^{name}"):
+            loader(8, shuffle=True, **{name: path})
+    assert Path(path).read_bytes() == b"something else"
 
 
 def test_integers_of_numpy_and_torch_are_integers(loader: Loader) -> None:
@@ -137,14 +141,15 @@ def test_rank_and_world_size_come_from_torchrun(monkeypatch: pytest.MonkeyPatch)
         place_of(None, None)
 
 
-def test_a_job_has_the_launchers_name_or_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID"):
-        monkeypatch.delenv(name, raising=False)
+def test_a_job_has_the_name_that_is_given_or_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun calls every job that was not named
     assert job_of(None) != job_of(None)
-    monkeypatch.setenv("SLURM_JOB_ID", "77")
-    assert job_of(None) == "77"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    assert (job_of(None), job_of("mine")) == ("run", "mine")
+    assert job_of("mine") == "mine"
+
+
+def test_rank_and_world_size_are_checked_beside_a_sampler(loader: Loader) -> None:
+    with pytest.raises(ValueError, match=r"^rank=5"):
+        loader(sampler=[0, 1], rank=5, world_size=2)
 
 
 def test_a_sampler_that_gives_what_is_not_there_is_refused_by_name(loader: Loader) -> None:

@@ -520,3 +520,26 @@ def test_what_drop_last_left_out_stays_left_out_when_states_are_joined(keys: Dat
     left_out = permutation(SAMPLES, 0, 0)[144:].tolist()
     done = np.flatnonzero(unpack(merge_states(states)["done"], SAMPLES)).tolist()
     assert set(done) == got | set(left_out)
+
+
+def test_what_a_serialiser_made_numpys_is_taken_and_absurd_numbers_are_refused_at_once(keys: Dataset) -> None:
+    loader = DataLoader(keys, 10, shuffle=True)
+    first = take(loader, 4)
+    state = loader.state_dict()
+    numpys = {name: np.int64(value) if type(value) is int else value for name, value in state.items()}
+    loader.load_state_dict(numpys)
+    assert sorted(first + take(loader)) == list(range(SAMPLES))
+    for name in ("samples", "world_size"):
+        with pytest.raises(ValueError, match="state"):
+            loader.load_state_dict({**state, name: 10**12})
+    loader.close()
+
+
+def test_an_epoch_that_is_named_after_a_break_is_what_a_state_says(keys: Dataset) -> None:
+    loader = DataLoader(keys, 10, shuffle=True)
+    take(loader, 4)
+    assert loader.state_dict()["epoch"] == 0
+    loader.set_epoch(7)
+    state = loader.state_dict()
+    assert (state["epoch"], state["own"], state["done"]) == (7, None, None)
+    loader.close()

@@ -9,7 +9,6 @@ from typing import Any, Final
 import torch.distributed
 
 RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE")  # as torchrun sets them
-JOB_VARIABLES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")  # the same in all ranks of a job
 
 
 def whole(name: str, value: Any, least: int) -> int:
@@ -40,12 +39,15 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def job_of(job: str | None) -> str:
-    """Return the job's name: as given, else the launcher's, else one of its own."""
-    if job is not None:
-        if not isinstance(job, str) or not job:
-            raise ValueError(f"job={job!r}: give a name that is the same in all ranks of the job")
-        return job
-    return next((os.environ[name] for name in JOB_VARIABLES if os.environ.get(name)), secrets.token_hex(16))
+    """Return the job's name: as given, else one that nobody else has.
+
+    What launchers call a job is not one: torchrun says "none" of each, and Slurm the same of all steps.
+    """
+    if job is None:
+        return secrets.token_hex(16)
+    if not isinstance(job, str) or not job:
+        raise ValueError(f"job={job!r}: give a name that is the same in all ranks of the job")
+    return job
 
 
 def _surroundings() -> tuple[int, int]:

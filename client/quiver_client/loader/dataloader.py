@@ -39,8 +39,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ``lookahead``: from how many pending samples a batch may choose; ``"auto"``: from the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's; every rank gets as many samples as any other, by repeating a few or, with ``drop_last``, by leaving out
-    a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the same in all ranks, by default the
-    launcher's: a job that starts again under its name takes the place of what it was.
+    a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the same in all ranks: a job that
+    starts again under its name takes the place of what it was, whose lease ran on otherwise.
     ``ledger``: a file to record the order in; ``replay``: such a file, whose order is taken again whatever the cache
     holds. With several ranks each has its own, with ``.<rank>`` added to the name.
 
@@ -127,6 +127,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self.order)
 
     def __iter__(self) -> Any:
+        before = self._passing() if self._passing is not None else None
+        if before is not None:
+            before.displaced = before.reading
         self._end_pass()
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
@@ -183,12 +186,15 @@ class _Pass:
 
     def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches) -> None:
         self._order, self._epoch = order, epoch
+        self.displaced = False
         self._batches: Batches | None = batches
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
+        if self.displaced:
+            raise RuntimeError("this pass was ended by another one: a loader is iterated by one loop at a time")
         if self._batches is None:
             raise StopIteration
         begun = time.monotonic()
@@ -203,6 +209,11 @@ class _Pass:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    @property
+    def reading(self) -> bool:
+        """Whether it has not come to its end."""
+        return self._batches is not None
 
     def close(self, *, wait: bool = True) -> None:
         batches, self._batches = self._batches, None

@@ -110,9 +110,12 @@ class Epoch:
         self.share = share
         self.consumed = np.zeros(len(share), bool) if own is None else own.copy()
         self.batches = batches
+        self.skipped = False  # a batch was passed over: it raised, or came out of order
         self._entries = np.flatnonzero(~self.consumed)
         if replayed is not None:
-            self._entries = _entries_of(share, self._entries, replayed)
+            known = _entries_of(share, self._entries, replayed)
+            rest = self._entries[~np.isin(self._entries, known)]  # what the ledger is short of comes last
+            self._entries = np.concatenate([known, rest])
         self._rows = share[self._entries]
         self._shard_count = len(layout.counts)
         self.order = Order(layout.shard_of[self._rows], self._shard_count, layout.drained_at_once)
@@ -178,6 +181,7 @@ class Epoch:
     def consume(self, number: int) -> Ints:
         """A batch was handed out; return its samples."""
         self.fetched(number)
+        self.skipped |= any(earlier < number for earlier in self._under_way)
         entries = self._under_way.pop(number)
         self.consumed[self._entries[entries]] = True
         self.batches += 1

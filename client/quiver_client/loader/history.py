@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 
 from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order
 from quiver_client.loader.epoch import Deal, Epoch, Layout
-from quiver_client.loader.ledger import LedgerReader, LedgerWriter, Run
+from quiver_client.loader.ledger import LedgerReader, LedgerWriter, Run, check_run
 from quiver_client.loader.record import decode_batch, encode_batch
+
+log = logging.getLogger("quiver_client")
+
+TAKEN: Final = b"\x00"  # the first byte of a record
+SKIPPED: Final = b"\x01"  # drawn, and could not be read: its samples were left out
 
 
 class History:
@@ -29,6 +36,8 @@ class History:
             drop_last=deal.drop_last,
         )
         self._path = self._file("ledger", ledger)
+        if self._path is not None:
+            check_run(self._path, self._run)
         self._writer: LedgerWriter | None = None
         self._written = False  # by this process: it goes on with its own
         self._records: dict[int, bytes] = {}
@@ -43,6 +52,10 @@ class History:
     def replaying(self) -> bool:
         return self._reader is not None
 
+    @property
+    def writing(self) -> bool:
+        return self._writer is not None
+
     def order(self, epoch: int, layout: Layout) -> Ints:
         """Return the samples of an epoch in the order in which the ledger has them.
 
@@ -53,17 +66,18 @@ class History:
         for done, records in self._reader.records(epoch):
             before = np.zeros(self._deal.samples, bool) if done is None else done
             if done is not None:  # dealt anew from a checkpoint: what was taken after it did not count
-                taken = _kept(taken, done)
+                taken = [rows for rows in taken if done[rows].all()]
             share, _ = self._deal.share(self._deal.order(epoch, before))
             order = Order(layout.shard_of[share], len(layout.counts))
             for record in records:
-                entries = decode_batch(order, record)
+                entries = decode_batch(order, record[1:])
                 if len(entries) > self._deal.batch_size:
                     raise ValueError(
                         f"replay: a batch of {len(entries)} samples where there can be {self._deal.batch_size}"
                     )
                 order.take(entries)
-                taken.append(share[entries])
+                if record[:1] == TAKEN:
+                    taken.append(share[entries])
         if not taken:
             raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
         return np.concatenate(taken)
@@ -87,18 +101,42 @@ class History:
             self._records[number] = encode_batch(epoch.order, entries)
 
     def consumed(self, number: int) -> None:
-        if self._writer is not None:
-            self._writer.batch(self._records.pop(number))
+        """A batch is about to be consumed; those before it that were not raised, and the loop went on."""
+        for earlier in [each for each in self._records if each < number]:
+            self._write(SKIPPED + self._records.pop(earlier))
+        if number in self._records:
+            self._write(TAKEN + self._records.pop(number))
 
     def flush(self) -> None:
         """Bring what was consumed to the file: a checkpoint must not be ahead of it."""
         if self._writer is not None:
-            self._writer.flush()
+            try:
+                self._writer.flush()
+            except OSError as error:
+                self._give_up(error)
+
+    def _write(self, record: bytes) -> None:
+        if self._writer is not None:
+            try:
+                self._writer.batch(record)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A disk that refuses the ledger is no reason to end the training, nor to refuse a checkpoint."""
+        log.warning("ledger=%r: %s; the order is not recorded from here on", str(self._path), error.strerror or error)
+        if self._writer is not None:
+            self._writer.give_up()
+        self._path = self._writer = None
+        self._records.clear()
 
     def close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            try:
+                self._writer.close()
+                self._writer = None
+            except OSError as error:
+                self._give_up(error)
 
     def _file(self, name: str, path: str | None) -> Path | None:
         if path is None:
@@ -106,13 +144,3 @@ class History:
         if not isinstance(path, str | Path) or not str(path):
             raise ValueError(f"{name}={path!r}: give a file's path")
         return Path(path if self._deal.world_size == 1 else f"{path}.{self._deal.rank}")
-
-
-def _kept(taken: list[Ints], done: Mask) -> list[Ints]:
-    """Return the batches up to the first that was not all done."""
-    kept = []
-    for rows in taken:
-        if not done[rows].all():
-            break
-        kept.append(rows)
-    return kept

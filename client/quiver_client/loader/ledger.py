@@ -187,6 +187,10 @@ class LedgerWriter:
             self.flush()
             os.fsync(self._file.fileno())
 
+    def give_up(self) -> None:
+        """Let go of a file that cannot be written any more: what is in it stays, and is not said to be complete."""
+        self._file.close()
+
     def _settle(self) -> None:
         """Write down how often the last record came again."""
         if self._again:
@@ -266,6 +270,19 @@ class LedgerReader:
 
     def _refused(self, why: str) -> ValueError:
         return ValueError(f"replay={str(self._path)!r} cannot be replayed: {why}")
+
+
+def check_run(path: Path, run: Run) -> None:
+    """Raise ``ValueError`` naming ``ledger`` if there is a file that is no ledger of this run: it is not replaced."""
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            _check_header(file, run)
+    except ValueError as error:
+        raise ValueError(f"ledger={str(path)!r}: {error}. Name another file, or remove this one.") from error
+    except OSError as error:
+        raise ValueError(f"ledger={str(path)!r} cannot be read: {error.strerror}") from error
 
 
 def _create(path: Path, run: Run) -> tuple[io.FileIO, int]:

@@ -35,6 +35,7 @@ log = logging.getLogger("quiver_client")
 
 PATIENCE_SECONDS: Final = 5.0  # without anything arriving; then a batch is read from wherever it is
 PATIENCE_SECONDS_MIN: Final = 0.1
+PATIENCE_SECONDS_MAX: Final = 20.0  # whatever arrives meanwhile
 FIRST_ANSWER_SECONDS: Final = 2.0
 LEASE_SECONDS: Final = 10.0
 REPORT_SECONDS: Final = (0.1, 1.0)
@@ -43,11 +44,11 @@ SOON_SHARDS: Final = 1024
 
 
 class Waiting(NamedTuple):
-    """A batch that could not be had: since when, since when nothing arrived, and how much had arrived by then."""
+    """A batch that could not be had: since when, since when nothing of use arrived, and what was there of use."""
 
     began: float
     since: float
-    arrivals: int
+    usable: int
 
 
 class BatchSampler(Sampler[list[int]]):
@@ -77,8 +78,10 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: a quiver_client.Dataset is wanted, not {type(dataset).__name__}")
-        # A sampler's order is its own, and it has dealt the ranks' shares already.
-        rank, world_size = place_of(rank, world_size) if sampler is None else (0, 1)
+        rank, world_size = place_of(rank, world_size)
+        self._consumer = _consumer(job_of(job), rank, dataset.manifest.digest)
+        if sampler is not None:  # its order is its own, and it has dealt the ranks' shares already
+            rank, world_size = 0, 1
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it is about orders that a seed gives, and a sampler's is its own")
@@ -95,7 +98,6 @@ class BatchSampler(Sampler[list[int]]):
         self._sampler = sampler
         self.substitute = bool(substitute) and self.deal.shuffle and sampler is None and replay is None
         self._lookahead = lookahead_of(lookahead)
-        self._consumer = _consumer(job_of(job), rank, dataset.manifest.digest)
         self._history = History(dataset.manifest.digest, self.deal, ledger, replay)
         self._labels = LabelWatch(dataset) if self.deal.shuffle else None
         self._lock = threading.RLock()
@@ -140,6 +142,8 @@ class BatchSampler(Sampler[list[int]]):
         """Make the next iteration this epoch's: all of it, or what a loaded state of it left."""
         with self._lock:
             self._next_epoch, self._named = whole("epoch", epoch, 0), True
+            if self._epoch is not None and self._read is None:
+                self._drop()  # a pass that was broken off: it is not gone on with
             if self._resume is not None and self._resume["epoch"] != epoch:
                 self._resume = None
 
@@ -154,7 +158,8 @@ class BatchSampler(Sampler[list[int]]):
                 raise ValueError("sampler: it gives a sample more than once, so what is left of it cannot be saved")
             # A sampler's next order may be another, so entries of this one mean nothing. And one rank alone can do
             # with less: it is ``merge_states`` of its own state, kept up to date.
-            if self._sampler is not None or (self.deal.world_size == 1 and self._done.any()):
+            anew = self._done.any() or (epoch.skipped and self._history.writing)
+            if self._sampler is not None or (self.deal.world_size == 1 and anew):
                 return self._state(epoch.number, 0, self._behind, self._done[:0])
             return self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
 
@@ -224,9 +229,9 @@ class BatchSampler(Sampler[list[int]]):
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop has the batch, after it waited for it."""
         with self._lock:
+            self._history.consumed(number)
             rows = epoch.consume(number)
             self._pace.consumed(self._layout.bytes(rows), waited_seconds)
-            self._history.consumed(number)
             if epoch is self._epoch:
                 self._behind[rows] = True
                 self._behind[self._left_out] = True
@@ -297,12 +302,14 @@ class BatchSampler(Sampler[list[int]]):
         assert self._watch is not None
         if epoch.order.is_hopeless(view):
             return epoch.completed(self.deal.batch_size, view, self._lookahead)
-        now, arrivals = time.monotonic(), self._watch.arrivals
+        now, usable = time.monotonic(), int(epoch.order.left[view.resident].sum())
         if self._waiting is None:
-            self._waiting = Waiting(now, now, arrivals)
+            self._waiting = Waiting(now, now, usable)
             self._watch.nudge()
-        elif self._waiting.arrivals != arrivals:
-            self._waiting = Waiting(self._waiting.began, now, arrivals)
+        elif now - self._waiting.began >= PATIENCE_SECONDS_MAX:
+            return epoch.completed(self.deal.batch_size, view, self._lookahead)
+        elif usable > self._waiting.usable:
+            self._waiting = Waiting(self._waiting.began, now, usable)
         elif now - self._waiting.since >= self._patience:
             return epoch.completed(self.deal.batch_size, view, self._lookahead)
         return None

@@ -20,6 +20,7 @@ from quiver.substitution import Mask
 from quiver_client.loader.epoch import Deal
 
 VERSION: Final = 1
+RANKS_MAX: Final = 1 << 20
 State = dict[str, Any]
 _NUMBERS: Final = ("version", "samples", "seed", "epoch", "rank", "world_size", "batch_size", "batches")
 _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
@@ -40,9 +41,13 @@ def unpack(bits: bytes | None, count: int) -> Mask:
     """Return ``count`` bits. Raises ``ValueError`` if these are not as many."""
     if not bits:
         return np.zeros(count, bool)
-    if len(bits) != -(-count // 8):
-        raise ValueError(f"state: {len(bits)} bytes of bits where {count} samples have {-(-count // 8)}")
+    _check_bits(bits, count)
     return np.unpackbits(np.frombuffer(bits, np.uint8), count=count).astype(bool)
+
+
+def _check_bits(bits: bytes | None, count: int) -> None:
+    if bits and len(bits) != -(-count // 8):
+        raise ValueError(f"state: {len(bits)} bytes of bits where {count} samples have {-(-count // 8)}")
 
 
 def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, own: Mask) -> State:
@@ -66,7 +71,7 @@ def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, o
 
 def fitted(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     """Return the state as the loader of this deal goes on from it. Raises ``ValueError`` saying what does not fit."""
-    _check_shape(state)
+    state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
         if state[name] != ours[name]:
@@ -96,8 +101,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
-    for state in states:
-        _check_shape(state)
+    states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
@@ -151,22 +155,28 @@ def _consumed(state: Mapping[str, Any]) -> Mask:
     return done
 
 
-def _check_shape(state: Mapping[str, Any]) -> None:
+def _checked(state: Mapping[str, Any]) -> State:
+    """Return the state with plain numbers: what stored it may have made numpy's of them."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: a dictionary made by state_dict() is wanted, not {type(state).__name__}")
     if "version" in state and state["version"] != VERSION:
         raise ValueError(f"state: version {state['version']!r} where this Quiver reads version {VERSION}")
+    plain = dict(state)
     for name, kind in _FIELDS.items():
-        if type(state.get(name)) is not kind:
+        value = state.get(name)
+        if isinstance(value, np.integer | np.bool_):
+            plain[name] = value = value.item()
+        if type(value) is not kind:
             raise ValueError(f"state: {name!r} is missing or no {kind.__name__}; was it made by state_dict()?")
     for name in _BITS:
         if name not in state or type(state[name]) not in (bytes, type(None)):
             raise ValueError(f"state: {name!r} is missing or no bytes; was it made by state_dict()?")
-    if not (0 <= state["rank"] < state["world_size"] and state["batch_size"] > 0 and state["samples"] > 0):
+    if not (0 <= plain["rank"] < plain["world_size"] <= RANKS_MAX and plain["batch_size"] > 0 and plain["samples"] > 0):
         raise ValueError("state: rank, world_size, batch_size or samples are not possible")
-    if not (state["epoch"] >= 0 and state["batches"] >= 0):
+    if not (plain["epoch"] >= 0 and plain["batches"] >= 0):
         raise ValueError("state: epoch or batches are not possible")
-    unpack(state["done"], state["samples"])
+    _check_bits(plain["done"], plain["samples"])
+    return plain
 
 
 def _what(name: str) -> str:
