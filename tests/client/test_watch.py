@@ -154,6 +154,69 @@ def test_who_never_said_anything_has_nothing_to_take_back() -> None:
     assert rack.closed
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), OSError("no descriptors"), Unavailable("x", "is away")])
+def test_a_report_that_fails_is_tried_again_and_what_was_seen_counts_for_a_moment(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch_module, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(watch_module, "STALE_SECONDS", NEVER)
+    rack, consumer = Rack(4), Consumer(pause=0.0)
+    watch = Watch(4, rack, consumer.report)
+    watch.first_answer(20)
+    told = rack.report
+    failures: list[Exception] = []
+
+    def fail(report: Report, *, leaving: bool = False) -> Any:
+        failures.append(error)
+        raise error
+
+    rack.report = fail  # type: ignore[method-assign]
+    until(lambda: len(failures) > 5)
+    assert watch.view.resident.all()
+    monkeypatch.setattr(watch_module, "STALE_SECONDS", 0.0)
+    until(lambda: not watch.view.resident.any(), what="nobody knows any more")
+    rack.report = told  # type: ignore[method-assign]
+    until(lambda: watch.view.resident[0])
+    assert watch.arrivals == 2
+    watch.close()
+    assert rack.left
+    warnings = [record.getMessage() for record in caplog.records if record.name == "quiver_client"]
+    assert len(warnings) == 1, "once in a while"
+    assert str(error) in warnings[0]
+
+
+def test_a_consumer_that_fails_to_say_what_it_needs_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watch_module, "RETRY_SECONDS", 0.01)
+
+    class Clumsy(Consumer):
+        def report(self) -> tuple[Report, float]:
+            if super().report()[0] and self.said < 3:
+                raise ValueError("not yet")
+            return a_report(), self.pause
+
+    rack, consumer = Rack(4), Clumsy()
+    watch = Watch(4, rack, consumer.report)
+    watch.first_answer(20)
+    assert consumer.said == 3
+    watch.close()
+    assert rack.left
+
+
+def test_leaving_that_fails_ends_the_thread_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    rack, consumer = Rack(4), Consumer()
+    watch = Watch(4, rack, consumer.report)
+    watch.first_answer(20)
+
+    def fail(report: Report, *, leaving: bool = False) -> Any:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    rack.report = fail  # type: ignore[method-assign]
+    watch.close()
+    assert "RuntimeError" in caplog.text
+
+
 # -- RackNeeds --------------------------------------------------------------------------------------------------------
 
 

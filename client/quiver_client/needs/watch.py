@@ -5,6 +5,7 @@ One thread a consumer, none on the way of a batch: who draws a batch looks at th
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -17,7 +18,12 @@ from quiver.need import Report
 from quiver.substitution import View
 from quiver_client.needs.base import Exchange
 
+log = logging.getLogger("quiver_client")
+
 SPACING_SECONDS: Final = 0.05  # between two reports, however urgent
+RETRY_SECONDS: Final = 1.0  # after a report that failed
+STALE_SECONDS: Final = 5.0  # how long the last answer counts while none comes
+WARN_SECONDS: Final = 30.0
 
 
 class Watch:
@@ -36,6 +42,8 @@ class Watch:
         self._arrivals = 0
         self._view = View(np.zeros(shard_count, bool), np.zeros(shard_count, np.uint8), np.zeros(shard_count, np.int64))
         self._turns = 0
+        self._said: Report | None = None  # last
+        self._warned = -WARN_SECONDS
         self._thread = threading.Thread(target=self._run, name="quiver-needs", daemon=True)
         self._thread.start()
 
@@ -75,23 +83,48 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        pause, last = 0.0, None
+        pause, answered = 0.0, time.monotonic()
         while True:
             self._wake.wait(pause)
             self._wake.clear()
             if self._closing.is_set():
                 break
             begun = time.monotonic()
-            report = self._report()
-            if report is None:
+            try:
+                said = self._say()
+            except Exception as error:  # noqa: BLE001 - the supervisor of reporting: without it the view stands still
+                self._failed(error)
+                if time.monotonic() - answered >= STALE_SECONDS:
+                    self._learn(np.zeros(len(self._view.resident), np.uint8))
+                pause = 0.0
+                self._closing.wait(RETRY_SECONDS)
+                continue
+            if said is None:
                 break
-            last, pause = report()
-            del report
-            self._learn(self._exchange.report(last))
+            pause, answered = said, time.monotonic()
             self._closing.wait(begun + SPACING_SECONDS - time.monotonic())
-        if last is not None:
-            self._exchange.report(last, leaving=True)
-        self._exchange.close()
+        try:
+            if self._said is not None:
+                self._exchange.report(self._said, leaving=True)
+            self._exchange.close()
+        except Exception as error:  # noqa: BLE001 - what was told is forgotten when its lease ends
+            self._failed(error)
+
+    def _say(self) -> float | None:
+        """Report once; return the seconds until the next time, ``None`` if there is nobody any more to report for."""
+        report = self._report()
+        if report is None:
+            return None
+        self._said, pause = report()
+        del report
+        self._learn(self._exchange.report(self._said))
+        return pause
+
+    def _failed(self, error: Exception) -> None:
+        now = time.monotonic()
+        if now - self._warned >= WARN_SECONDS:
+            self._warned = now
+            log.warning("needs: the cache was not told what this job needs: %s: %s", type(error).__name__, error)
 
     def _learn(self, seen: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         resident = seen > 0
