@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +19,12 @@ from quiver.errors import BadRequest, Unavailable
 from quiver.need import Report
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
+from quiver_client import pool as pool_module
 from quiver_client.needs import rack as rack_module
 from quiver_client.needs import watch as watch_module
 from quiver_client.needs.rack import RackNeeds
 from quiver_client.needs.watch import Watch
+from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from tests.support.data import Files
 from tests.support.residency import Clock, Rack, alive
@@ -358,18 +364,107 @@ def test_an_answer_about_other_shards_is_left_out(files: Files, clock: Clock) ->
     needs.close()
 
 
-def test_leaving_tells_every_daemon_that_answers_and_never_hangs(
-    files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_leaving_tells_every_daemon_that_answers(files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b, down = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0]), Peer([0, 0, 1, 0])
     members = Members(a=a, down=down, b=b)
     members.down = {"down"}
     needs, _ = needs_of(files, members)
     needs.report(a_report(), leaving=True)
-    assert [len(peer.told) for peer in (a, b, down)] == [1, 1, 0]
-    assert a.told[0].leaving
-    assert b.told[0].leaving
+    assert not a.told, "who never said anything has nothing to take back"
+    needs.report(a_report())
+    monkeypatch.setattr(members, "refresh", lambda: pytest.fail("who leaves asks for no ring"))
     a.statuses = [NeedsStatus.NO_MANIFEST]
     needs.report(a_report(), leaving=True)
+    assert [len(peer.told) for peer in (a, b, down)] == [2, 2, 0]
+    assert a.told[1].leaving
+    assert b.told[1].leaving
     assert a.manifests == 0  # who leaves introduces nothing
     needs.close()
+
+
+def test_nothing_waits_for_daemons_that_stand_still(
+    files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = {f"stopped{number}": Peer([1, 0, 0, 0]) for number in range(rack_module.TELLERS - 2)}
+    there = Peer([0, 1, 0, 0])
+    needs, _ = needs_of(files, Members(**stopped, there=there))
+    monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
+    needs.report(a_report())
+    monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(rack_module, "LEAVE_SECONDS", 0.5)
+    for peer in stopped.values():
+        peer.gate.clear()
+    needs.report(a_report())
+    begun = time.monotonic()
+    needs.report(a_report(), leaving=True)
+    needs.close()
+    assert time.monotonic() - begun < 4
+    assert there.told[-1].leaving
+    for peer in stopped.values():
+        peer.gate.set()
+
+
+def test_a_ring_that_does_not_come_holds_nobody_up(files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
+    members = Members(a=Peer([1, 0, 0, 0]))
+    needs, _ = needs_of(files, members)
+    assert needs.report(a_report()).tolist() == [1, 0, 0, 0]
+    ring, comes, asked = members.refresh(), threading.Event(), []
+    monkeypatch.setattr(members, "refresh", lambda: asked.append(1) or (ring if comes.wait(20) else None))
+    monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
+    until(lambda: needs.report(a_report()).tolist() == [1, 0, 0, 0])
+    assert needs.report(a_report()).tolist() == [1, 0, 0, 0], "the last ring stays"
+    assert len(asked) == 1, "and it is not asked for twice at a time"
+    comes.set()
+    until(lambda: needs.report(a_report()).any() and len(asked) > 1)
+    needs.close()
+
+
+# -- DaemonPool -------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_does_what_it_is_given_by_no_more_threads_than_it_may_have() -> None:
+    pool = DaemonPool(3, "quiver-pooled")
+    assert list(pool.map(lambda number: number * 2, range(50))) == list(range(0, 100, 2))
+    assert 1 <= len(alive("quiver-pooled")) <= 3
+    failing = pool.submit(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(20)
+    pool.shutdown()
+    assert not alive("quiver-pooled")
+    with pytest.raises(RuntimeError, match="closed"):
+        pool.submit(print)
+
+
+def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
+    pool = DaemonPool(2, "quiver-pooled")
+    assert pool.submit(int).result(20) == 0
+    del pool
+    until(lambda: not alive("quiver-pooled"))
+
+
+def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "END_SECONDS", 0.05)
+    pool, gate = DaemonPool(1, "quiver-pooled"), threading.Event()
+    wedged, waiting = pool.submit(gate.wait, 20), pool.submit(int)
+    until(wedged.running)
+    pool.shutdown(cancel_futures=True)
+    assert wedged.running()
+    assert waiting.cancelled()
+    gate.set()
+    until(lambda: not alive("quiver-pooled"))
+
+
+def test_the_end_of_the_process_waits_for_no_thread_of_a_pool() -> None:
+    script = """
+        import threading
+        from quiver_client.pool import DaemonPool
+        pools = [DaemonPool(2, "stuck") for _ in range(8)]
+        for pool in pools:
+            for _ in range(3):
+                pool.submit(threading.Event().wait)
+    """
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=60, check=True)
+    assert time.monotonic() - begun < 10
+    assert done.stderr == b""

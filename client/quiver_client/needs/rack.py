@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Final
 
 import numpy as np
@@ -24,13 +24,14 @@ from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Ring
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, ReadRequest
+from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.members import Members
 
 TELLERS: Final = 8
 UPLOADERS: Final = 2  # each holds a shard in memory
 ANSWER_SECONDS: Final = 0.25
-LEAVE_SECONDS: Final = 1.0
+LEAVE_SECONDS: Final = 0.75
 STALE_SECONDS: Final = 5.0
 
 U8 = npt.NDArray[np.uint8]
@@ -45,8 +46,10 @@ class RackNeeds:
         self._members = members
         self._origin = origin
         self._stats = stats
-        self._pool = ThreadPoolExecutor(TELLERS, thread_name_prefix="quiver-tell")
-        self._uploaders = ThreadPoolExecutor(UPLOADERS, thread_name_prefix="quiver-upload")
+        self._pool = DaemonPool(TELLERS, "quiver-tell")
+        self._uploaders = DaemonPool(UPLOADERS, "quiver-upload")
+        self._ring: Ring | None = None
+        self._refreshing: Future[Ring | None] | None = None
         self._asked: dict[str, Future[None]] = {}
         self._seen: dict[str, tuple[float, U8]] = {}
         self._uploading: set[int] = set()
@@ -55,15 +58,12 @@ class RackNeeds:
 
     def report(self, report: Report, *, leaving: bool = False) -> U8:
         """Tell all daemons that answer; return what is held in the rack, as of the last answers."""
-        begun = time.monotonic()
-        ring = self._members.refresh()
-        urls = [member.url for member in ring.members] if ring is not None else []
         told = NeedsReport(self._manifest.digest, report, leaving)
-        if leaving:  # maybe at the interpreter's end, where no pool takes anything any more
-            for url in urls:
-                if time.monotonic() - begun < LEAVE_SECONDS and not self._members.is_down(url):
-                    self._tell(url, told)
-            urls = []
+        if leaving:
+            self._leave(told)
+            return np.zeros(self._manifest.shard_count, np.uint8)
+        ring = self._refreshed()
+        urls = [member.url for member in ring.members] if ring is not None else []
         for url in urls:
             before = self._asked.get(url)
             if (before is None or before.done()) and not self._members.is_down(url):
@@ -82,7 +82,32 @@ class RackNeeds:
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._uploaders.shutdown(cancel_futures=True)
+        self._uploaders.shutdown(wait=False, cancel_futures=True)
+
+    def _refreshed(self) -> Ring | None:
+        """Return the ring; while no daemon that is asked for it answers, the last one."""
+        asked = self._refreshing
+        if asked is not None and asked.done():
+            self._ring = asked.result()
+        if asked is None or asked.done():
+            asked = self._refreshing = self._pool.submit(self._members.refresh)
+            wait([asked], ANSWER_SECONDS)
+        if asked.done():
+            self._ring = asked.result()
+        return self._ring
+
+    def _leave(self, told: NeedsReport) -> None:
+        """Take the needs back from all daemons that were told them, at once. The others' lease ends by itself."""
+        ring, before = self._ring, {url: asked for url, asked in self._asked.items() if not asked.cancel()}
+        urls = [member.url for member in ring.members if not self._members.is_down(member.url)] if ring else []
+        # Those first that have answered: of the others, each may hold a thread up.
+        urls.sort(key=lambda url: url in before and not before[url].done())
+        wait([self._pool.submit(self._tell_last, url, told, before.get(url)) for url in urls], LEAVE_SECONDS)
+
+    def _tell_last(self, url: str, told: NeedsReport, before: Future[None] | None) -> None:
+        if before is not None:
+            wait([before], LEAVE_SECONDS)  # overtaken by what was told before, it would mean nothing
+        self._tell(url, told)
 
     def _orphaned(self, ring: Ring) -> Mask | None:
         """Return whose shards nobody brings in: a daemon fetches what is its own, and this one does not answer."""
@@ -115,7 +140,8 @@ class RackNeeds:
         for shard in answer.uploads:
             if shard not in self._uploading:
                 self._uploading.add(shard)
-                self._uploaders.submit(self._put, peer, shard)
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._uploaders.submit(self._put, peer, shard)
 
     def _put(self, peer: PeerClient, shard: int) -> None:
         """Read a shard that the daemon may not read itself, and put it there."""

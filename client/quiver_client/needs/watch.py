@@ -24,6 +24,7 @@ SPACING_SECONDS: Final = 0.05  # between two reports, however urgent
 RETRY_SECONDS: Final = 1.0  # after a report that failed
 STALE_SECONDS: Final = 5.0  # how long the last answer counts while none comes
 WARN_SECONDS: Final = 30.0
+CLOSE_SECONDS: Final = 1.5  # an exchange that must never take long may do so, and closing is in the way of an exit
 
 
 class Watch:
@@ -74,13 +75,13 @@ class Watch:
         self._wake.set()
 
     def close(self) -> None:
-        """Stop reporting, and take one's needs back."""
+        """Stop reporting, and take one's needs back, unless that takes long: then it goes on in the background."""
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
         self._wake.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
         pause, answered = 0.0, time.monotonic()

@@ -1,0 +1,124 @@
+"""Threads for work that may wait for somebody else, and for which neither the end of the process nor ``close`` does.
+
+The interpreter joins every thread of a ``ThreadPoolExecutor`` before it ends, and takes nothing new from then on: one
+request to a daemon that stands still would hold Ctrl-C up, and a last word could not be said. Here threads are daemons.
+At the interpreter's end what runs has a moment, all pools together, to come out of native code, in which a thread that
+is cut off can crash the process; what still waits after it waits for others, and is left where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any, Final, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+END_SECONDS: Final = 1.0  # how long ``shutdown`` waits
+EXIT_SECONDS: Final = 0.5  # how long the interpreter's end waits, for all pools together
+
+
+class DaemonPool(Executor):
+    """``ThreadPoolExecutor`` that is not waited for. Safe from threads; of no use in a child that was forked."""
+
+    def __init__(self, workers_max: int, thread_name_prefix: str) -> None:
+        self._workers_max = workers_max
+        self._name = thread_name_prefix
+        self._lock = threading.Lock()
+        self._idle = threading.Semaphore(0)
+        self._work: _Work = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+        weakref.finalize(self, _end, self._work, self._threads)  # also at the interpreter's end
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Have a thread do it. Raises ``RuntimeError`` if the pool is closed, or if there is no thread to be had."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            if not self._idle.acquire(blocking=False) and len(self._threads) < self._workers_max:
+                self._start()
+            self._work.put((future, partial(fn, *args, **kwargs)))
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Take nothing more. ``wait`` for what runs, but no longer than ``END_SECONDS``."""
+        with self._lock:
+            self._closed = True
+            if cancel_futures:
+                _cancel(self._work)
+            self._work.put(None)
+        if wait:
+            _join(self._threads, time.monotonic() + END_SECONDS)
+
+    def _start(self) -> None:
+        name = f"{self._name}_{len(self._threads)}"
+        thread = threading.Thread(target=_serve, name=name, args=(self._work, self._idle), daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # there are too many, or the interpreter ends: those that run do it all
+            if not self._threads:
+                raise
+        else:
+            self._threads.append(thread)
+
+
+_Work = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+_ending: list[float] = []  # until when the interpreter's end waits
+
+
+def _serve(work: _Work, idle: threading.Semaphore) -> None:
+    while (item := work.get()) is not None:
+        future, call = item
+        del item
+        _do(future, call)
+        del future, call
+        idle.release()
+    work.put(None)  # for the next thread
+
+
+def _do(future: Future[Any], call: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = call()
+    except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+        future.set_exception(error)
+        del future  # which has the exception, which has this frame
+    else:
+        future.set_result(result)
+
+
+def _end(work: _Work, threads: list[threading.Thread]) -> None:
+    """The pool is gone, or the interpreter ends."""
+    if threading.main_thread().is_alive():
+        work.put(None)
+        return
+    if not _ending:
+        _ending.append(time.monotonic() + EXIT_SECONDS)
+    _cancel(work)
+    work.put(None)
+    _join(threads, _ending[0])
+
+
+def _cancel(work: _Work) -> None:
+    try:
+        while True:
+            item = work.get_nowait()
+            if item is not None:
+                item[0].cancel()
+    except Empty:
+        return
+
+
+def _join(threads: list[threading.Thread], until: float) -> None:
+    for thread in list(threads):
+        if thread is not threading.current_thread():
+            thread.join(max(until - time.monotonic(), 0.0))
