@@ -15,7 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Final
 
@@ -41,6 +41,7 @@ from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.board import Board
 
@@ -114,7 +115,7 @@ class EmbeddedTier:
         self.stats = stats
         self._maps: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(FILLS_AT_ONCE, thread_name_prefix="quiver-fill")
+        self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = threading.Event()
         self._tidied = time.monotonic()
         self._full_until = 0.0
@@ -167,6 +168,7 @@ class EmbeddedTier:
             yield from self._locks.iterdir()
 
     def close(self) -> None:
+        """Let go of all maps. A fill that waits for its origin is not waited for: what comes of it is whole or not."""
         self._closing.set()
         self._pool.shutdown(cancel_futures=True)
         with self._lock:
@@ -225,6 +227,8 @@ class EmbeddedTier:
         except QuiverError as error:
             if not self._closing.is_set():
                 self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
+            return Brought.FAILED
+        except RuntimeError:  # the interpreter ends, and what reads the origin gets no threads any more
             return Brought.FAILED
         self._full_until = 0.0
         return Brought.HERE if here else Brought.NO_ROOM
