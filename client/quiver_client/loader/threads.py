@@ -11,11 +11,12 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import BatchSampler
+from quiver_client.pool import DaemonPool
 
 FETCHERS: Final = 4
 
@@ -63,7 +64,7 @@ class _Run:
         self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
         self._sampler, self._epoch, self._fetch = sampler, epoch, fetch
-        self._pool = ThreadPoolExecutor(min(depth, FETCHERS), thread_name_prefix="quiver-fetch")
+        self._pool = DaemonPool(min(depth, FETCHERS), "quiver-fetch")
         self._thread = threading.Thread(target=self._draw, name="quiver-draw", daemon=True)
         self._closed = False
 
