@@ -8,8 +8,9 @@ reads, and how much of that is resident (its *runway*), under a lease. From the 
     evict   what nobody needs; what is still needed only if a consumer would starve, and then the shard with most left
             in it (a second read costs a whole shard, whatever is left of it)
 
-so that consumers of one dataset share one stream of reads without knowing of one another, as DESIGN.md section 7 wants
-it. The rules were chosen by simulation: ``bench/simulation.py`` runs this very module.
+A consumer that says nothing any more, suspended or killed, wants nothing fetched; what it needs still counts until its
+lease runs out. So consumers of one dataset share one stream of reads without knowing of one another, as DESIGN.md
+section 7 wants it. The rules were chosen by simulation: ``bench/simulation.py`` runs this very module.
 
 A daemon decides for the shards that the ring gives to it first (*mine*), and each daemon for itself.
 """
@@ -31,6 +32,10 @@ Mask = npt.NDArray[np.bool_]
 
 LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
 STARVING_SHARDS: Final = 0.25  # runway, once a fill is over, below which a shard that somebody needs may be dropped
+# One who starves may have been suspended since its last report; then shards would replace one another without end.
+DROPS_A_REPORT: Final = 4  # forced ones, for one consumer, until it reports again
+SILENT_REPORTS: Final = 3.0  # pauses between two reports after which a consumer is asked for nothing
+REPORT_SECONDS_MAX: Final = 1.0  # that a consumer takes between two reports when it has much ahead of it
 GIVEN_UP_SECONDS: Final = 5.0  # for which a victim counts as gone; far longer than it takes to drop one
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
 FULL: Final = 255  # "all of the shard" in a report
@@ -78,6 +83,7 @@ class _Consumer:
     at: float
     local: float  # bytes pending here that were resident when it reported
     soon: Ints
+    drops_left: int = DROPS_A_REPORT
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +109,10 @@ class _Moment(NamedTuple):
     now: float
     origin: Origin
     only: bytes | None
+
+    def hears(self, it: _Consumer) -> bool:
+        """Whether a consumer goes on, as far as is known. Of one that is silent nobody knows how far it is."""
+        return self.now - it.at <= SILENT_REPORTS * max(self.origin.report_seconds, REPORT_SECONDS_MAX)
 
 
 class Needs:
@@ -303,11 +313,25 @@ class Needs:
             # What comes next in a fixed order never goes at the cost of others.
             return next((fetch for fetch in in_order if self._sizes[self._slots[fetch.digest]] <= free_bytes), None)
         slot, dataset = best
-        victim = None
-        if self._sizes[slot] > free_bytes:
-            victim = self._victim(present, self._sizes[slot] - free_bytes) if starving else None
-            if victim is None:
-                return None
+        if self._sizes[slot] <= free_bytes:
+            return Fetch(self._names[slot], dataset, None)
+        return self._forced(starving, present, free_bytes)
+
+    def _forced(self, starving: list[_Hungry], present: Mask, free_bytes: float) -> Fetch | None:
+        """Return what to bring in for those who starve at the cost of what is needed, on account of all it is for."""
+        starving = [it for it in starving if it.consumer.drops_left > 0]
+        best = self._most_needed(starving)
+        if best is None:
+            return None
+        slot, dataset = best
+        if self._sizes[slot] <= free_bytes:
+            return Fetch(self._names[slot], dataset, None)
+        victim = self._victim(present, self._sizes[slot] - free_bytes)
+        if victim is None:
+            return None
+        for it in starving:
+            if it.missing[self._datasets[it.consumer.dataset].slots == slot].any():
+                it.consumer.drops_left -= 1
         return Fetch(self._names[slot], dataset, victim)
 
     def _most_needed(self, hungry: list[_Hungry]) -> tuple[int, Digest] | None:
@@ -328,12 +352,12 @@ class Needs:
     def _hungry(self, moment: _Moment, present: Mask) -> tuple[list[_Hungry], list[Fetch]]:
         """Return who wants something fetched now, and what those of a fixed order want next."""
         reading = [it for it in self._consumers.values() if it.pending.any()]
-        fastest = max((it.report.rate for it in reading), default=0.0)
+        fastest = max((it.report.rate for it in reading if moment.hears(it)), default=0.0)
         here = {name: present[known.slots] for name, known in self._datasets.items()}
         absent = {name: known.mine & ~here[name] & ~self._held[known.slots] for name, known in self._datasets.items()}
         hungry, in_order = [], []
         for it in reading:
-            if moment.only is not None and it.report.consumer != moment.only:
+            if not moment.hears(it) or (moment.only is not None and it.report.consumer != moment.only):
                 continue
             known = self._datasets[it.dataset]
             if it.report.ordered:

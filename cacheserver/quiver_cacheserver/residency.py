@@ -41,9 +41,6 @@ IDLE_SHARE: Final = 4  # the loop has this much time for others for every second
 NO_ROOM_SECONDS: Final = 1.0  # for which what nobody reports on is taken to be in use, after no room could be made
 SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpectedly
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
-# One who starves on paper may have been suspended since its last report: then shards would replace one another for as
-# long as its lease lasts.
-DROPS_A_REPORT: Final = FILL_THREADS
 DATASETS_MAX: Final = 256
 SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
 UPLOADS_WANTED_MAX: Final = 64
@@ -94,7 +91,6 @@ class Residency:
         self._wanted: dict[Digest, None] = {}  # to be uploaded by some consumer, since the origin is not ours to read
         self._chosen: dict[Digest, bytes] = {}  # who was asked to
         self._victims: dict[Digest, float] = {}  # given up for another shard, and until when that counts
-        self._drops_left = 0  # forced ones, until somebody reports again
         self._mine_changed = False
         self._others_busy_until = 0.0  # what nobody reports on is in use
         self._paused_until = 0.0
@@ -142,7 +138,6 @@ class Residency:
             self._pace.reported(now - before.at)
         self._leases[consumer] = _Lease(told.manifest, shards, now, report.lease_seconds)
         dataset.used = now
-        self._drops_left = DROPS_A_REPORT
         self._wake.set()
         return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset))
 
@@ -234,10 +229,6 @@ class Residency:
         coming = {*self._node.fills.coming(), *self._wanted}
         for fetch in self._needs.fetches(now, coming, self._free_bytes(coming, now), self._pace.origin, at_most):
             if fetch.victim is not None:
-                if self._drops_left <= 0:
-                    self._needs.arrived(fetch.victim)  # it stays: what was given up is not any more
-                    continue
-                self._drops_left -= 1
                 self._victims[fetch.victim] = now + GIVEN_UP_SECONDS
             self._begin(fetch, now)
 

@@ -210,6 +210,17 @@ def test_one_who_is_suspended_while_it_starves_does_not_turn_the_cache_over(even
         assert daemon.metric("quiver_forced_drops_total") <= 4
 
 
+def test_one_who_is_suspended_forces_out_no_more_while_others_report(even: Files, tmp_path: Path) -> None:
+    with (
+        small_daemon(even, tmp_path, 4) as daemon,
+        Consumer(daemon, even) as suspended,
+        Consumer(daemon, even, 2) as other,
+    ):
+        suspended.tell(255, rate=1e9, lease=4.0)
+        until(lambda: other.tell(255, ahead=PLENTY) and daemon.metric("quiver_consumers") == 1)
+        assert daemon.metric("quiver_forced_drops_total") <= 4
+
+
 def test_a_shard_that_cannot_be_had_holds_up_no_other_and_is_not_asked_for_in_a_frenzy(tmp_path: Path) -> None:
     files = make_files(tmp_path, random_files(24, seed=5, low=60_000, high=60_001))
     manifest = files.opened()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quiver.digest import Digest
-from quiver.need import CONSUMERS_MAX, FULL, Fetch, Needs, Origin, Report, rounded_up
+from quiver.need import CONSUMERS_MAX, DROPS_A_REPORT, FULL, Fetch, Needs, Origin, Report, rounded_up
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
 FAST = Origin(rate=100.0, fill_seconds=0.1, report_seconds=0.5)
@@ -125,11 +125,61 @@ def test_a_consumer_with_enough_ahead_waits_so_that_others_can_share() -> None:
 
 
 def test_time_that_passes_shortens_what_is_ahead() -> None:
-    needs = board(10, held=range(5))
+    needs = board(10, held=range(4))
     for consumer in (1, 2):
-        needs.report(A, report(consumer, [FULL] * 10, ahead_bytes=5.0), 0.0)
+        needs.report(A, report(consumer, [FULL] * 10, ahead_bytes=4.0), 0.0)
     assert wanted(needs) == []
-    assert wanted(needs, now=4.0) != []
+    assert wanted(needs, now=2.5) != []
+
+
+def test_one_that_is_silent_wants_nothing_and_needs_what_it_needed() -> None:
+    needs = board(4, held=[0])
+    needs.report(A, report(1, [0, FULL, FULL, 0]), 0.0)
+    needs.report(A, report(2, [FULL, 0, 0, FULL], soon=(3,), ordered=True), 0.0)
+    assert sorted(numbers(wanted(needs, now=2.9))) == [1, 2, 3]
+    assert wanted(needs, now=3.1) == []
+    assert [needs.needed(shard(at)) for at in range(4)] == [True] * 4
+    assert numbers(needs.fetches(9.9, [], 9.0, FAST._replace(report_seconds=4.0), 9)) != [], "nobody reports oftener"
+    needs.report(A, report(1, [0, FULL, FULL, 0]), 4.0)
+    assert sorted(numbers(wanted(needs, now=4.0))) == [1, 2]
+
+
+def test_one_who_starves_forces_out_so_much_until_it_reports_again_whoever_else_does() -> None:
+    needs = board(20, held=range(10))
+
+    def forced(now: float) -> int:
+        fetches = wanted(needs, now=now, free=0.0)
+        for fetch in fetches:
+            assert fetch.victim is not None
+            needs.gone(fetch.victim)
+            needs.arrived(fetch.digest)
+        return len(fetches)
+
+    starving = report(1, [0] * 10 + [FULL] * 10, rate=1e9)
+    needs.report(A, report(2, [FULL] * 10 + [0] * 10, ahead_bytes=10.0), 0.0)
+    needs.report(A, starving, 0.0)
+    assert forced(0.0) == DROPS_A_REPORT
+    needs.report(A, report(2, [FULL] * 10 + [0] * 10, ahead_bytes=10.0), 0.5)
+    assert forced(0.5) == 0
+    needs.report(A, starving, 1.0)
+    assert forced(1.0) == DROPS_A_REPORT
+
+
+def test_who_has_forced_out_enough_keeps_nobody_else_from_it() -> None:
+    needs = board(12, held=[0, 1])
+    needs.report(A, report(3, [FULL] * 2 + [0] * 10, ahead_bytes=2.0), 0.0)
+    needs.report(A, report(1, [0] * 2 + [FULL] * 9 + [0], rate=1e9), 0.0)
+    needs.report(A, report(4, [0] * 2 + [FULL] * 9 + [0], ahead_bytes=99.0), 0.0)
+    for number in range(12, 12 + DROPS_A_REPORT):
+        (fetch,) = wanted(needs, free=0.0, at_most=1)
+        assert fetch.victim is not None
+        needs.gone(fetch.victim)
+        needs.arrived(fetch.victim)
+        needs.gone(shard(number))
+    assert wanted(needs, free=0.0) == []
+    needs.report(A, report(2, [0] * 11 + [FULL]), 0.0)
+    (fetch,) = wanted(needs, free=0.0)
+    assert (numbers([fetch]), fetch.victim in {shard(0), shard(1)}) == ([11], True)
 
 
 def test_a_consumer_alone_is_fetched_for_as_early_as_there_is_room() -> None:
