@@ -17,7 +17,7 @@ A daemon decides for the shards that the ring gives to it first (*mine*), and ea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -130,6 +130,7 @@ class Needs:
         self._consumers: dict[bytes, _Consumer] = {}
         self._given_up: dict[Digest, float] = {}  # when each victim was chosen, until it is gone
         self._shown = self._slots, self._need  # to other threads, both of one moment
+        self.left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
 
     def __len__(self) -> int:
         return len(self._consumers)
@@ -357,7 +358,9 @@ class Needs:
         absent = {name: known.mine & ~here[name] & ~self._held[known.slots] for name, known in self._datasets.items()}
         hungry, in_order = [], []
         for it in reading:
-            if not moment.hears(it) or (moment.only is not None and it.report.consumer != moment.only):
+            if not moment.hears(it) or it.dataset in self.left_out:
+                continue
+            if moment.only is not None and it.report.consumer != moment.only:
                 continue
             known = self._datasets[it.dataset]
             if it.report.ordered:

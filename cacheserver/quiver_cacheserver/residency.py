@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -43,7 +42,7 @@ SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpec
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 DATASETS_MAX: Final = 256
 SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
-UPLOADS_WANTED_MAX: Final = 64
+UPLOADS_WANTED_MAX: Final = 64  # of one dataset
 
 Mask = npt.NDArray[np.bool_]
 
@@ -88,7 +87,8 @@ class Residency:
         self._leases: dict[bytes, _Lease] = {}
         self._fills: dict[Digest, _Fill] = {}
         self._refused: dict[Digest, float] = {}  # until when a shard is not tried again
-        self._wanted: dict[Digest, None] = {}  # to be uploaded by some consumer, since the origin is not ours to read
+        # To be uploaded by some consumer, since the origin is not ours to read; and of which dataset.
+        self._wanted: dict[Digest, Digest] = {}
         self._chosen: dict[Digest, bytes] = {}  # who was asked to
         self._victims: dict[Digest, float] = {}  # given up for another shard, and until when that counts
         self._mine_changed = False
@@ -139,7 +139,7 @@ class Residency:
         self._leases[consumer] = _Lease(told.manifest, shards, now, report.lease_seconds)
         dataset.used = now
         self._wake.set()
-        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset))
+        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
 
     async def _learned(self, name: Digest) -> _Dataset | None:
         """Return the dataset, learned from its manifest if it was not known; ``None`` without a manifest."""
@@ -223,14 +223,17 @@ class Residency:
         self._forget(now)
         if self._mine_changed:
             self._set_mine()
-        at_most = min(FILL_THREADS - len(self._fills), UPLOADS_WANTED_MAX - len(self._wanted))
+        at_most = FILL_THREADS - len(self._fills)
         if at_most <= 0 or now < self._paused_until or self._node.state != "up":
             return
-        coming = {*self._node.fills.coming(), *self._wanted}
-        for fetch in self._needs.fetches(now, coming, self._free_bytes(coming, now), self._pace.origin, at_most):
+        known = {*self._node.fills.coming(), *self._wanted}
+        self._needs.left_out = {name for name in set(self._wanted.values()) if self._wants_enough(name)}
+        for fetch in self._needs.fetches(now, known, self._free_bytes(now), self._pace.origin, at_most):
             if fetch.victim is not None:
                 self._victims[fetch.victim] = now + GIVEN_UP_SECONDS
-            self._begin(fetch, now)
+            if not self._begin(fetch, now) and fetch.victim is not None:
+                del self._victims[fetch.victim]
+                self._needs.arrived(fetch.victim)  # it stays: what was given up is not any more
 
     def _tidy(self, now: float) -> None:
         """Let go of what has run out: leases, refusals, and victims that were not dropped after all."""
@@ -266,12 +269,13 @@ class Residency:
                     mine[number] = False
             self._needs.set_mine(name, mine)
 
-    def _free_bytes(self, coming: Iterable[Digest], now: float) -> float:
+    def _free_bytes(self, now: float) -> float:
         """Return what can be written without dropping what is needed, once all that is coming has come."""
         inventory = self._inventory
         known_bytes, may_go_bytes = self._needs.held_bytes()
         held_bytes = inventory.resident_bytes() - inventory.reserved_bytes()
-        coming_bytes = sum(self._size_of(digest) for digest in coming if not inventory.has(Kind.SHARD, digest))
+        coming = (digest for digest in self._node.fills.coming() if not inventory.has(Kind.SHARD, digest))
+        coming_bytes = sum(map(self._size_of, coming))
         free = self._node.store.capacity_bytes - held_bytes + may_go_bytes
         free -= max(inventory.reserved_bytes(), coming_bytes)  # what is coming reserves its room when it begins
         if now >= self._others_busy_until:
@@ -287,7 +291,8 @@ class Residency:
 
     # -- fills --------------------------------------------------------------------------------------------------------
 
-    def _begin(self, fetch: Fetch, now: float) -> None:
+    def _begin(self, fetch: Fetch, now: float) -> bool:
+        """Begin a fill, or want an upload; return whether either is so."""
         digest = fetch.digest
         fill = _Fill(self._size_of(digest))
         manifest = self._datasets[fetch.dataset].manifest
@@ -302,15 +307,18 @@ class Residency:
             self._node.counters.need_fetches += 1
             self._fills[digest] = fill
             self._pace.began(now)
-            begun.add_done_callback(lambda done: self._ended(digest, fill, done))
-        elif begun is RangeStatus.UPLOAD:
-            self._wanted[digest] = None
-        elif begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs go first
+            begun.add_done_callback(lambda done: self._ended(fetch, fill, done))
+            return True
+        if begun is RangeStatus.UPLOAD:
+            return self._want(fetch)
+        if begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs go first
             self._paused_until = now + TICK_SECONDS
         else:
             self._refuse(digest, now + FAILURE_SECONDS)
+        return False
 
-    def _ended(self, digest: Digest, fill: _Fill, done: asyncio.Future[object]) -> None:
+    def _ended(self, fetch: Fetch, fill: _Fill, done: asyncio.Future[object]) -> None:
+        digest = fetch.digest
         del self._fills[digest]
         now = time.monotonic()
         brought = fill.source in ("origin", "peer")
@@ -319,7 +327,7 @@ class Residency:
         if error is None:
             self._failures = 0
         elif isinstance(error, Forbidden):
-            self._wanted[digest] = None
+            self._want(fetch)
         elif isinstance(error, OverCapacity):
             self._others_busy_until = now + NO_ROOM_SECONDS
             self._refuse(digest, now + NO_ROOM_SECONDS)
@@ -336,19 +344,39 @@ class Residency:
 
     # -- uploads ------------------------------------------------------------------------------------------------------
 
-    def _uploads_of(self, told: NeedsReport, dataset: _Dataset) -> tuple[int, ...]:
+    def _want(self, fetch: Fetch) -> bool:
+        """Want an upload, unless so many of the dataset are wanted that nobody can be asked; return whether it is."""
+        if self._wants_enough(fetch.dataset):
+            return False
+        self._wanted[fetch.digest] = fetch.dataset
+        return True
+
+    def _wants_enough(self, dataset: Digest) -> bool:
+        """Whether all consumers of a dataset have enough to upload. Other datasets do not wait for them."""
+        consumers = sum(lease.dataset == dataset for lease in self._leases.values())
+        wanted = sum(name == dataset for name in self._wanted.values())
+        return wanted >= min(UPLOADS_A_READER * consumers, UPLOADS_WANTED_MAX)
+
+    def _uploads_of(self, told: NeedsReport, dataset: _Dataset, now: float) -> tuple[int, ...]:
         """Choose which shards this consumer is to read from the origin and put here."""
         consumer = told.report.consumer
         at_most = UPLOADS_A_READER - sum(who == consumer for who in self._chosen.values())
         uploads: list[int] = []
-        for digest in self._wanted:
+        free_bytes: float | None = None
+        for digest in list(self._wanted):
             if len(uploads) >= at_most:
                 break
             number = dataset.manifest.shard_numbers.get(digest)
-            if number is None or not told.report.left[number]:
+            if number is None or not told.report.left[number] or self._node.fills.awaits(digest):
+                continue
+            # Room is kept for what was chosen alone, so by now something else may have taken it.
+            free_bytes = self._free_bytes(now) if free_bytes is None else free_bytes
+            if dataset.sizes[number] > free_bytes:
+                del self._wanted[digest]
                 continue
             if self._node.fills.outcome(digest, choose=True) is RangeStatus.UPLOAD:
                 self._chosen[digest] = consumer
+                free_bytes -= dataset.sizes[number]
                 uploads.append(number)
         return tuple(uploads)
 

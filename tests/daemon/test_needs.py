@@ -330,6 +330,29 @@ def test_when_who_was_to_put_a_shard_is_gone_another_is_asked(even: Files, tmp_p
         until(lambda: second.tell({5: 255}).uploads == (5,))
 
 
+def test_a_dataset_that_is_not_put_holds_up_no_other(even: Files, tmp_path: Path) -> None:
+    content = random_files(8, seed=4, low=60_000, high=60_001)
+    files = make_files(tmp_path, content, name="readable", shard_bytes=61_000)
+    every = set(range(files.opened().shard_count))
+    with (
+        Daemon(tmp_path / "node", origins=[files.folder], capacity=capacity_for(even.opened(), 8)) as daemon,
+        Consumer(daemon, even) as slow,
+        Consumer(daemon, files, 2) as other,
+    ):
+        assert slow.tell(255).uploads == ()
+        until(lambda: daemon.metric("quiver_need_fetches_total") >= 4)
+        until(lambda: other.tell(255, rate=0.0) and other.held() == every)
+        assert slow.tell(255, ahead=PLENTY).uploads == (), "there is no room to put anything"
+        other.tell(0, leaving=True)
+        asked: list[int] = []
+        until(lambda: asked.extend(slow.tell(255).uploads) or len(asked) == 4)
+        other.tell({0: 255, 1: 255, 2: 255}, ahead=PLENTY)
+        until(lambda: other.held() >= {0, 1, 2})
+        for shard in asked:
+            slow.peer.put_shard(*shard_bytes_of(slow.manifest, shard))
+        assert slow.held() == set(asked), "room was kept for what it was asked for"
+
+
 # -- the event loop ---------------------------------------------------------------------------------------------------
 
 

@@ -306,6 +306,17 @@ def test_datasets_that_share_shards_share_their_reads() -> None:
     assert needs.held_bytes() == (1.0, 0.0)
 
 
+def test_a_dataset_of_which_no_more_can_come_is_left_out() -> None:
+    needs = board(3)
+    needs.add_dataset(B, [shard(2), shard(7)], np.ones(2), np.zeros(2, bool), np.ones(2, bool))
+    needs.report(A, report(1, [FULL] * 3), 0.0)
+    needs.report(B, report(2, [FULL, FULL], soon=(0, 1), ordered=True), 0.0)
+    needs.left_out = {B}
+    assert sorted(numbers(wanted(needs))) == [0, 1, 2], "with what it shares with another"
+    needs.left_out = {A}
+    assert sorted(numbers(wanted(needs))) == [2, 7]
+
+
 def test_a_changed_ring_gives_others_to_fetch() -> None:
     needs = board(4, mine=[0, 1])
     needs.report(A, report(1, [FULL] * 4), 0.0)
