@@ -14,7 +14,7 @@ import enum
 import struct
 import zlib
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,15 @@ class NeedsStatus(enum.IntEnum):
     FULL = 2  # more consumers than the daemon keeps: read as if nobody listened
 
 
+class ReportHead(NamedTuple):
+    """What a report says before its array is unpacked: whether that is worth it."""
+
+    manifest: Digest
+    consumer: bytes
+    shards: int
+    leaving: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NeedsReport:
     """A report and the dataset that it is about. ``leaving``: the consumer is done, forget it."""
@@ -71,34 +80,40 @@ class NeedsReport:
         )
         return b"".join([head, soon, packed])
 
-    @classmethod
-    def decode(cls, body: Bytes) -> NeedsReport:
-        """Parse a report. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
+    @staticmethod
+    def head(body: Bytes) -> ReportHead:
+        """Parse what comes first, which takes no time. Raises ``BadRequest`` as ``decode`` does."""
         if len(body) < _REPORT.size or len(body) > REPORT_BYTES_MAX:
             raise BadRequest(f"a report of needs has {_REPORT.size} to {REPORT_BYTES_MAX} bytes, not {len(body)}")
-        magic, flags, lease_ms, shards, soon_count, size, rate, ahead, consumer, manifest = _REPORT.unpack_from(body)
+        magic, flags, _, shards, soon_count, size, rate, ahead, consumer, manifest = _REPORT.unpack_from(body)
         if magic != b"QND1":
             raise BadRequest("a report of needs begins with QND1")
         if shards > SHARDS_MAX or soon_count > SOON_MAX:
             raise BadRequest(f"a report of needs is about at most {SHARDS_MAX} shards, {SOON_MAX} of them soon")
-        soon_at = _REPORT.size + 4 * soon_count
-        if len(body) != soon_at + size:
+        if len(body) != _REPORT.size + 4 * soon_count + size:
             raise BadRequest("the size of a report of needs does not agree with its counts")
         if not (0 <= rate < 1e15 and abs(ahead) < 1e18):  # NaN is neither
             raise BadRequest("a report of needs gives a rate and a runway in bytes")
+        return ReportHead(Digest(manifest), consumer, shards, bool(flags & _LEAVE))
+
+    @classmethod
+    def decode(cls, body: Bytes) -> NeedsReport:
+        """Parse a report. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
+        manifest, consumer, shards, leaving = cls.head(body)
+        _, flags, lease_ms, _, soon_count, _, rate, ahead, _, _ = _REPORT.unpack_from(body)
         soon = np.frombuffer(body, "<u4", soon_count, _REPORT.size)
         if soon_count and int(soon.max()) >= shards:
             raise BadRequest("a report of needs names a shard that the dataset does not have")
         report = Report(
             consumer=consumer,
-            left=_unpacked(memoryview(body)[soon_at:], shards),
+            left=_unpacked(memoryview(body)[_REPORT.size + 4 * soon_count :], shards),
             rate=rate if rate >= 1 else 0.0,  # less than a byte a second: as good as not known
             ahead_bytes=ahead,
             lease_seconds=min(lease_ms / 1000, LEASE_SECONDS_MAX),
             soon=tuple(soon.tolist()),
             ordered=bool(flags & _ORDERED),
         )
-        return cls(Digest(manifest), report, bool(flags & _LEAVE))
+        return cls(manifest, report, leaving)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Final
@@ -18,6 +19,7 @@ from quiver.wire import ErrorBody, RingView
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.reads import body_of, read
+from quiver_cacheserver.residency import INLINE_SHARDS_MAX
 from quiver_cacheserver.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,11 @@ async def _take_report(request: web.Request, node: Node) -> web.Response:
     node.counters.reports_in_flight += 1
     try:
         answer = await node.residency.take(await body_of(request, REPORT_BYTES_MAX))
-        return web.Response(body=answer.encode(), content_type=NEEDS_TYPE)
+        if len(answer.seen) > INLINE_SHARDS_MAX:
+            packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
+        else:
+            packed = answer.encode()
+        return web.Response(body=packed, content_type=NEEDS_TYPE)
     finally:
         node.counters.reports_in_flight -= 1
 

@@ -42,6 +42,7 @@ SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpec
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 DATASETS_MAX: Final = 256
 SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
+INLINE_SHARDS_MAX: Final = 1 << 20  # reports of more are unpacked, and their answers packed, in a thread: milliseconds
 UPLOADS_WANTED_MAX: Final = 64  # of one dataset
 
 Mask = npt.NDArray[np.bool_]
@@ -115,19 +116,24 @@ class Residency:
 
     async def take(self, body: bytes) -> NeedsAnswer:
         """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
-        told = NeedsReport.decode(body)
-        report, consumer = told.report, told.report.consumer
-        if told.leaving:
+        head = NeedsReport.head(body)
+        consumer, shards = head.consumer, head.shards
+        if head.leaving:
             self._needs.leave(consumer)
             self._leases.pop(consumer, None)
             self._wake.set()
             return _empty(NeedsStatus.TAKEN)
-        dataset = await self._learned(told.manifest)
-        if dataset is None:
+        manifest = await self._manifest(head.manifest)
+        if manifest is None:
             return _empty(NeedsStatus.NO_MANIFEST)
-        shards = dataset.manifest.shard_count
-        if len(report.left) != shards:
-            raise BadRequest(f"a report about {len(report.left)} shards where the manifest has {shards}")
+        if shards != manifest.shard_count:
+            raise BadRequest(f"a report about {shards} shards where the manifest has {manifest.shard_count}")
+        if shards > INLINE_SHARDS_MAX:
+            told = await asyncio.get_running_loop().run_in_executor(None, NeedsReport.decode, body)
+        else:
+            told = NeedsReport.decode(body)
+        report = told.report
+        dataset = await self._learned(head.manifest, manifest)
         now = time.monotonic()
         before = self._leases.pop(consumer, None)
         room = sum(lease.shards for lease in self._leases.values()) + shards <= SHARDS_MAX
@@ -141,14 +147,15 @@ class Residency:
         self._wake.set()
         return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
 
-    async def _learned(self, name: Digest) -> _Dataset | None:
-        """Return the dataset, learned from its manifest if it was not known; ``None`` without a manifest."""
+    async def _manifest(self, name: Digest) -> Manifest | None:
+        known = self._datasets.get(name)
+        return known.manifest if known is not None else await self._node.manifests.get(name)
+
+    async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset:
+        """Return the dataset, learned from its manifest if it was not known."""
         known = self._datasets.get(name)
         if known is not None:
             return known
-        manifest = await self._node.manifests.get(name)
-        if manifest is None:
-            return None
         ring = self._node.registry.ring
         shards, first = await asyncio.get_running_loop().run_in_executor(None, self._described, manifest, ring)
         if name in self._datasets:  # by another report, meanwhile

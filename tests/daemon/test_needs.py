@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 from blockbuster import blockbuster_ctx
 
-from quiver.digest import Digest
+from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt
 from quiver.manifest import Manifest
 from quiver.need import CONSUMERS_MAX, Report
@@ -435,6 +436,42 @@ def test_a_report_too_large_or_of_other_shards_is_refused(lone: Daemon, files: F
         )
         assert (status, headers["content-type"]) == (200, NEEDS_TYPE), "who leaves may say what it likes"
         assert NeedsAnswer.decode(body).status is NeedsStatus.TAKEN
+
+
+def test_nothing_is_unpacked_of_a_report_on_an_unknown_dataset_or_of_other_shards(
+    lone: Daemon, files: Files, tmp_path: Path
+) -> None:
+    def body_of(manifest: Digest, shards: int) -> bytes:
+        return NeedsReport(manifest, Report(bytes(16), np.zeros(shards, np.uint8), 0.0, 0.0, 5.0)).encode()[:-1] + b"?"
+
+    status, answer, _ = lone.ask("POST", "/v1/needs", body_of(Digest.of(b"nobody has it"), 1 << 24))
+    assert (status, NeedsAnswer.decode(answer).status) == (200, NeedsStatus.NO_MANIFEST)
+    with Consumer(lone, files) as consumer:
+        manifest = consumer.manifest
+        for shards, why in ((1 << 24, "where the manifest has"), (manifest.shard_count, "cannot be unpacked")):
+            status, answer, _ = lone.ask("POST", "/v1/needs", body_of(manifest.digest, shards))
+            assert (status, error_of(answer)) == (400, "bad_request")
+            assert why in answer.decode()
+
+
+async def test_a_large_report_is_unpacked_in_a_thread(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await asyncio.to_thread(lone_node, files, tmp_path)
+    unpacked_in: set[int] = set()
+    decode = NeedsReport.decode
+
+    def watched(body: Bytes) -> NeedsReport:
+        unpacked_in.add(threading.get_ident())
+        return decode(body)
+
+    monkeypatch.setattr(NeedsReport, "decode", watched)
+    monkeypatch.setattr(residency_module, "INLINE_SHARDS_MAX", files.opened().shard_count - 1)
+    async with TestClient(TestServer(make_app(node))) as client:
+        await everything_needed_comes(client, node, files)
+    await asyncio.to_thread(node.close)
+    assert unpacked_in
+    assert threading.get_ident() not in unpacked_in
 
 
 def test_more_consumers_than_a_daemon_keeps_are_told_so(even: Files, tmp_path: Path) -> None:

@@ -202,6 +202,15 @@ def test_what_is_too_much_to_tell_is_cut_where_it_is_told() -> None:
     assert NeedsAnswer.decode(many).uploads == tuple(range(UPLOADS_MAX))
 
 
+def test_the_head_of_a_report_is_read_without_its_array() -> None:
+    told = NeedsReport.head(body(shards=SHARDS_MAX, packed=b"not zlib at all", flags=1))
+    assert told == (NAME, bytes(16), SHARDS_MAX, True)
+    with pytest.raises(BadRequest):
+        NeedsReport.head(body(rate=float("nan")))
+    with pytest.raises(BadRequest):
+        NeedsReport.head(body()[:-1])
+
+
 def test_a_bomb_is_not_unpacked() -> None:
     bomb = zlib.compress(bytes(256 << 20), 9)
     tracemalloc.start()
