@@ -128,6 +128,7 @@ class Needs:
         self._chance = np.random.default_rng(seed)
         self._datasets: dict[Digest, _Dataset] = {}
         self._consumers: dict[bytes, _Consumer] = {}
+        self._turn_of_ordered = False
         self._given_up: dict[Digest, float] = {}  # when each victim was chosen, until it is gone
         self._shown = self._slots, self._need  # to other threads, both of one moment
         self.left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
@@ -310,9 +311,12 @@ class Needs:
         hungry, in_order = self._hungry(moment, present)
         starving = [it for it in hungry if it.starving]
         best = self._most_needed(starving or hungry)
-        if best is None:
-            # What comes next in a fixed order never goes at the cost of others.
-            return next((fetch for fetch in in_order if self._sizes[self._slots[fetch.digest]] <= free_bytes), None)
+        # What comes next in a fixed order takes turns with the rest, and never goes at the cost of what is needed.
+        following = next((it for it in in_order if self._sizes[self._slots[it.digest]] <= free_bytes), None)
+        if best is None or (following is not None and self._turn_of_ordered):
+            self._turn_of_ordered = False
+            return following
+        self._turn_of_ordered = True
         slot, dataset = best
         if self._sizes[slot] <= free_bytes:
             return Fetch(self._names[slot], dataset, None)
