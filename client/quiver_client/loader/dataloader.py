@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 import weakref
@@ -222,5 +223,5 @@ class _Pass:
             batches.close(wait=wait)
 
     def __del__(self) -> None:
-        if "_batches" in self.__dict__:
+        if "_batches" in self.__dict__ and not sys.is_finalizing():  # then who held a lock may have it for ever
             self.close(wait=False)  # in whatever thread the collector runs: it may be one of those waited for

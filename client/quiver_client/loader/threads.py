@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -55,7 +56,7 @@ class ThreadedBatches:
         self._run.close(wait=wait)
 
     def __del__(self) -> None:
-        if "_run" in self.__dict__:
+        if "_run" in self.__dict__ and not sys.is_finalizing():  # then who held a lock may have it for ever
             self._run.close(wait=False)  # in whatever thread the collector runs: it may be one of these
 
 
