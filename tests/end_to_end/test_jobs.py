@@ -6,15 +6,18 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.daemon import Daemon, rack_of
-from tests.support.data import Files, make_files, random_files
+from tests.support.data import Files, make_files, random_files, rebased
+from tests.support.servers import counting_origin
 from tests.support.waiting import until
 
 CACHED = 0.3
@@ -169,3 +172,124 @@ def test_jobs_put_into_the_rack_what_its_daemons_may_not_read(files: Files, tmp_
         uploads = sum(each["uploads"] for each in stats)  # type: ignore[index]
         assert uploads > 60, "each shard at least once"
         assert read < 0.9 * 4 * files.total_bytes(), "and not once a job and epoch"
+
+
+# -- ending -----------------------------------------------------------------------------------------------------------
+
+END_SECONDS_MAX = 4.0  # it takes 2 where nothing else runs; a lease is 10, and a request waits 5 for a silent daemon
+READER = textwrap.dedent("""
+    import select, sys, time
+    from quiver_client import DataLoader, Dataset
+    manifest, cache, fields = sys.argv[1:]
+    loader = DataLoader(Dataset(manifest, cache, fields=fields.split(",")), batch_size=8, shuffle=True)
+    batches = iter(loader)
+    print("reads", flush=True)
+    while not select.select([sys.stdin], [], [], 0.05)[0]:
+        pass  # a signal just before a read that never returns would not be seen
+    if "close" in sys.stdin.readline():
+        begun = time.monotonic()
+        loader.close()
+        print(time.monotonic() - begun, flush=True)
+        sys.stdin.readline()
+""")
+
+
+class Reader:
+    """A process that reads ahead and takes nothing: until it is interrupted, told to close, or its script is over."""
+
+    def __init__(self, manifest: Path, cache: str, fields: str) -> None:
+        arguments = [sys.executable, "-c", READER, str(manifest), cache, fields]
+        # Not a pipe: the process that reads a remote origin has its end too, and may end later.
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed on exit
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+        self.process: subprocess.Popen[str] = subprocess.Popen(arguments, text=True, stderr=self._said, **pipes)
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for file in (self.process.stdin, self.process.stdout, self._said):
+            assert file is not None
+            file.close()
+
+    def reads(self) -> None:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "reads\n"
+
+    def closes_after_seconds(self) -> float:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("close\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+    def ends(self, how: str) -> None:
+        """Interrupt it, or let its script come to its end; and see that it goes at once, and quietly."""
+        begun = time.monotonic()
+        if how == "interrupted":
+            self.process.send_signal(signal.SIGINT)
+        else:
+            assert self.process.stdin is not None
+            self.process.stdin.close()
+        code = self.process.wait(10)
+        assert time.monotonic() - begun < END_SECONDS_MAX
+        self._said.seek(0)
+        said = self._said.read()
+        if how == "interrupted":
+            assert code == -signal.SIGINT
+            before, _, said = said.partition("Traceback")
+            assert "KeyboardInterrupt" in said
+            said = before + said
+        else:
+            assert code == 0
+        assert "Traceback" not in said
+        assert "Exception" not in said
+
+
+@pytest.mark.parametrize("how", ["interrupted", "over"])
+@pytest.mark.parametrize("stopped", [0, 1, 3])
+def test_a_job_ends_at_once_and_takes_its_needs_back_from_the_daemons_that_answer(
+    files: Files, daemons: list[Daemon], how: str, stopped: int
+) -> None:
+    with Reader(files.manifest, daemons[0].url, "__key__") as reader:
+        reader.reads()
+        until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))
+        for daemon in daemons[:stopped]:
+            daemon.signal(signal.SIGSTOP)
+        try:
+            reader.ends(how)
+            for daemon in daemons[stopped:]:
+                assert daemon.metric("quiver_consumers") == 0
+        finally:
+            for daemon in daemons[:stopped]:
+                daemon.signal(signal.SIGCONT)
+
+
+def test_closing_a_loader_waits_for_no_daemon_that_stands_still(files: Files, daemons: list[Daemon]) -> None:
+    with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
+        reader.reads()
+        until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))
+        daemons[0].signal(signal.SIGSTOP)
+        try:
+            assert reader.closes_after_seconds() < END_SECONDS_MAX
+            for daemon in daemons[1:]:
+                assert daemon.metric("quiver_consumers") == 0
+        finally:
+            daemons[0].signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["interrupted", "over"])
+def test_a_job_with_an_embedded_cache_ends_at_once_while_its_origin_does_not_answer(
+    files: Files, tmp_path: Path, how: str
+) -> None:
+    cache = tmp_path / "cache"
+    with counting_origin(files.folder) as origin:
+        remote = rebased(files, origin.url, tmp_path / "remote.quiver")
+        origin.open.clear()
+        with Reader(remote.manifest, f"file://{cache}?capacity=1GiB", "data") as reader:
+            reader.reads()
+            until(lambda: any((cache / "fills").iterdir()) and any((cache / "needs").glob("*")), what="it fills")
+            reader.ends(how)
+            assert not list((cache / "needs").iterdir()), "its lease is taken back"
