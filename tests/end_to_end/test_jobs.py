@@ -253,7 +253,7 @@ class Reader:
 def test_a_job_ends_at_once_and_takes_its_needs_back_from_the_daemons_that_answer(
     files: Files, daemons: list[Daemon], how: str, stopped: int
 ) -> None:
-    with Reader(files.manifest, daemons[0].url, "__key__") as reader:
+    with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
         reader.reads()
         until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))
         for daemon in daemons[:stopped]:

@@ -10,7 +10,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -26,6 +25,7 @@ from quiver.peer import PeerClient
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.members import Members
 
@@ -67,7 +67,7 @@ class RackTier:
         self._members = members
         self._origin = origin
         self._stats = stats
-        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="quiver-rack")
+        self._pool = DaemonPool(REQUESTS_AT_ONCE, "quiver-rack")
         self._suspects: set[int] = set()  # shards of which wrong bytes came
         self._rechecked: dict[int, str] = {}  # and who answered for them since
         self._closing = threading.Event()
