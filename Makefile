@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --quiet --quiet --disable-pip-version-check
 EXTRAS := client,server,s3,test,dev,demo
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -36,7 +36,7 @@ format: $(STAMP)  ## Format, and mend what can be mended by machine
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test: $(STAMP)  ## Run the tests; PYTEST_ARGS='-k ring -x' chooses
+test: $(STAMP)  ## Run the tests, two files at a time; PYTEST_ARGS='-k ring -x' chooses
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which dies on the way
