@@ -236,6 +236,51 @@ def test_a_substitution_is_a_sample_that_came_before_its_turn(keys: Dataset, mon
     order.close()
 
 
+def test_a_loop_that_does_something_else_needs_nothing_meanwhile(
+    keys: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, watches = still(monkeypatch)
+    order = BatchSampler(keys, 10, seed=1)
+    epoch = order.begin()
+    watches[0].holds(range(keys.manifest.shard_count))
+
+    def needs() -> bool:
+        report, _ = watches[0].report()
+        return bool(report.left.any())
+
+    for _ in range(2):
+        order.asked()
+        drawn = order.draw(epoch)
+        assert drawn is not None
+        clock.now += 100
+        assert needs(), "it waits for its batch"
+        order.consumed(epoch, drawn.number)
+        clock.now += 1.5
+        assert needs(), "it takes its step"
+    clock.now += 60
+    assert not needs(), "it validates, say, and others may have the room"
+    order.asked()
+    assert needs()
+    order.close()
+
+
+def test_with_a_lookahead_what_the_window_is_short_of_is_asked_for_and_not_waited_for(
+    keys: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, watches = still(monkeypatch)
+    order = BatchSampler(keys, 10, seed=1, lookahead=40)
+    epoch = order.begin()
+    window = permutation(SAMPLES, 1, 0)[:40].tolist()
+    report, _ = watches[0].report()
+    assert report.ordered
+    assert set(report.soon) == shards_of(order, window)
+    drawn = order.draw(epoch)
+    assert drawn is not None
+    assert set(drawn.rows.tolist()) <= set(window)
+    assert watches[0].waits == 0
+    order.close()
+
+
 def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)

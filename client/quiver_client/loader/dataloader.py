@@ -199,6 +199,7 @@ class _Pass:
         if self._batches is None:
             raise StopIteration
         begun = time.monotonic()
+        self._order.asked()
         try:
             number, batch = next(self._batches)
         except StopIteration:

@@ -1,4 +1,4 @@
-"""How fast the training loop reads while it has what to read: bytes a second, as others plan with it."""
+"""How fast the training loop reads while it has what to read, and whether it reads at all: others plan with it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Final
 
 WINDOW_SECONDS: Final = 0.5
 WEIGHT: Final = 0.5  # of a new window against all before
+IDLE_SECONDS: Final = (2.0, 30.0)  # at least, and at most, without a batch being asked for
+IDLE_STEPS: Final = 5.0  # and so many of the loop's own steps
 
 
 class Pace:
@@ -41,3 +43,22 @@ class Pace:
     def paused(self) -> None:
         """The loop does something else: the time until its next batch says nothing."""
         self._last, self._starved = None, 0.0
+
+
+class Idle:
+    """Whether the loop has turned to something else: it has its batch, and does not come for the next for long."""
+
+    def __init__(self) -> None:
+        self.asking = False
+        self._last = 0.0
+        self._step = 0.0
+
+    def began(self, now: float) -> None:
+        self.asking, self._last, self._step = False, now, 0.0
+
+    def consumed(self, now: float) -> None:
+        self.asking, self._step, self._last = False, now - self._last, now
+
+    def is_idle(self, now: float) -> bool:
+        least, most = IDLE_SECONDS
+        return not self.asking and now - self._last > min(max(IDLE_STEPS * self._step, least), most)

@@ -27,7 +27,7 @@ from quiver_client.loader.arguments import job_of, lookahead_of, place_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
 from quiver_client.loader.history import History
 from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.pace import Pace
+from quiver_client.loader.pace import Idle, Pace
 from quiver_client.loader.state import State, fitted, make_state, unpack
 from quiver_client.needs.watch import Watch
 
@@ -112,6 +112,7 @@ class BatchSampler(Sampler[list[int]]):
         self._watch: Watch | None = None
         self._pace = Pace()
         self._patience = PATIENCE_SECONDS
+        self._idle = Idle()
         self._waiting: Waiting | None = None
         self._read: Epoch | None = None  # the pass that somebody reads: its needs are reported
         self._repeats = False
@@ -128,7 +129,11 @@ class BatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
-            while (drawn := self.draw(epoch)) is not None:
+            while True:
+                self.asked()
+                drawn = self.draw(epoch)
+                if drawn is None:
+                    break
                 self.consumed(epoch, drawn.number)
                 yield drawn.rows.tolist()
             self.end(epoch)
@@ -197,6 +202,7 @@ class BatchSampler(Sampler[list[int]]):
             self._next_epoch = epoch.number + 1
             self._waiting = None
             self._pace.paused()
+            self._idle.began(time.monotonic())
             self._history.begin(epoch, self._done, resumed=self._resumed)
         if self._watch is None and not self._history.replaying:
             self._start_watch()
@@ -222,6 +228,14 @@ class BatchSampler(Sampler[list[int]]):
             assert watch is not None
             watch.wait(PATIENCE_SECONDS_MIN)
 
+    def asked(self) -> None:
+        """The training loop waits for a batch."""
+        with self._lock:
+            was_idle = self._idle.is_idle(time.monotonic())
+            self._idle.asking = True
+        if was_idle and self._watch is not None:
+            self._watch.nudge()
+
     def fetched(self, epoch: Epoch, number: int) -> None:
         with self._lock:
             epoch.fetched(number)
@@ -231,6 +245,7 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             self._history.consumed(number)
             rows = epoch.consume(number)
+            self._idle.consumed(time.monotonic())
             self._pace.consumed(self._layout.bytes(rows), waited_seconds)
             if epoch is self._epoch:
                 self._behind[rows] = True
@@ -300,7 +315,8 @@ class BatchSampler(Sampler[list[int]]):
             return entries
         assert view is not None
         assert self._watch is not None
-        if epoch.order.is_hopeless(view):
+        # With a lookahead what is missing was asked for in time, or there is no room for it: no wait brings it.
+        if self._lookahead is not None or epoch.order.is_hopeless(view):
             return epoch.completed(self.deal.batch_size, view, self._lookahead)
         now, usable = time.monotonic(), int(epoch.order.left[view.resident].sum())
         if self._waiting is None:
@@ -340,9 +356,12 @@ class BatchSampler(Sampler[list[int]]):
     def _report(self) -> tuple[Report, float]:
         """Return what to report now, and when to report again."""
         with self._lock:
-            epoch, view = self._read, self._watch.view if self._watch is not None else None
+            # A loop that does something else for long, validates perhaps, needs nothing meanwhile: others go on.
+            epoch = None if self._idle.is_idle(time.monotonic()) else self._read
+            view = self._watch.view if self._watch is not None else None
+            in_order = not self.substitute or self._lookahead is not None
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
-            soon = self._soon(epoch, view) if epoch is not None and not self.substitute else ()
+            soon = self._soon(epoch, view) if epoch is not None and in_order else ()
             rate, starving = self._pace.rate, self._waiting is not None
         ahead = 0.0
         if view is not None:
@@ -354,14 +373,14 @@ class BatchSampler(Sampler[list[int]]):
             ahead_bytes=ahead,
             lease_seconds=LEASE_SECONDS,
             soon=soon,
-            ordered=not self.substitute,
+            ordered=in_order,
         )
         shard_seconds = self._layout.shard_bytes / rate if rate > 0 else 0.0
         least, most = REPORT_SECONDS
         return report, least / 2 if starving else min(max(shard_seconds / 2, least), most)
 
     def _soon(self, epoch: Epoch, view: View | None) -> tuple[int, ...]:
-        shards = epoch.soon(SOON_BATCHES * self.deal.batch_size)
+        shards = epoch.soon(self._lookahead or SOON_BATCHES * self.deal.batch_size)
         if view is not None:
             shards = [shard for shard in shards if not view.resident[shard]]
         return tuple(shards[:SOON_SHARDS])
