@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from quiver.errors import BadRequest, Misconfigured
+from quiver.errors import BadRequest, Misconfigured, QuiverError
 from quiver.ring import check_url
 from quiver.sizes import parse_size
 from quiver.wire import PORT
@@ -48,6 +48,8 @@ def parse_cache(cache: str | None) -> CacheConfig:
 
     Raises ``Misconfigured`` for what is neither.
     """
+    if cache is not None and not isinstance(cache, str):
+        raise Misconfigured(f"cache={cache!r}: write http://HOST:{PORT},… for a rack, or file:///FOLDER?capacity=SIZE")
     text = (cache if cache is not None else os.environ.get("QUIVER_CACHE", "")).strip()
     if not text:
         return EmbeddedCache(cache_home(), CAPACITY_BYTES_DEFAULT)
@@ -61,7 +63,10 @@ def parse_cache(cache: str | None) -> CacheConfig:
         unknown = set(options) - {"capacity"}
         if unknown:
             raise Misconfigured(f"cache={text!r}: unknown option {sorted(unknown)[0]!r}; there is capacity=SIZE")
-        capacity = parse_size(options["capacity"][-1]) if "capacity" in options else CAPACITY_BYTES_DEFAULT
+        try:
+            capacity = parse_size(options["capacity"][-1]) if "capacity" in options else CAPACITY_BYTES_DEFAULT
+        except QuiverError as error:
+            raise Misconfigured(f"cache={text!r}: capacity is {error}") from error
         return EmbeddedCache(Path(unquote(parts.path)), capacity)
     raise Misconfigured(f"cache={text!r}: write http://HOST:{PORT},… for a rack, or file:///FOLDER?capacity=SIZE")
 
