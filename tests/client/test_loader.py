@@ -704,6 +704,20 @@ def test_a_replay_takes_the_same_order_under_another_residency(
         again.close()
 
 
+def test_a_disk_that_is_full_when_an_epoch_begins_ends_no_training(
+    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: LedgerWriter, *_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LedgerWriter, "begin", full)
+    run = DataLoader(keys, 16, shuffle=True, ledger=str(tmp_path / "run.ledger"))
+    for _ in range(2):
+        assert sorted(flat(rows_in(keys, run))) == list(range(SAMPLES))
+    run.close()
+    assert caplog.text.count("is not recorded from here on") == 1
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_replay_of_a_run_that_was_resumed_takes_what_counted(
     keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int

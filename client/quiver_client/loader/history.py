@@ -93,7 +93,10 @@ class History:
                 raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
         self._written = True
         self._records.clear()
-        self._writer.begin(epoch.number, done if done.any() else None, epoch.batches)
+        try:
+            self._writer.begin(epoch.number, done if done.any() else None, epoch.batches)
+        except OSError as error:
+            self._give_up(error)
 
     def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
         """A batch is about to be drawn."""
@@ -101,7 +104,7 @@ class History:
             self._records[number] = encode_batch(epoch.order, entries)
 
     def consumed(self, number: int) -> None:
-        """A batch is about to be consumed; those before it that were not raised, and the loop went on."""
+        """A batch is about to be consumed. Those before it that were not have raised, and the loop went on."""
         for earlier in [each for each in self._records if each < number]:
             self._write(SKIPPED + self._records.pop(earlier))
         if number in self._records:
