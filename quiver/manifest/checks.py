@@ -6,7 +6,7 @@ temporaries stay small. After it: every index is in range, the samples of a shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.errors import BadRequest
-from quiver.manifest.schema import ABSENT, OBJECT_BYTES_MAX
+from quiver.manifest.schema import ABSENT, OBJECT_BYTES_MAX, Field
 from quiver.manifest.tables import Tables
 from quiver.shard import COUNT_BYTES, ROW_BYTES
 
@@ -37,6 +37,25 @@ def check_tables(tables: Tables, *, byte_ranges: bool) -> None:
     if byte_ranges:
         _check_ranges(tables)
     _check_distinct("samples.key", tables.keys)
+
+
+def check_arrays(tables: Tables, blobs: Sequence[Field]) -> None:
+    """Raise ``BadRequest`` if a byte field that is an array is of another length than that: readers stack by it."""
+    for column, field in enumerate(blobs):
+        if not field.is_array:
+            continue
+        for lo, hi in _blocks(len(tables.lengths)):
+            lengths = tables.lengths[lo:hi, column]
+            exact = field.array_bytes
+            fits = lengths % np.uint64(field.item_bytes) == 0 if exact is None else lengths == np.uint64(exact)
+            fits |= lengths == np.uint64(ABSENT)
+            if not fits.all():
+                at = int(np.argmin(fits))
+                wanted = f"whole values of {field.item_bytes}" if exact is None else str(exact)
+                raise BadRequest(
+                    f"column blobs.length: row {lo + at} has {int(lengths[at])} bytes of field {field.name!r},"
+                    f" an array of {wanted} bytes"
+                )
 
 
 def check_strings(name: str, strings: pa.Array[Any]) -> None:

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, NotFound
-from quiver.manifest.checks import check_tables
+from quiver.manifest.checks import check_arrays, check_tables
 from quiver.manifest.container import INDEX_AGAIN, map_file, only_batch
 from quiver.manifest.schema import (
     FORMAT_VERSION,
@@ -63,6 +63,7 @@ class Manifest:
         try:
             header, tables = _parse(pa.py_buffer(mapped))
             check_tables(tables, byte_ranges=header.source != "parquet")
+            check_arrays(tables, header.blobs)
             mapped.madvise(mmap.MADV_DONTNEED)  # the checks walked the file; what stays mapped is what gets used
         except (BadRequest, Misconfigured) as error:
             raise type(error)(f"{path}: {error}") from error
@@ -143,7 +144,7 @@ def _parse(file: pa.Buffer) -> tuple[Header, Tables]:
     check_header(header)
     expected = arrow_schema(header)
     if not reader.schema.equals(expected):
-        raise BadRequest(f"its columns are not those of format {FORMAT_VERSION}; {INDEX_AGAIN}")
+        raise BadRequest(f"its columns are not those of format {header.format}; {INDEX_AGAIN}")
     if reader.num_record_batches != 1:
         raise BadRequest(f"it has {reader.num_record_batches} record batches instead of one")
     batch = only_batch(file, reader.schema)
@@ -187,7 +188,7 @@ def _header(schema: pa.Schema) -> Header:
         header = msgspec.json.decode(raw, type=Header)
     except (msgspec.DecodeError, RecursionError) as error:
         raise BadRequest(f"its header cannot be read ({error}); {INDEX_AGAIN}") from error
-    if header.format != FORMAT_VERSION:
+    if header.format < 1:
         raise BadRequest(f"manifest format {header.format} is not read any more; {INDEX_AGAIN}")
     return header
 

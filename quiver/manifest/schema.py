@@ -9,10 +9,14 @@ One row with tables in it, because an IPC file has one schema and the tables hav
 reads it. A *blob* row carries all byte fields of one distinct sample. That the samples of a shard neither overlap nor
 leave gaps follows from ``shards.first`` and ``blobs.length`` and is checked against ``blobs.offset``; equal samples are
 stored once because several rows of ``samples`` may name one blob.
+
+Format 2 says of a byte field that it is an array; a manifest without such a field is still written as format 1, which
+every reader knows.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
@@ -22,7 +26,8 @@ import pyarrow as pa
 from quiver.errors import BadRequest
 from quiver.layout import Layout
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2  # the newest that is read
+FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
 SUFFIX: Final = ".quiver"
 METADATA_KEY: Final = b"quiver"
 KEY_FIELD: Final = "__key__"
@@ -36,18 +41,44 @@ SCALAR_TYPES: Final = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("halffloat", "float", "double"),
 )
+# A list of what may be, not of what may not: none of these is an object, and all are little-endian.
+ARRAY_DTYPES: Final = (
+    *("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8"),
+    *("<f2", "<f4", "<f8"),
+)
+DIMENSIONS_MAX: Final = 32  # numpy's own limit before numpy 2
+SKIP_BYTES_MAX: Final = 1 << 16
 
 
 class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A field of a sample. ``type`` is ``bytes`` for a blob, an Arrow type's name for a scalar.
 
-    ``classes`` are the names behind an integer label, ``column`` is where a blob stands in a Parquet file.
+    ``classes`` are the names behind an integer label, ``column`` is where a blob stands in a Parquet file. A blob with
+    a ``dtype`` (numpy's little-endian name) is an array in C order: of ``shape`` in every sample that has it, or of one
+    dimension of any length where that is None. ``skip`` bytes stand before its values: the header of a .npy file.
     """
 
     name: str
     type: str
     classes: tuple[str, ...] = ()
     column: str = ""
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    skip: int = 0
+
+    @property
+    def is_array(self) -> bool:
+        return self.dtype != ""
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value of an array."""
+        return int(self.dtype[2:])
+
+    @property
+    def array_bytes(self) -> int | None:
+        """Bytes of the field in every sample that has it, or None where that varies."""
+        return None if self.shape is None else self.skip + math.prod(self.shape) * self.item_bytes
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,12 +121,52 @@ def check_header(header: Header) -> None:
     for field in header.scalars:
         if field.type not in SCALAR_TYPES:
             raise BadRequest(f"field {field.name!r} has type {field.type!r}, which is not a scalar type")
+    for field in header.fields:
+        _check_array(field, header)
     if header.shard_bytes <= 0:
         raise BadRequest(f"shard_bytes is {header.shard_bytes}")
     if "://" not in header.base:
         raise BadRequest(f"base {header.base[:80]!r} is not a URL")
     if any(part in (".", "..") for part in unquote(header.base).split("/")):
         raise BadRequest(f"base {header.base[:80]!r} steps out of its folder")
+
+
+def _check_array(field: Field, header: Header) -> None:
+    what = f"field {field.name!r} of type {field.type!r}"
+    if not field.is_array:
+        if field.shape is not None or field.skip:
+            raise BadRequest(f"{what} has a shape or a header and no dtype")
+        return
+    if field.type != BLOB_TYPE or header.format < FORMAT_OF_ARRAYS:
+        raise BadRequest(f"{what} in a manifest of format {header.format} cannot be an array")
+    if field.dtype not in ARRAY_DTYPES:
+        raise BadRequest(f"{what} has dtype {field.dtype[:20]!r}, which is none of {', '.join(ARRAY_DTYPES)}")
+    if not 0 <= field.skip <= SKIP_BYTES_MAX or (field.skip and (field.shape is None or header.source == "parquet")):
+        raise BadRequest(f"{what} skips {field.skip} bytes before its values")
+    if field.shape is None:
+        return
+    # Without the zeros: numpy's own limit is on the product of the others, and a dimension is bounded by it.
+    if len(field.shape) > DIMENSIONS_MAX or any(not 0 <= size <= OBJECT_BYTES_MAX for size in field.shape):
+        raise BadRequest(f"{what} has a shape that no array has: {str(field.shape)[:80]}")
+    if math.prod(size for size in field.shape if size) * field.item_bytes > OBJECT_BYTES_MAX:
+        raise BadRequest(f"{what} has a shape of over {OBJECT_BYTES_MAX} bytes: {str(field.shape)[:80]}")
+
+
+def with_format(header: Header) -> Header:
+    """Return the header in the oldest format that can say it, for the sake of readers that know no other."""
+    return msgspec.structs.replace(
+        header, format=FORMAT_OF_ARRAYS if any(field.is_array for field in header.fields) else 1
+    )
+
+
+def encode_header(header: Header) -> bytes:
+    """Return the header as JSON. What makes an array is left out where there is none, as it is of format 1."""
+    plain = msgspec.to_builtins(header)
+    for field in plain["fields"]:
+        if not field["dtype"]:
+            for name in ("dtype", "shape", "skip"):
+                del field[name]
+    return msgspec.json.encode(plain)
 
 
 def arrow_schema(header: Header) -> pa.Schema:
@@ -122,7 +193,7 @@ def arrow_schema(header: Header) -> pa.Schema:
     ]
     tables = {"samples": samples, "blobs": blobs, "shards": shards, "objects": objects}
     fields = [_required(name, pa.large_list(_required("item", pa.struct(rows)))) for name, rows in tables.items()]
-    return pa.schema(fields, {METADATA_KEY: msgspec.json.encode(header)})
+    return pa.schema(fields, {METADATA_KEY: encode_header(header)})
 
 
 def _required(name: str, kind: pa.DataType) -> pa.Field[Any]:

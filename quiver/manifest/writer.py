@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed
-from quiver.manifest.schema import ABSENT, Header, arrow_schema, check_header
+from quiver.manifest.schema import ABSENT, Header, arrow_schema, check_header, with_format
 from quiver.shard import DOMAIN, U8, U64, encode_table, table_bytes
 
 I64 = npt.NDArray[np.int64]
@@ -58,11 +58,15 @@ def sample_sizes(lengths: U64) -> U64:
 
 
 def write_manifest(path: Path, parts: ManifestParts) -> None:
-    """Write the manifest to ``path``, atomically. Raises ``BadRequest`` for an empty dataset."""
+    """Write the manifest to ``path``, atomically, in the oldest format that can say it.
+
+    Raises ``BadRequest`` for an empty dataset.
+    """
     if not len(parts.keys):
         raise BadRequest("a manifest needs at least one sample")
-    check_header(parts.header)
-    schema = arrow_schema(parts.header)
+    header = with_format(parts.header)
+    check_header(header)
+    schema = arrow_schema(header)
     tables = {
         "samples": _samples(parts),
         "blobs": _blobs(parts),

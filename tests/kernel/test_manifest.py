@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.manifest import ABSENT, FORMAT_VERSION, Field, Header, Manifest, ManifestParts, write_manifest
 from quiver.manifest.schema import METADATA_KEY
@@ -37,7 +38,7 @@ def parts_of(seed: int, width: int = 2, samples: int = 30, blobs: int = 20) -> M
     cuts = np.sort(rng.choice(np.arange(1, blobs), 4, replace=False))
     fields = (*(Field(f"field{i}", "bytes") for i in range(width)), Field("label", "int32"))
     return ManifestParts(
-        header=Header(FORMAT_VERSION, "mixed", 1 << 20, "files", "file:///data/", fields),
+        header=Header(1, "mixed", 1 << 20, "files", "file:///data/", fields),
         keys=pa.array([f"key {i:03}" for i in rng.permutation(samples)], pa.large_utf8()),
         blob_of=rng.integers(0, blobs, samples).astype(np.uint32),
         scalars={"label": pa.array(rng.integers(0, 9, samples), pa.int32())},
@@ -92,6 +93,172 @@ def test_the_committed_manifest_still_reads_the_same() -> None:
 def test_the_committed_manifest_is_still_written_the_same(tmp_path: Path) -> None:
     golden.write(tmp_path / "small.quiver")
     assert (tmp_path / "small.quiver").read_bytes() == golden.MANIFEST.read_bytes()
+
+
+ARRAYS = golden.FOLDER / "arrays.quiver"  # of format 2, for ever to be read; made by parts_of_arithmetic
+
+
+def parts_of_arithmetic() -> ManifestParts:
+    """Return the parts of a small manifest with arrays in which nothing is left to chance."""
+    fields = (
+        Field("mask", "bytes", dtype="|b1", shape=(2, 3), skip=128),
+        Field("text", "bytes"),
+        Field("tokens", "bytes", dtype="<u2"),
+    )
+    lengths = np.array([[ABSENT if i == 2 else 134, 5 * i, 2 * i] for i in range(6)], np.uint64)
+    present = np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths)
+    return ManifestParts(
+        header=Header(2, "sequential", 4096, "webdataset", "https://example.org/arrays/", fields),
+        keys=pa.array([f"sample-{i}" for i in range(6)], pa.large_utf8()),
+        blob_of=np.arange(6, dtype=np.uint32),
+        scalars={},
+        digests=(np.arange(6 * 32, dtype=np.uint8) * 37).reshape(6, 32),
+        xxh3=np.arange(18, dtype=np.uint64).reshape(6, 3),
+        lengths=lengths,
+        objects_of=np.zeros(6, np.uint32),
+        origins=np.cumsum(present.reshape(-1), dtype=np.uint64).reshape(6, 3) - present,
+        firsts=np.array([0, 4, 6], np.int64),
+        object_paths=pa.array(["all.tar"], pa.large_utf8()),
+        object_sizes=np.array([10**4], np.uint64),
+        object_etags=pa.array([""], pa.large_utf8()),
+        object_mtimes=np.array([7], np.int64),
+    )
+
+
+# -- arrays -----------------------------------------------------------------------------------------------------------
+
+TENSOR = {"dtype": "<i2", "shape": [3, 2], "skip": 8}
+
+
+def parts_of_arrays() -> ManifestParts:
+    """Return the parts of a manifest of one tensor a sample, here and there absent, and tokens of any number."""
+    parts = parts_of(4)
+    lengths = parts.lengths.copy()
+    lengths[:, 0] = np.where(np.arange(20) % 7 == 3, ABSENT, 20)
+    lengths[:, 1] = np.where(lengths[:, 1] == ABSENT, ABSENT, lengths[:, 1] // 4 * 4)
+    tensor = Field("field0", "bytes", dtype="<i2", shape=(3, 2), skip=8)
+    fields = (tensor, Field("field1", "bytes", dtype="<i4"), *parts.header.fields[2:])
+    return replace(parts, header=msgspec.structs.replace(parts.header, fields=fields), lengths=lengths)
+
+
+def test_what_makes_a_field_an_array_survives_its_file(tmp_path: Path) -> None:
+    parts = parts_of_arrays()
+    write_manifest(tmp_path / "m.quiver", parts)
+    header = Manifest.open(tmp_path / "m.quiver").header
+    assert (header.format, header.fields) == (2, parts.header.fields)
+    assert [(field.is_array, field.array_bytes if field.is_array else 0) for field in header.fields] == [
+        (True, 20),
+        (True, None),
+        (False, 0),
+    ]
+
+
+def test_a_manifest_without_arrays_is_written_for_readers_that_know_none(tmp_path: Path) -> None:
+    parts = parts_of(4)
+    write_manifest(tmp_path / "old.quiver", parts)
+    newest = msgspec.structs.replace(parts.header, format=FORMAT_VERSION)
+    write_manifest(tmp_path / "new.quiver", replace(parts, header=newest))
+    assert (tmp_path / "new.quiver").read_bytes() == (tmp_path / "old.quiver").read_bytes()
+    raw = pa.ipc.open_file(str(tmp_path / "new.quiver")).schema.metadata[METADATA_KEY]
+    assert msgspec.json.decode(raw)["fields"][0] == {"name": "field0", "type": "bytes", "classes": [], "column": ""}
+
+
+def test_a_reader_takes_the_second_format_without_arrays_too(tmp_path: Path) -> None:
+    rewritten(golden.MANIFEST, tmp_path / "m.quiver", header_with(format=2))
+    assert Manifest.open(tmp_path / "m.quiver").header.format == 2
+
+
+def test_the_committed_manifest_of_arrays_still_reads_and_writes_the_same(tmp_path: Path) -> None:
+    whole = ARRAYS.read_bytes()
+    assert str(Digest.of(whole)) == "dbd00c884ec32551e919a9adbb120ce9ac8190cf59ebeb79c91772f2c3beccad"
+    write_manifest(tmp_path / "m.quiver", parts_of_arithmetic())
+    assert (tmp_path / "m.quiver").read_bytes() == whole
+    header = Manifest.open(ARRAYS).header
+    assert [(field.name, field.dtype, field.shape, field.skip) for field in header.fields] == [
+        ("mask", "|b1", (2, 3), 128),
+        ("text", "", None, 0),
+        ("tokens", "<u2", None, 0),
+    ]
+
+
+def field0_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header["fields"][0].update(changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"dtype": "|O"}, "dtype"),
+        ({"dtype": "O"}, "dtype"),
+        ({"dtype": ">i2"}, "dtype"),
+        ({"dtype": "=i2"}, "dtype"),
+        ({"dtype": "<c8"}, "dtype"),
+        ({"dtype": "<M8[s]"}, "dtype"),
+        ({"dtype": "|V2"}, "dtype"),
+        ({"dtype": "int16"}, "dtype"),
+        ({"dtype": "<i2, <i2"}, "dtype"),
+        ({"dtype": None}, "header"),
+        ({"dtype": ""}, "no dtype"),
+        ({"type": "int16"}, "cannot be an array"),
+        ({"shape": [-3, -2]}, "shape"),
+        ({"shape": [3, 2**62]}, "shape"),
+        ({"shape": [2**40, 2**40]}, "shape"),
+        ({"shape": [0, 2**40, 2**40]}, "shape"),
+        ({"shape": [1] * 33}, "shape"),
+        ({"shape": [True, 6]}, "header"),
+        ({"shape": "6"}, "header"),
+        ({"shape": [2.5]}, "header"),
+        ({"shape": [3, 3]}, "array of 26 bytes"),
+        ({"shape": []}, "array of 10 bytes"),
+        ({"shape": None}, "skips"),
+        ({"shape": None, "skip": 0, "dtype": "<f8"}, "whole values of 8 bytes"),
+        ({"skip": -1}, "skips"),
+        ({"skip": 2**40}, "skips"),
+        ({"skip": 0}, "array of 12 bytes"),
+        ({"pickle": True}, "header"),
+    ],
+    ids=str,
+)
+def test_an_array_that_no_indexer_writes_is_refused(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    write_manifest(tmp_path / "good.quiver", parts_of_arrays())
+    raw = pa.ipc.open_file(str(tmp_path / "good.quiver")).schema.metadata[METADATA_KEY]
+    assert TENSOR.items() <= msgspec.json.decode(raw)["fields"][0].items()
+    error = refused(rewritten(tmp_path / "good.quiver", tmp_path / "m.quiver", field0_with(**changes)))
+    assert isinstance(error, BadRequest)
+    assert says in str(error)
+
+
+@pytest.mark.parametrize("place", [b'"skip":8', b'"shape":[3,2]'])
+def test_a_number_of_more_digits_than_python_writes_is_refused(tmp_path: Path, place: bytes) -> None:
+    write_manifest(tmp_path / "good.quiver", parts_of_arrays())
+    batch = pa.ipc.open_file(str(tmp_path / "good.quiver")).get_batch(0)
+    raw = batch.schema.metadata[METADATA_KEY]
+    assert raw.count(place) == 1
+    wrong = place.replace(b"8", b"8" * 5000).replace(b"3", b"3" * 5000)
+    schema = batch.schema.with_metadata({METADATA_KEY: raw.replace(place, wrong)})
+    with pa.ipc.new_file(str(tmp_path / "m.quiver"), schema) as writer:
+        writer.write_batch(batch.replace_schema_metadata(schema.metadata))
+    assert isinstance(refused(tmp_path / "m.quiver"), BadRequest)
+
+
+def test_an_array_in_the_first_format_or_in_a_parquet_file_with_a_header_is_refused(tmp_path: Path) -> None:
+    write_manifest(tmp_path / "good.quiver", parts_of_arrays())
+    rewritten(tmp_path / "good.quiver", tmp_path / "m.quiver", header_with(format=1))
+    assert "format 1 cannot be an array" in str(refused(tmp_path / "m.quiver"))
+    rewritten(tmp_path / "good.quiver", tmp_path / "m.quiver", header_with(source="parquet"))
+    assert "skips" in str(refused(tmp_path / "m.quiver"))
+
+
+def test_one_sample_of_another_length_is_refused_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quiver.manifest.checks.BLOCK_ROWS", 8)  # so that the rows are looked at in three blocks
+    parts = parts_of_arrays()
+    for row in range(20):
+        write_manifest(tmp_path / "m.quiver", with_array(parts, "lengths", (row, 0), 19))
+        assert f"row {row} has 19 bytes of field 'field0'" in str(refused(tmp_path / "m.quiver"))
+        write_manifest(tmp_path / "m.quiver", with_array(parts, "lengths", (row, 1), 5))
+        assert f"row {row} has 5 bytes of field 'field1'" in str(refused(tmp_path / "m.quiver"))
 
 
 # -- files that are no good -------------------------------------------------------------------------------------------
@@ -372,4 +539,4 @@ def test_an_open_manifest_stays_whole_when_its_file_is_replaced(tmp_path: Path) 
 
 def test_the_header_is_plain_json_that_others_can_read() -> None:
     schema = pa.ipc.open_file(str(golden.MANIFEST)).schema
-    assert msgspec.json.decode(schema.metadata[METADATA_KEY])["format"] == FORMAT_VERSION
+    assert msgspec.json.decode(schema.metadata[METADATA_KEY])["format"] == 1
