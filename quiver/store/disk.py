@@ -16,68 +16,23 @@ import fcntl
 import itertools
 import mmap
 import os
-import stat
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-import pyarrow as pa
-
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.residency import choose_victims
 from quiver.shard import verified
 from quiver.sizes import format_size
+from quiver.store.files import OpenFile, disk_errors
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of
 
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
-
-
-class OpenFile:
-    """A file of the store held open. It closes when the last one who uses it lets go, evicted or not."""
-
-    __slots__ = ("__weakref__", "fd", "size_bytes")
-
-    def __init__(self, path: Path) -> None:
-        # Not followed and not waited for: a link or a fifo under a digest's name is a stray, and must not hang us.
-        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        found = os.fstat(self.fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise FileNotFoundError(errno.ENOENT, "not a regular file", str(path))
-        self.size_bytes = found.st_size
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
-
-    @property
-    def linked(self) -> bool:
-        """Whether the file still has a name: one that was evicted keeps its room until nobody holds it open."""
-        return os.fstat(self.fd).st_nlink > 0
-
-    def map(self) -> memoryview:
-        """Return the file mapped read-only. The mapping keeps no descriptor: a process may map thousands of shards.
-
-        (``mmap.mmap`` keeps a duplicate for each until Python 3.13, and 1,024 is all that most processes may have.)
-        """
-        with _disk_errors(Path(f"/proc/self/fd/{self.fd}"), "map"), pa.memory_map(f"/proc/self/fd/{self.fd}") as mapped:
-            return memoryview(mapped.read_buffer(self.size_bytes))
-
-    def read(self) -> memoryview:
-        """Return the file's bytes, copied: unlike a mapping, a disk that fails here is an error and no signal."""
-        data = np.empty(self.size_bytes, np.uint8).data
-        at = 0
-        while at < len(data):
-            count = os.preadv(self.fd, [data[at:]], at)
-            if not count:
-                break
-            at += count
-        return data[:at]
 
 
 class Store:
@@ -174,7 +129,7 @@ class Store:
         """Read and verify a shard. Raises ``Corrupt``, having quarantined it, ``NotFound`` or ``DiskFailed``."""
         file = self._opened(Kind.SHARD, digest)  # afresh: what has the name now, not what was opened under it once
         try:
-            with _disk_errors(self.root, "read from"):
+            with disk_errors(self.root, "read from"):
                 data = file.read()
             verified(digest, data, self.name)
         except Corrupt:
@@ -193,7 +148,7 @@ class Store:
     def reserve(self, kind: Kind, digest: Digest, size_bytes: int) -> Iterator[Writing]:
         """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays."""
         temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
-        with _disk_errors(self.root), self.inventory.locked():
+        with disk_errors(self.root), self.inventory.locked():
             self._make_room(size_bytes)
             fd = _create(temporary, size_bytes)
             self.inventory.reserved(size_bytes)
@@ -207,7 +162,7 @@ class Store:
         """Give back the room of what was not committed. What cannot be removed now is swept later."""
         try:
             if not writing.committed:
-                with _disk_errors(self.root), self.inventory.changing():
+                with disk_errors(self.root), self.inventory.changing():
                     self.inventory.released(writing.size_bytes)
                     writing.path.unlink(missing_ok=True)
         finally:
@@ -260,7 +215,7 @@ class Store:
 
     def trim(self) -> None:
         """Come down to the capacity, which may have been more the last time. Who only looks must not call it."""
-        with _disk_errors(self.root), self.inventory.locked():
+        with disk_errors(self.root), self.inventory.locked():
             excess = self.inventory.resident_bytes() - self.capacity_bytes
             for kind in (Kind.SHARD, Kind.MANIFEST):
                 for held in sorted(self.inventory.held(kind), key=lambda held: held.used) if excess > 0 else ():
@@ -318,7 +273,7 @@ class Writing:
         view = memoryview(data)
         if self._at + len(view) > self.size_bytes:
             raise Corrupt(f"more than the {self.size_bytes} bytes announced", "upload")
-        with _disk_errors(self._store.root):
+        with disk_errors(self._store.root):
             while view:
                 written = os.pwrite(self._fd, view[: 16 << 20], self._at)
                 self._at += written
@@ -334,7 +289,7 @@ class Writing:
         """Make the file visible under its name. The caller has compared the content with the name."""
         if self._at != self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
-        with _disk_errors(self._store.root):
+        with disk_errors(self._store.root):
             os.fsync(self._fd)
             self._store.admit(self)
 
@@ -364,7 +319,7 @@ def _sync_folder(path: Path) -> None:
 
 
 def _create(path: Path, size_bytes: int) -> int:
-    with _disk_errors(path.parent.parent):
+    with disk_errors(path.parent.parent):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,16 +330,3 @@ def _create(path: Path, size_bytes: int) -> int:
             path.unlink(missing_ok=True)
             raise
         return fd
-
-
-@contextlib.contextmanager
-def _disk_errors(root: Path, doing: str = "write to") -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = {
-            errno.ENOSPC: "the disk is full; free some room, or lower the capacity",
-            errno.EDQUOT: "the disk quota is used up; free some room, or lower the capacity",
-            errno.EROFS: "the disk is read-only",
-        }.get(error.errno or 0, error.strerror or str(error))
-        raise DiskFailed(f"cannot {doing} {root}: {what}") from error

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import itertools
 import os
 import threading
 import time
@@ -152,6 +153,8 @@ class MemoryInventory:
         self._bytes = sum(size for held in self._held.values() for size, _ in held.values())
         self._reserved_bytes = 0
         self._shard_bytes = sum(size for size, _ in self._held[Kind.SHARD].values())
+        self._next_edition = itertools.count(time.time_ns())  # no two lives of a daemon give the same
+        self._editions = dict.fromkeys(self._held[Kind.SHARD], next(self._next_edition))
         # Hears of every shard that comes (True) or goes, in that order, under the lock: it must not wait for anything.
         self.listener: Callable[[Digest, bool], None] = _nobody
 
@@ -169,6 +172,10 @@ class MemoryInventory:
 
     def has(self, kind: Kind, digest: Digest) -> bool:
         return digest in self._held[kind]
+
+    def edition(self, digest: Digest) -> int:
+        """Return which of the files that have had this shard's name has it now; 0 if it is not held."""
+        return self._editions.get(digest, 0)
 
     def resident_bytes(self) -> int:
         return self._bytes
@@ -204,6 +211,10 @@ class MemoryInventory:
         self._bytes += size_bytes
         if kind is Kind.SHARD:
             self._shard_bytes += size_bytes
+            if held:
+                self._editions[digest] = next(self._next_edition)
+            else:
+                del self._editions[digest]
             self.listener(digest, held)
 
     def missed(self, kind: Kind, digest: Digest) -> None:
