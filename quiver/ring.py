@@ -35,27 +35,42 @@ I32 = npt.NDArray[np.int32]
 MEMBERS_MAX: Final = 4096
 DRAWS_MAX: Final = 1 << 22  # at a time: 32 MiB of temporaries, however many shards and members there are
 URL_BYTES_MAX: Final = 256
+SOCKET_BYTES_MAX: Final = 107  # what Linux takes, with the zero that ends it
 _PRINTABLE = re.compile(r"[!-~]+")
+_SOCKET = re.compile(rf"/[ -~]{{1,{SOCKET_BYTES_MAX - 1}}}")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A cache daemon as the ring knows it. ``weight`` is its capacity in bytes; one that drains owns nothing."""
+    """A cache daemon as the ring knows it. ``weight`` is its capacity in bytes; one that drains owns nothing.
+
+    ``socket`` is the path under which it hands out open files on its own host, empty if it does not.
+    """
 
     id: str
     url: str
     weight: float = 1.0
     state: Literal["up", "draining"] = "up"
+    socket: str = ""
 
 
 def check_member(member: Member) -> Member:
-    """Return the member if it can be one; raise ``BadRequest`` if not. Ring content can come from anybody."""
+    """Return the member if it can be one; raise ``BadRequest`` if not. Ring content can come from anybody.
+
+    A socket that cannot be one costs itself alone: its daemon is reached over TCP.
+    """
     if not _ID.fullmatch(member.id):
         raise BadRequest(f"not a node id: {member.id[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
     if not math.isfinite(member.weight) or not 0 < member.weight < 2**60:
         raise BadRequest(f"node {member.id}: weight {member.weight} is not a capacity")
     check_url(member.url)
-    return member
+    socket = usable_socket(member.socket)
+    return member if socket == member.socket else msgspec.structs.replace(member, socket=socket)
+
+
+def usable_socket(path: object) -> str:
+    """Return the path of a Unix socket, empty if this cannot be one: absolute, printable ASCII, not too long."""
+    return path if isinstance(path, str) and _SOCKET.fullmatch(path) else ""
 
 
 def check_url(url: str) -> str:

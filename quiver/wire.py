@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
-from quiver.ring import MEMBERS_MAX, Member, Ring, check_member
+from quiver.ring import MEMBERS_MAX, Member, Ring, check_member, usable_socket
 
 PORT: Final = 7717
 READ_TYPE: Final = "application/vnd.quiver.read"
@@ -91,6 +91,19 @@ class ReadRequest:
         return cls(known, shards, ranges, min(wait_ms, WAIT_MS_MAX), flags)
 
 
+class _Told(msgspec.Struct, frozen=True):
+    """A ``Member`` as somebody tells of it: a socket that is no path must not cost the member."""
+
+    id: str
+    url: str
+    weight: float = 1.0
+    state: Literal["up", "draining"] = "up"
+    socket: Any = ""
+
+    def member(self) -> Member:
+        return check_member(Member(self.id, self.url, self.weight, self.state, usable_socket(self.socket)))
+
+
 class RingView(msgspec.Struct, frozen=True):
     """``GET /v1/ring``. Ring content is never trusted, so each member is parsed on its own: junk costs itself alone."""
 
@@ -107,7 +120,7 @@ class RingView(msgspec.Struct, frozen=True):
         good: dict[str, Member] = {}
         for raw in self.members:
             try:
-                member = check_member(msgspec.json.decode(raw, type=Member))
+                member = msgspec.json.decode(raw, type=_Told).member()
             except (BadRequest, msgspec.DecodeError, RecursionError):
                 continue
             if len(good) < MEMBERS_MAX:

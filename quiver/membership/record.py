@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
 from quiver.errors import BadRequest
-from quiver.ring import Member, check_member
+from quiver.ring import Member, check_member, usable_socket
 
 VALUE_BYTES_MAX: Final = 4096
 """A record has some 150 bytes; this leaves room for fields that later versions add."""
@@ -21,6 +21,7 @@ class _Record(msgspec.Struct, frozen=True):
     weight: float
     session: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     state: Literal["up", "draining"] = "up"
+    socket: Any = ""  # whatever stands there: one that is no path must not cost the member
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ def read(name: str, entry: Entry) -> Seat | None:
         return None
     try:
         record = msgspec.json.decode(entry.value, type=_Record)
-        member = check_member(Member(name, record.url, record.weight, record.state))
+        socket = usable_socket(record.socket)
+        member = check_member(Member(name, record.url, record.weight, record.state, socket))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
         return None
     if not record.url.isprintable() or " " in record.url:
@@ -66,4 +68,4 @@ def read(name: str, entry: Entry) -> Seat | None:
 
 def write(member: Member, session: str) -> bytes:
     """Return the JSON that the member's key shall hold: the same bytes for the same member."""
-    return msgspec.json.encode(_Record(member.url, member.weight, session, member.state))
+    return msgspec.json.encode(_Record(member.url, member.weight, session, member.state, member.socket))
