@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from quiver.errors import Changed
 from quiver.manifest import ABSENT, Manifest
+from quiver.origin.arrays import NullInside, array_type, as_bytes
 from quiver.origin.base import Extent, ObjectStore
 from quiver.origin.samples import naming_samples
 
@@ -108,11 +109,11 @@ class _File:
         self.firsts = np.concatenate([[0], np.cumsum(counts)])[:-1].astype(np.int64)
 
     def columns(self, group: int, names: list[str]) -> list[pa.Array[Any]]:
-        """Return the byte columns (``image`` or ``image.bytes``) of a row group as contiguous arrays."""
+        """Return the byte columns (``image`` or ``image.bytes``) of a row group, each one array of large binary."""
         try:
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
             return [column_of(table, name) for name in names]
-        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+        except (pa.ArrowException, OSError, KeyError, IndexError, NullInside) as error:
             raise Changed(self.url, "changed") from error
 
     def take_read_bytes(self) -> int:
@@ -121,17 +122,30 @@ class _File:
 
 
 def column_of(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array[Any]:
-    """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary."""
+    """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary.
+
+    Lists of numbers become the bytes of their values; raises ``NullInside`` where those have a hole.
+    """
     exact = name in table.schema.names  # a column may have a dot in its name
-    outer, inner = (name, []) if exact else (name.rpartition(".")[0], [name.rpartition(".")[2]])
+    outer, inner = (name, "") if exact else (name.rpartition(".")[0], name.rpartition(".")[2])
     column: Any = table.column(outer)
-    if isinstance(column, pa.ChunkedArray):
-        column = column.combine_chunks()
-        if isinstance(column, pa.ChunkedArray):
-            column = pa.concat_arrays(column.chunks)
-    for field in inner:
-        column = pa.compute.struct_field(column, field)
-    return column.cast(pa.large_binary()) if column.type != pa.large_binary() else column
+    parts: list[pa.Array[Any]] = []
+    rows = 0
+    for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        try:
+            parts.append(_large_binary(pa.compute.struct_field(chunk, inner) if inner else chunk))
+        except NullInside as error:
+            raise NullInside(rows + error.row) from error
+        rows += len(chunk)
+    if len(parts) == 1:
+        return parts[0]
+    return pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
+
+
+def _large_binary(array: pa.Array[Any]) -> pa.Array[Any]:
+    if array.type == pa.large_binary():
+        return array
+    return as_bytes(array) if array_type(array.type) is not None else array.cast(pa.large_binary())
 
 
 class _ObjectFile(io.RawIOBase):

@@ -64,17 +64,19 @@ def test_every_kind_of_column_is_a_field_or_is_named(tmp_path: Path) -> None:
             "half": pa.array([0.5, None, 2], pa.float16()),
             "real": pa.array([0.1, None, 2], pa.float64()),
             "when": pa.array([0, 1, 2], pa.timestamp("s")),
-            "many": pa.array([[1], [2], [3]]),
+            "many": pa.array([[1], [2], [3]], pa.list_(pa.int8())),
+            "lists": pa.array([[[1]], [[2]], [[3]]]),
             "__key__": pa.array(["k", "l", "m"]),
         }
     )
     write(tmp_path / "t.parquet", table)
     report = index(tmp_path / "t.parquet", tmp_path / "m.quiver")
     [names] = warned(report).values()
-    assert [name.partition(":")[0] for name in names] == ["when", "many", "__key__"]
-    kept = table.drop_columns(["when", "many", "__key__"]).to_pylist()
+    assert [name.partition(":")[0] for name in names] == ["when", "lists", "__key__"]
+    kept = table.drop_columns(["when", "lists", "__key__"]).to_pylist()
     for row in kept:
         row |= {name: row[name].encode() if row[name] is not None else None for name in ("text", "category")}
+        row["many"] = bytes(row["many"])
     assert list(read_back(tmp_path / "m.quiver").values()) == kept
 
 
@@ -111,7 +113,7 @@ def test_row_groups_larger_than_a_batch_are_read_in_batches(tmp_path: Path, monk
 
 def test_what_cannot_be_indexed_is_said(tmp_path: Path) -> None:
     write(tmp_path / "t.parquet", pa.table({"n": [1, 2]}))
-    with pytest.raises(BadRequest, match=r"no binary or text column.*n: int64"):
+    with pytest.raises(BadRequest, match=r"no column of bytes, text or lists of numbers.*n: int64"):
         index(tmp_path / "t.parquet", tmp_path / "m.quiver")
     whole = write(tmp_path / "t.parquet", images(100)).read_bytes()
     for data in (b"PAR1", b"nothing at all", whole[:-100], whole[:200] + b"\xff" * 5000 + whole[5200:]):

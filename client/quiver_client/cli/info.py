@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 
 from quiver.errors import Misconfigured
 from quiver.manifest import Field, Manifest
@@ -52,7 +53,20 @@ def describe(manifest: Manifest) -> dict[str, Any]:
 
 
 def _field(field: Field) -> dict[str, Any]:
-    return {"name": field.name, "type": field.type, **({"classes": list(field.classes)} if field.classes else {})}
+    said: dict[str, Any] = {"name": field.name, "type": field.type}
+    if field.classes:
+        said["classes"] = list(field.classes)
+    if field.is_array:
+        said |= {"dtype": field.dtype, "shape": None if field.shape is None else list(field.shape)}
+    return said
+
+
+def _array(field: Field) -> str:
+    """Return dtype and shape for people, ``int32[1024]``; a star for a length that varies."""
+    if not field.is_array:
+        return ""
+    sizes = "*" if field.shape is None else ", ".join(map(str, field.shape))
+    return f", {np.dtype(field.dtype).name}[{sizes}]"
 
 
 def _shards(manifest: Manifest) -> list[tuple[str, int]]:
@@ -72,5 +86,6 @@ def _lines(manifest: Manifest) -> list[str]:
     ]
     for field in manifest.header.fields:
         classes = f", {len(field.classes)} classes: {', '.join(field.classes[:5])}" if field.classes else ""
-        lines.append(f"field    {field.name}: {field.type}{classes}{', …' if len(field.classes) > 5 else ''}")
+        more = ", …" if len(field.classes) > 5 else ""
+        lines.append(f"field    {field.name}: {field.type}{_array(field)}{classes}{more}")
     return lines

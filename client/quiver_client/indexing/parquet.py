@@ -1,4 +1,4 @@
-"""Parquet files: each row a sample, binary and text columns its byte fields, numbers its scalars.
+"""Parquet files: each row a sample; binary and text columns and lists of numbers its byte fields, numbers its scalars.
 
 Read row group by row group and in batches inside it, so that memory holds a few batches whatever the files look like.
 """
@@ -20,6 +20,7 @@ import xxhash
 from quiver.errors import BadRequest
 from quiver.manifest import ABSENT, BLOB_TYPE, KEY_FIELD, Field, OriginObject
 from quiver.manifest.schema import SCALAR_TYPES
+from quiver.origin.arrays import NullInside, array_type
 from quiver.origin.parquet import column_of
 from quiver_client.indexing.columns import XXH3_OF_NOTHING, Rows, Samples, byte_rows
 from quiver_client.indexing.objects import Listing
@@ -35,6 +36,7 @@ LARGE_GROUPS: Final = (
     "row groups over 128 MiB, which each daemon or process that needs a part of one reads and decodes whole"
 )
 FILES_REMOTE: Final = 8
+PHYSICAL_BYTES: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 
 _Features = dict[str, Any]
 
@@ -73,7 +75,17 @@ def index_parquet(
         firsts.append(len(samples))
         samples.absorb(found)
     samples.unit_firsts = firsts
-    return samples, tuple(fields)
+    return samples, tuple(_with_shape(field, samples) for field in fields)
+
+
+def _with_shape(field: Field, samples: Samples) -> Field:
+    """Return the field; of an array of lists of any length with its shape, if all of them turned out to be as long."""
+    if not field.is_array or field.shape is not None or not len(samples):
+        return field
+    lengths = samples.blobs[field.name].lengths.view()
+    shortest = int(lengths.min())  # an absent one is longer than any
+    longest = int(lengths.max(where=lengths != ABSENT, initial=0))
+    return msgspec.structs.replace(field, shape=(longest // field.item_bytes,)) if shortest == longest else field
 
 
 def _parts(
@@ -120,7 +132,7 @@ def _hash_part(part: _Part, objects: Objects, fields: tuple[Field, ...], *, plai
     with _opened(objects.open(part.listed), part.metadata) as file:
         batches = file.iter_batches(_batch_rows(part), row_groups=list(part.groups), columns=columns, use_threads=False)
         for batch in batches:
-            arrays = [column_of(batch, field.column) for field in blobs]
+            arrays = [_column(batch, field, f"{part.listed.path}: row", row) for field in blobs]
             _check_paths(batch, blobs, arrays, f"{part.listed.path}: row", row)
             digests, hashed = _hash_rows(arrays, [field.name for field in blobs], row)
             count = batch.num_rows
@@ -130,6 +142,17 @@ def _hash_part(part: _Part, objects: Objects, fields: tuple[Field, ...], *, plai
             samples.extend(Rows(keys, byte_rows(digests), numbers, hashed, values))
             row += count
     return samples
+
+
+def _column(batch: pa.RecordBatch, field: Field, where: str, row: int) -> pa.Array:
+    """Return a column as large binary; refuse an array with a hole in it, for which there are no bytes."""
+    try:
+        return column_of(batch, field.column)
+    except NullInside as error:
+        raise BadRequest(
+            f"{where} {row + error.row} has a null among the values of column {field.name};"
+            " fill it with a value, or make the whole list null"
+        ) from error
 
 
 def _hash_rows(arrays: list[pa.Array], names: list[str], row: int) -> tuple[list[bytes], dict[str, Any]]:
@@ -171,8 +194,15 @@ def _batch_rows(part: _Part) -> int:
     """Return how many rows make up about ``BATCH_BYTES``."""
     sizes = [part.metadata.row_group(group) for group in part.groups]
     rows = sum(group.num_rows for group in sizes)
-    size_bytes = sum(group.total_byte_size for group in sizes)
+    size_bytes = sum(_decoded_bytes(group) for group in sizes)
     return max(1, min(BATCH_ROWS_MAX, int(rows * BATCH_BYTES // max(size_bytes, 1))))
+
+
+def _decoded_bytes(group: pq.RowGroupMetaData) -> int:
+    """Return about what a row group takes in memory: a page of a million equal numbers is a few bytes in the file."""
+    chunks = [group.column(i) for i in range(group.num_columns)]
+    numbers = sum(chunk.num_values * PHYSICAL_BYTES.get(chunk.physical_type, 0) for chunk in chunks)
+    return max(int(group.total_byte_size), int(numbers))
 
 
 def _check_paths(batch: pa.RecordBatch, blobs: list[Field], arrays: list[pa.Array], where: str, row: int) -> None:
@@ -203,12 +233,16 @@ def _fields(path: str, schema: pa.Schema, notices: Notices) -> list[Field]:
     for column in schema:
         field = None if column.name in (KEY_FIELD, "") else _field(column, features)
         if field is None:
-            notices.add("columns left out, neither bytes nor text nor numbers", f"{column.name}: {column.type}")
+            notices.add(
+                "columns left out, neither bytes, text, numbers nor lists of numbers", f"{column.name}: {column.type}"
+            )
         else:
             fields.append(field)
     if not any(field.type == BLOB_TYPE for field in fields):
         columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
-        raise BadRequest(f"{path} has no binary or text column: there is nothing to cache; it has {columns[:300]}")
+        raise BadRequest(
+            f"{path} has no column of bytes, text or lists of numbers, so there is nothing to cache: {columns[:300]}"
+        )
     return fields
 
 
@@ -221,6 +255,10 @@ def _field(column: pa.Field, features: _Features) -> Field | None:
         if at >= 0 and _is_bytes(kind.field(at).type):
             return Field(column.name, BLOB_TYPE, column=f"{column.name}.bytes")
         return None
+    array = array_type(kind)
+    if array is not None:
+        dtype, shape = array
+        return Field(column.name, BLOB_TYPE, column=column.name, dtype=dtype, shape=shape)
     if str(kind) in SCALAR_TYPES:
         return Field(column.name, str(kind), classes=_class_names(features.get(column.name)))
     return None
@@ -263,13 +301,21 @@ def _check_same(fields: list[Field], first: tuple[str, pa.Schema], path: str, sc
     others = {field.name: field for field in _fields(path, schema, Notices())}
     for field in fields:
         other = others.pop(field.name, None)
-        if other is None or (other.type, other.column) != (field.type, field.column):
-            there = "it is missing" if other is None else f"it is {other.type}"
+        if other is None or _kind(other) != _kind(field):
+            there = "it is missing" if other is None else f"it is {_shown(other, schema)}"
             raise BadRequest(
-                f"{path}: column {field.name} is {field.type} in {first[0]} and here {there};"
+                f"{path}: column {field.name} is {_shown(field, first[1])} in {first[0]} and here {there};"
                 " index files of one schema at a time"
             )
     if others:
         raise BadRequest(
             f"{path} has columns that {first[0]} has not: {', '.join(others)}; index files of one schema at a time"
         )
+
+
+def _kind(field: Field) -> tuple[object, ...]:
+    return field.type, field.column, field.dtype, field.shape
+
+
+def _shown(field: Field, schema: pa.Schema) -> str:
+    return str(schema.field(field.name).type) if field.is_array else field.type
