@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
-from quiver.manifest import KEY_FIELD, Manifest
+from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
 from quiver_client.config import parse_cache
-from quiver_client.delivery import Verify, field_views
+from quiver_client.delivery import Delivery, Verify
 from quiver_client.fetched import local_manifest
 from quiver_client.needs.base import Exchange
 from quiver_client.session import Session
@@ -33,10 +33,12 @@ class Dataset(TorchDataset[Any]):
     rack, ``file:///folder?capacity=200GiB`` for a folder of this machine, by default ``$QUIVER_CACHE`` or else
     ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
-    ``"off"`` nothing (shards are verified when they are filled in any case).
+    ``"off"`` nothing (shards are verified when they are filled in any case). ``copy=False`` hands byte fields out as
+    read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps what
+    it is part of in memory, and is for a ``transform`` or a collate function of this process: it cannot be pickled.
 
-    ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``.
-    Raises ``IndexError``; ``Changed`` if the origin lost a sample; ``Unavailable`` if neither cache nor origin answers.
+    ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
+    column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a sample; ``Unavailable`` if neither cache nor origin answers.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Dataset(TorchDataset[Any]):
         fields: Sequence[str] | None = None,
         transform: Callable[[Sample], Any] | None = None,
         verify: Verify = "fast",
+        copy: bool = True,
     ) -> None:
         if verify not in get_args(Verify):
             raise ValueError(f"verify={verify!r}: choose fast, full or off")
@@ -54,6 +57,7 @@ class Dataset(TorchDataset[Any]):
         self._cache = parse_cache(cache)
         self._verify: Verify = verify
         self._transform = transform
+        self._copy = copy
         self._manifest: Manifest | None = None
         self._session: Session | None = None
         self._owner = 0
@@ -69,11 +73,11 @@ class Dataset(TorchDataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``: one plan, one request per peer, every sample checked."""
-        rows = self._checked(indices)
+        rows = self.checked(indices)
         if not len(rows):
             return []
-        samples = self._read(rows)
-        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+        samples = self._samples(rows, self.read(rows))
+        return list(samples if self._transform is None else map(self._transform, samples))
 
     def __repr__(self) -> str:
         return f"Dataset({str(self._path)!r}, {len(self)} samples, cache={self._cache})"
@@ -84,6 +88,15 @@ class Dataset(TorchDataset[Any]):
         if self._manifest is None:
             self._manifest = Manifest.open(self._path)
         return self._manifest
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields that a sample has, in their order."""
+        return self._wanted
+
+    @property
+    def transform(self) -> Callable[[Sample], Any] | None:
+        return self._transform
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -146,7 +159,8 @@ class Dataset(TorchDataset[Any]):
         # A sample's BLAKE3 is over all of its bytes: verified in full, it is read in full.
         whole = (0, len(blobs) - 1)
         self._span = None if not chosen else whole if self._verify == "full" else (min(chosen), max(chosen))
-        self._blob_at = {blobs[at]: at - self._span[0] for at in chosen} if self._span else {}
+        # Each byte field wanted: what it is, and its place among the fields that are read.
+        self.blobs = {blobs[at]: (header.blobs[at], at - self._span[0]) for at in chosen} if self._span else {}
 
     def _open(self, *, introduce: bool = False) -> Session:
         if self._session is None or self._owner != os.getpid():
@@ -156,7 +170,8 @@ class Dataset(TorchDataset[Any]):
                     self._owner = os.getpid()
         return self._session
 
-    def _checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
+    def checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
+        """Return indices, negative ones too, as rows in ``0 .. len(self) - 1``. Raises ``IndexError``, ``TypeError``."""
         rows = np.asarray(indices)
         if rows.size == 0:
             return np.empty(0, np.intp)
@@ -173,20 +188,33 @@ class Dataset(TorchDataset[Any]):
             raise IndexError(f"index {int(rows[wrong][0])} is out of range for {count} samples")
         return cast("npt.NDArray[np.intp]", np.where(rows < 0, rows + count, rows))
 
-    def _read(self, rows: npt.NDArray[np.intp]) -> list[Sample]:
-        manifest = self.manifest
-        columns: dict[str, list[Any]] = {}
-        if self._span is not None and len(rows):
-            delivery = self._open().read(plan_batch(manifest, rows, self._span))
-            views = [field_views(delivery, at) for at in range(len(rows))]
-            for name, at in self._blob_at.items():
-                columns[name] = [None if (view := fields[at]) is None else bytes(view) for fields in views]
-        for name in self._wanted:
-            if name == KEY_FIELD:
-                columns[name] = [manifest.key(row) for row in rows.tolist()]
-            elif name not in columns:
-                columns[name] = manifest.scalars(name, rows)
-        names = self._wanted
-        return [
-            dict(zip(names, values, strict=True)) for values in zip(*(columns[name] for name in names), strict=True)
-        ]
+    def read(self, rows: npt.NDArray[np.intp]) -> Delivery | None:
+        """Return the checked bytes of samples ``(n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is wanted.
+
+        What ``dataset[i]`` is made of, for those who make a batch of it in another way.
+        """
+        return self._open().read(plan_batch(self.manifest, rows, self._span)) if self._span is not None else None
+
+    def _samples(self, rows: npt.NDArray[np.intp], delivery: Delivery | None) -> Iterator[Sample]:
+        """Yield the samples one by one: their bytes are copied when their turn comes, so that what a transform lets
+        go of is the memory of the next."""
+        columns = (self.column(name, rows, delivery) for name in self._wanted)
+        for values in zip(*columns, strict=True):
+            yield dict(zip(self._wanted, values, strict=True))
+
+    def column(self, name: str, rows: npt.NDArray[np.intp], delivery: Delivery | None) -> Iterable[Any]:
+        """Return one field of the samples, value by value."""
+        if name == KEY_FIELD:
+            return self.manifest.keys(rows)
+        if delivery is None or name not in self.blobs:
+            return self.manifest.scalars(name, rows)
+        field, at = self.blobs[name]
+        views = delivery.views(at)
+        if field.dtype and not field.skip:
+            return (None if view is None else _array(view, field) for view in views)
+        return (None if view is None else bytes(view) for view in views) if self._copy else views
+
+
+def _array(view: memoryview, field: Field) -> npt.NDArray[Any]:
+    """Return the values of an array field, as an array of its own that may be written to."""
+    return np.frombuffer(bytearray(view), field.dtype).reshape(field.shape or -1)

@@ -1,69 +1,174 @@
 """A batch on its way in: what has arrived, from which tier, and the one door at which it is checked.
 
-A tier puts views into a ``Delivery``; only what passed ``check`` counts as there. What did not is taken out again, so
-that the next try or the next tier brings it.
+A tier says in which buffer a sample lies and where; only what passed ``check`` counts as there. What did not is taken
+out again, so that the next try or the next tier brings it. Nothing is copied on the way, with one exception: samples
+that are small and of one size are gathered into one array first, since hashing them where they lie waits for memory
+once a sample, and what was hashed is then what is handed out.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+import threading
+from collections.abc import Callable, Mapping
+from typing import Final, Literal, Protocol, TypeVar
 
 import blake3
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from quiver.plan import Plan
+from quiver.plan import Ints, Plan
+from quiver_client.gather import Buffer, gather
 
+T = TypeVar("T")
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
 
+GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed as fast where it lies
+
 
 class Delivery:
-    """The bytes of a plan's samples; position i is the plan's sample i."""
+    """The bytes of a plan's samples; position i is the plan's sample i. Tiers may put from several threads."""
 
     def __init__(self, plan: Plan, verify: Verify) -> None:
         self.plan = plan
-        self.views: list[memoryview | None] = [None] * len(plan)
         self.checked = np.zeros(len(plan), bool)
         self._verify = verify
+        self._lock = threading.Lock()
+        self._buffers: list[Buffer] = []
+        self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: it has not come
+        self._at = np.zeros(len(plan), np.int64)  # and at which byte of it
+        self._whole: npt.NDArray[np.uint8] | None = None  # all samples, gathered in order
+
+    # -- what a tier does ---------------------------------------------------------------------------------------------
 
     def missing(self) -> Positions:
         """Return the positions that still have to come."""
         return np.flatnonzero(~self.checked)
 
+    def awaited(self) -> Positions:
+        """Return the positions of which nothing came since the last check."""
+        return np.flatnonzero(self._in < 0)
+
+    def put(self, positions: Positions, buffer: Buffer, offsets: Ints) -> None:
+        """Say that the samples at ``positions`` begin at ``offsets`` of a buffer. One that would end past it is not."""
+        inside = (offsets >= 0) & (offsets + self.plan.sizes[positions] <= len(buffer.view))
+        if not inside.all():
+            positions, offsets = positions[inside], offsets[inside]
+        self._at[positions] = offsets
+        self._in[positions] = self._added([buffer])
+
+    def put_mapped(self, positions: Positions, shards: Mapping[int, Buffer]) -> None:
+        """Say that the samples at ``positions`` lie in these shards, by number. Those of other shards have not come."""
+        if not shards:
+            return
+        numbers = np.fromiter(shards, np.int64, len(shards))
+        order = np.argsort(numbers)
+        plan = self.plan
+        rank = np.searchsorted(numbers, plan.shards[positions], sorter=order)
+        which = order[np.minimum(rank, len(order) - 1)]
+        sizes = np.fromiter((len(buffer.view) for buffer in shards.values()), np.int64, len(shards))
+        here = numbers[which] == plan.shards[positions]
+        here &= plan.offsets[positions] + plan.sizes[positions] <= sizes[which]
+        positions = positions[here]
+        self._at[positions] = plan.offsets[positions]
+        self._in[positions] = self._added(list(shards.values())) + which[here]
+
     def check(self) -> Positions:
         """Check what came since the last call; return the positions that were wrong, now missing again."""
-        bad = []
-        for at in np.flatnonzero(~self.checked).tolist():
-            view = self.views[at]
-            if view is None:
-                continue
-            if self._right(at, view):
-                self.checked[at] = True
-            else:
-                self.views[at] = None
-                bad.append(at)
-        return np.asarray(bad, np.intp)
+        came = np.flatnonzero((self._in >= 0) & ~self.checked)
+        if not len(came):
+            return came
+        right = self._right(came)
+        self.checked[came[right]] = True
+        bad = came[~right]
+        if len(bad):
+            self._in[bad], self._whole = -1, None
+        return bad
 
     def bytes_at(self, positions: Positions) -> int:
         return int(self.plan.sizes[positions].sum())
 
-    def _right(self, at: int, view: memoryview) -> bool:
+    # -- what a reader takes ------------------------------------------------------------------------------------------
+
+    def views(self, field: int) -> list[memoryview | None]:
+        """Return the bytes of a wanted byte field, counted from the plan's first, of each sample; ``None``: it lacks.
+
+        Nothing is copied: a view keeps the mapping or the answer that it is part of in memory.
+        """
+        starts, lengths = self._cuts(slice(None), field)
+        ends = (starts + np.maximum(lengths, 0)).tolist()
+        cuts = zip(self._in.tolist(), starts.tolist(), ends, lengths.tolist(), strict=True)
+        buffers = [buffer.view for buffer in self._buffers]
+        return [buffers[which][start:end] if length >= 0 else None for which, start, end, length in cuts]
+
+    def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
+        """Return a field of all samples as one array ``(n, bytes)``, without the first ``skip`` bytes of each.
+
+        ``None`` if they are not of one size, or if some sample lacks the field. The array is nobody else's.
+        """
+        starts, lengths = self._cuts(slice(None), field)
+        if not len(lengths) or (lengths != lengths[0]).any() or lengths[0] < skip:
+            return None
+        length = int(lengths[0]) - skip
+        if self._whole is not None:
+            start = int(self.plan.starts[0, field]) + skip
+            return np.ascontiguousarray(self._whole[:, start : start + length])
+        return self._gathered(starts + skip, slice(None), length)
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _added(self, buffers: list[Buffer]) -> int:
+        with self._lock:
+            self._buffers += buffers
+            return len(self._buffers) - len(buffers)
+
+    def _cuts(self, positions: Positions | slice, field: int) -> tuple[Ints, Ints]:
         plan = self.plan
-        if len(view) != plan.sizes[at]:
-            return False
-        if self._verify == "off" or not plan.lengths.shape[1]:
-            return True
-        tables, blob = plan.manifest.tables, plan.blobs[at]
+        return self._at[positions] + plan.starts[positions, field], plan.lengths[positions, field]
+
+    def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> npt.NDArray[np.uint8]:
+        addresses = np.asarray([buffer.address for buffer in self._buffers], np.int64)
+        return gather(addresses[self._in[positions]] + starts, length)
+
+    def _right(self, came: Positions) -> npt.NDArray[np.bool_]:
+        plan = self.plan
+        fields = plan.lengths.shape[1]
+        if self._verify == "off" or not fields:
+            return np.ones(len(came), bool)
+        tables, blobs = plan.manifest.tables, plan.blobs[came]
         if self._verify == "full":
-            return blake3.blake3(view).digest() == bytes(tables.digests[blob])
-        first = plan.first_field
-        for i, (start, length) in enumerate(zip(plan.starts[at].tolist(), plan.lengths[at].tolist(), strict=True)):
-            expected = int(tables.xxh3[blob, first + i])
-            if length >= 0 and xxhash.xxh3_64_intdigest(view[start : start + length]) != expected:
-                return False
-        return True
+            digests = self._hashed(_blake3, came, self._at[came], plan.sizes[came])
+            return np.asarray([a == b.tobytes() for a, b in zip(digests, tables.digests[blobs], strict=True)], bool)
+        self._bring_together(came)
+        expected = tables.xxh3[blobs, plan.first_field : plan.first_field + fields]
+        right = np.ones(len(came), bool)
+        for field in range(fields):
+            starts, lengths = self._cuts(came, field)
+            absent = lengths < 0
+            found = self._hashed(xxhash.xxh3_64_intdigest, came, starts, np.where(absent, 0, lengths))
+            right &= absent | (np.asarray(found, np.uint64) == expected[:, field])
+        return right
+
+    def _bring_together(self, came: Positions) -> None:
+        """Gather small samples of one size into an array, where from now on they lie."""
+        sizes = self.plan.sizes[came]
+        size = int(sizes[0])
+        if 0 < size <= GATHERED_BYTES_MAX and len(came) > 1 and (sizes == size).all():
+            together = self._gathered(self._at[came], came, size)
+            self.put(came, Buffer.of(together), np.arange(len(came)) * size)
+            self._whole = together if len(came) == len(self.plan) else None
+
+    def _hashed(
+        self, algorithm: Callable[[memoryview], T], positions: Positions, starts: Ints, lengths: Ints
+    ) -> list[T]:
+        buffers = [buffer.view for buffer in self._buffers]
+        cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+        return [algorithm(buffers[which][start:end]) for which, start, end in cuts]
+
+
+def _blake3(view: memoryview) -> bytes:
+    return blake3.blake3(view).digest()
 
 
 class Tier(Protocol):
@@ -80,13 +185,3 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def field_views(delivery: Delivery, at: int) -> list[memoryview | None]:
-    """Return the views of the wanted byte fields of one checked sample; ``None`` for a field that it lacks."""
-    view = delivery.views[at]
-    assert view is not None
-    starts, lengths = delivery.plan.starts[at].tolist(), delivery.plan.lengths[at].tolist()
-    return [
-        view[start : start + length] if length >= 0 else None for start, length in zip(starts, lengths, strict=True)
-    ]

@@ -120,9 +120,16 @@ class Manifest:
         rows = np.flatnonzero(np.isin(self.tables.blob_of, blobs))[:limit]
         return [self.key(int(row)) for row in rows]
 
+    def keys(self, indices: Indices) -> list[str]:
+        return cast(list[str], self.tables.keys.take(pa.array(indices)).to_pylist())
+
     def scalars(self, name: str, indices: Indices) -> list[Any]:
         """Return a scalar field of the samples as Python values."""
-        return cast(list[Any], self.tables.scalars[name].take(pa.array(indices)).to_pylist())
+        return cast(list[Any], self.scalar_column(name, indices).to_pylist())
+
+    def scalar_column(self, name: str, indices: Indices) -> pa.Array[Any]:
+        """Return a scalar field of the samples as an Arrow array."""
+        return self.tables.scalars[name].take(pa.array(indices))
 
     def object(self, number: int) -> OriginObject:
         tables = self.tables

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 import warnings
@@ -12,6 +13,7 @@ from typing import Any, Final, cast
 import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from quiver_client.columns import Columns, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
@@ -30,6 +32,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         loader = DataLoader(Dataset("imagenet.quiver"), batch_size=256, shuffle=True)
         for epoch in range(90):
             for batch in loader: ...
+
+    Without a ``transform`` and a ``collate_fn`` a batch is a dictionary of columns, as torch's collation makes it of
+    the samples: tensors of numbers, lists of bytes; and fields of arrays of one shape (lists in Parquet, ``.npy``
+    files) are stacked into one tensor ``(batch, *shape)``, without a step a sample.
 
     All arguments of torch's are taken. With ``num_workers=0`` threads of this process fetch, transform and collate
     ``prefetch_factor`` batches ahead (2 if not given); a random ``transform`` then shares the global generators with
@@ -102,6 +108,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             sampler=sampler,
         )
         self.order = order
+        # With nothing to be done sample by sample, a batch is made by columns.
+        by_columns = collate_fn is None and Columns.can_read(dataset)
+        self._source: Dataset | Columns = Columns(dataset) if by_columns else dataset
         self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
@@ -119,6 +128,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
+        self._collate = collated if by_columns else self.collate_fn
         self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
         # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
         self._passing: weakref.ref[_Pass] | None = None
@@ -172,11 +182,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
-        return WorkerBatches(self)
+        reading = copy.copy(self)
+        reading.__dict__.update(dataset=self._source, collate_fn=self._collate)  # torch forbids to set them
+        return WorkerBatches(reading)
 
     def _fetch(self, drawn: Drawn) -> Any:
-        dataset = cast(Dataset, self.dataset)
-        batch = self.collate_fn(dataset.__getitems__(cast(Any, drawn.rows)))
+        batch = self._collate(cast(Any, self._source.__getitems__(cast(Any, drawn.rows))))
         if self.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch

@@ -12,6 +12,7 @@ import numpy as np
 from quiver.errors import Changed
 from quiver.origin import SampleOrigin
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.gather import Buffer
 
 
 class OriginTier:
@@ -36,9 +37,7 @@ class OriginTier:
             self._one_by_one(blobs, starts, data)
             raise
         inside = plan.offsets - plan.manifest.tables.offsets[plan.blobs].astype(np.int64)
-        for at, blob in zip(missing.tolist(), which.tolist(), strict=True):
-            start = int(starts[blob] + inside[at])
-            delivery.views[at] = data[start : start + int(plan.sizes[at])]
+        delivery.put(missing, Buffer.of(data), starts[which] + inside[missing])
 
     def blame(self, delivery: Delivery, bad: Positions) -> None:
         """Raise: the origin's bytes are not what was indexed, and there is nowhere else to go."""

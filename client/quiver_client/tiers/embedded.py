@@ -41,6 +41,7 @@ from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.gather import Buffer
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.board import Board
@@ -139,11 +140,7 @@ class EmbeddedTier:
             maps[absent[0]] = self._filled(absent[0])
         elif absent:
             maps.update(zip(absent, self._pool.map(self._filled, absent), strict=True))
-        offsets, sizes, at_shards = plan.offsets.tolist(), plan.sizes.tolist(), plan.shards.tolist()
-        for at in missing.tolist():
-            view = maps[at_shards[at]]
-            if view is not None:
-                delivery.views[at] = view[offsets[at] : offsets[at] + sizes[at]]
+        delivery.put_mapped(missing, {shard: Buffer.of(view) for shard, view in maps.items() if view is not None})
 
     def blame(self, delivery: Delivery, bad: Positions) -> None:
         """Verify the shards as a whole: one that is wrong is quarantined and will be filled again."""

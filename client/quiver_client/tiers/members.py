@@ -81,20 +81,29 @@ class Members:
             self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin")
         return self._ring
 
-    def ranked(self, shards: npt.NDArray[np.int64]) -> list[list[str]]:
-        """Return for each shard the URLs to ask, best first: its owners, then the runners-up."""
-        ring, ranks = self._view
+    def choices(self, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
+        """Return whom to ask for each shard: ``(shards, n)`` positions in the URLs, best first, -1 where there is none.
+
+        First its owners, then the runners-up.
+        """
+        ring, ranks, urls = self._view
         if ring is None:
-            return [list(self._seeds) for _ in shards]
+            return np.tile(np.arange(len(urls), dtype=np.int32), (len(shards), 1)), urls
         new = shards[ranks[shards, 0] == UNKNOWN]
         if len(new):
             ranks[new] = ring.rank(self._manifest.tables.shard_digests[new], ranks.shape[1])
-        return [[ring.members[at].url for at in row if at >= 0] for row in ranks[shards].tolist()]
+        return ranks[shards], urls
+
+    def ranked(self, shards: npt.NDArray[np.int64]) -> list[list[str]]:
+        """Return for each shard the URLs to ask, best first, as ``choices`` does."""
+        rows, urls = self.choices(shards)
+        return [[urls[at] for at in row if at >= 0] for row in rows.tolist()]
 
     def _set_ring(self, ring: Ring | None) -> None:
         width = (ring.replicas if ring else 1) + RUNNERS_UP
+        urls = tuple(member.url for member in ring.members) if ring else self._seeds
         # Replaced as one: a thread that reads must not see the one ring's ranks with another ring's members.
-        self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32)
+        self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
     @property
     def _ring(self) -> Ring | None:

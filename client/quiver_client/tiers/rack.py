@@ -25,6 +25,7 @@ from quiver.peer import PeerClient
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.gather import Buffer
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.members import Members
@@ -53,8 +54,11 @@ class _Round:
     moved: bool = False  # in this turn something arrived or somebody was passed over
 
     def pending(self) -> Positions:
-        missing = [at for at in self.delivery.missing().tolist() if self.delivery.views[at] is None]
-        return np.asarray([at for at in missing if int(self.delivery.plan.shards[at]) not in self.given_up], np.intp)
+        awaited = self.delivery.awaited()
+        if not self.given_up:
+            return awaited
+        given_up = np.fromiter(self.given_up, np.int64, len(self.given_up))
+        return awaited[~np.isin(self.delivery.plan.shards[awaited], given_up)]
 
 
 class RackTier:
@@ -116,32 +120,35 @@ class RackTier:
     def _jobs(self, state: _Round, positions: Positions) -> list[tuple[PeerClient, Positions]]:
         """Group positions by the best peer not yet tried for their shard, cut into requests of bounded size."""
         plan = state.delivery.plan
-        by_peer: dict[str, list[int]] = {}
-        chosen: dict[int, str | None] = {}
-        shards = plan.shards[positions]
-        distinct = np.unique(shards)
-        for shard, ranked in zip(distinct.tolist(), self._members.ranked(distinct), strict=True):
-            tried = state.tried.get(shard, set())
-            usable = [url for url in ranked if url not in tried and not self._members.is_down(url)]
-            if usable[:1] != ranked[:1] and not tried and shard not in state.silent:
-                state.silent.add(shard)
-                self._stats.add("fallbacks")
-            chosen[shard] = usable[0] if usable else None
-            if not usable:
-                state.given_up.add(shard)
-        for at, shard in zip(positions.tolist(), shards.tolist(), strict=True):
-            url = chosen[shard]
-            if url is not None:
-                by_peer.setdefault(url, []).append(at)
+        shards, which = np.unique(plan.shards[positions], return_inverse=True)
+        peers, urls = self._choose(state, shards)
         jobs = []
-        for url, wanted in by_peer.items():
-            run = np.asarray(wanted, np.intp)
+        for peer in np.unique(peers[peers >= 0]).tolist():
+            run = positions[(peers == peer)[which]]
             ends = np.cumsum(plan.sizes[run])
             cuts = np.searchsorted(ends, np.arange(READ_BYTES_MAX, int(ends[-1]), READ_BYTES_MAX), "right")
             at_most = np.arange(RANGES_MAX, len(run), RANGES_MAX)
             parts = np.split(run, np.unique(np.concatenate([cuts, at_most])))
-            jobs += [(self._members.peer(url), part) for part in parts if len(part)]
+            jobs += [(self._members.peer(urls[peer]), part) for part in parts if len(part)]
         return jobs
+
+    def _choose(self, state: _Round, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
+        """Return for each of these distinct shards the peer to ask, as a position in the URLs; -1: it is given up."""
+        rows, urls = self._members.choices(shards)
+        down = np.asarray([self._members.is_down(url) for url in urls], bool)
+        usable = (rows >= 0) & ~down[rows]
+        passed_over = ~usable[:, 0]
+        for at in np.flatnonzero(np.isin(shards, list(state.tried))).tolist() if state.tried else ():
+            tried = state.tried[int(shards[at])]
+            usable[at] &= [urls[peer] not in tried for peer in rows[at].tolist()]
+            passed_over[at] = False  # which was counted when it was
+        for shard in shards[passed_over].tolist():
+            if shard not in state.silent:
+                state.silent.add(shard)
+                self._stats.add("fallbacks")
+        peers = np.where(usable.any(axis=1), np.take_along_axis(rows, usable.argmax(axis=1)[:, None], 1)[:, 0], -1)
+        state.given_up.update(shards[peers < 0].tolist())
+        return peers, urls
 
     # -- one request --------------------------------------------------------------------------------------------------
 
@@ -170,7 +177,10 @@ class RackTier:
         self._take(state.delivery, positions, statuses, data)
         if (statuses == RangeStatus.PRESENT).any():
             state.progress, state.moved = time.monotonic(), True
-        for shard, status in dict(zip(shards[numbers].tolist(), statuses.tolist(), strict=True)).items():
+        absent = statuses != RangeStatus.PRESENT
+        for shard, status in dict(
+            zip(shards[numbers[absent]].tolist(), statuses[absent].tolist(), strict=True)
+        ).items():
             self._absent(state, peer, shard, status)
 
     def _take(
@@ -178,12 +188,8 @@ class RackTier:
     ) -> None:
         present = positions[statuses == RangeStatus.PRESENT]
         self._stats.add("misses_rack", len(positions) - len(present))
-        ends = np.cumsum(delivery.plan.sizes[present]).tolist()
-        view = data.data
-        start = 0
-        for at, end in zip(present.tolist(), ends, strict=True):
-            delivery.views[at] = view[start:end]
-            start = end
+        sizes = delivery.plan.sizes[present]
+        delivery.put(present, Buffer.of(data), np.cumsum(sizes) - sizes)
 
     def _absent(self, state: _Round, peer: PeerClient, shard: int, status: int) -> None:
         """Do what the status of a missing shard asks for. ``FILLING``: nothing, it is asked for again."""
@@ -200,7 +206,7 @@ class RackTier:
                 self._members.put_manifest(peer, self._manifest)
             except QuiverError as error:
                 self._passed_over(state, peer, np.asarray([shard]), error)
-        elif status != RangeStatus.PRESENT:
+        else:
             self._passed_over(state, peer, np.asarray([shard]), Corrupt(f"status {status} for a range", peer.name))
 
     def _upload(self, state: _Round, peer: PeerClient, shard: int) -> None:
@@ -215,10 +221,7 @@ class RackTier:
             state.moved = True
             self._forgo(peer, digest)
             return
-        plan, view = state.delivery.plan, memoryview(data.data)
-        for at in np.flatnonzero(plan.shards == shard).tolist():
-            start = int(plan.offsets[at])
-            state.delivery.views[at] = view[start : start + int(plan.sizes[at])]
+        state.delivery.put_mapped(state.delivery.awaited(), {shard: Buffer.of(data.data)})
         state.progress, state.moved = time.monotonic(), True
         try:
             peer.put_shard(digest, data.data)
