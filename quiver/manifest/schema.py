@@ -143,13 +143,16 @@ def _check_array(field: Field, header: Header) -> None:
         raise BadRequest(f"{what} has dtype {field.dtype[:20]!r}, which is none of {', '.join(ARRAY_DTYPES)}")
     if not 0 <= field.skip <= SKIP_BYTES_MAX or (field.skip and (field.shape is None or header.source == "parquet")):
         raise BadRequest(f"{what} skips {field.skip} bytes before its values")
-    if field.shape is None:
-        return
-    # Without the zeros: numpy's own limit is on the product of the others, and a dimension is bounded by it.
-    if len(field.shape) > DIMENSIONS_MAX or any(not 0 <= size <= OBJECT_BYTES_MAX for size in field.shape):
+    if field.shape is not None and not is_shape(field.shape, field.item_bytes):
         raise BadRequest(f"{what} has a shape that no array has: {str(field.shape)[:80]}")
-    if math.prod(size for size in field.shape if size) * field.item_bytes > OBJECT_BYTES_MAX:
-        raise BadRequest(f"{what} has a shape of over {OBJECT_BYTES_MAX} bytes: {str(field.shape)[:80]}")
+
+
+def is_shape(shape: tuple[int, ...], item_bytes: int) -> bool:
+    """Whether an array can have this shape, and an object of an origin hold it."""
+    if len(shape) > DIMENSIONS_MAX or any(not 0 <= size <= OBJECT_BYTES_MAX for size in shape):
+        return False
+    # Without the zeros: numpy's own limit is on the product of the others.
+    return math.prod(size for size in shape if size) * item_bytes <= OBJECT_BYTES_MAX
 
 
 def with_format(header: Header) -> Header:

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from quiver.manifest import BLOB_TYPE, Field
 from quiver_client.indexing.columns import Rows, Samples, byte_rows
+from quiver_client.indexing.npy import NpyField, named_npy
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import PIECE_BYTES, Objects, hash_object
@@ -22,14 +23,18 @@ def index_files(listing: Listing, objects: Objects, meter: Meter, *, labels: boo
     """Hash every object. ``labels``: the first folder of a path is a class (field ``label``)."""
     blob = "image" if labels else "data"
     classes = _classes(listing) if labels else {}
+    possible = all(named_npy(path) for _, paths in listing.blocks() for path in paths)
+    npy = NpyField(possible=possible)
 
-    def work(span: tuple[int, int]) -> Rows:
-        return _hash_span(listing, objects, span, blob, classes)
+    def work(span: tuple[int, int]) -> tuple[Rows, NpyField]:
+        seen = NpyField(possible=possible)
+        return _hash_span(listing, objects, span, blob, classes, seen), seen
 
     samples = Samples()
-    for rows in in_order(work, _spans(listing), objects.threads, meter.stop):
+    for rows, seen in in_order(work, _spans(listing), objects.threads, meter.stop):
         samples.extend(rows)
-    fields = [Field(blob, BLOB_TYPE)]
+        npy.merge(seen)
+    fields = [npy.described(Field(blob, BLOB_TYPE))]
     if labels:
         fields.append(Field("label", "int64", classes=tuple(classes)))
     return samples, tuple(fields)
@@ -51,11 +56,13 @@ def _spans(listing: Listing) -> Iterator[tuple[int, int]]:
         first += count
 
 
-def _hash_span(listing: Listing, objects: Objects, span: tuple[int, int], blob: str, classes: dict[str, int]) -> Rows:
+def _hash_span(
+    listing: Listing, objects: Objects, span: tuple[int, int], blob: str, classes: dict[str, int], npy: NpyField
+) -> Rows:
     first, end = span
     digests, xxh3 = [], []
     for listed in listing.span(first, end):
-        digest, weak = hash_object(objects, listed)
+        digest, weak = hash_object(objects, listed, npy)
         digests.append(digest)
         xxh3.append(weak)
     scalars: dict[str, pa.Array] = {}

@@ -20,6 +20,7 @@ from quiver.errors import BadRequest, Changed, Forbidden, NotFound, Unavailable
 from quiver.manifest import OriginObject
 from quiver.origin.base import Extent, split_url
 from quiver_client.indexing.errors import SourceChanged
+from quiver_client.indexing.npy import NpyField
 from quiver_client.indexing.parallel import THREADS_REMOTE, Meter, local_threads
 
 PIECE_BYTES: Final = 8 << 20
@@ -64,13 +65,16 @@ def open_objects(base: str, meter: Meter) -> Objects:
     return LocalObjects(rest, meter) if scheme == "file" else RemoteObjects(base, meter)
 
 
-def hash_object(objects: Objects, listed: OriginObject) -> tuple[bytes, int]:
-    """Return BLAKE3 and XXH3-64 of a whole object."""
+def hash_object(objects: Objects, listed: OriginObject, npy: NpyField | None = None) -> tuple[bytes, int]:
+    """Return BLAKE3 and XXH3-64 of a whole object; ``npy`` is shown how it begins."""
     if listed.size <= PIECE_BYTES:
         data = objects.whole(listed)
+        if npy is not None:
+            npy.see(data, listed.size)
         return blake3.blake3(data).digest(), xxhash.xxh3_64_intdigest(data)
     strong, weak = blake3.blake3(max_threads=blake3.blake3.AUTO), xxhash.xxh3_64()
-    for piece in objects.pieces(listed):
+    pieces = objects.pieces(listed)
+    for piece in npy.watch(pieces, listed.size) if npy is not None else pieces:
         strong.update(piece)
         weak.update(piece)
     return strong.digest(), weak.intdigest()

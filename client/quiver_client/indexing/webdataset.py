@@ -19,6 +19,7 @@ from quiver.errors import BadRequest
 from quiver.manifest import ABSENT, BLOB_TYPE, OriginObject
 from quiver.manifest.schema import FIELDS_MAX, Field
 from quiver_client.indexing.columns import XXH3_OF_NOTHING, Growing, Rows, Samples, byte_rows
+from quiver_client.indexing.npy import NpyField, named_npy
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import PIECE_BYTES, Handle, Objects
@@ -43,12 +44,16 @@ def index_tars(listing: Listing, objects: Objects, meter: Meter, notices: Notice
     samples = Samples()
     threads = min(objects.threads, TARS_REMOTE) if not listing.local else objects.threads
 
-    def work(number: int) -> tuple[Samples, Notices]:
+    npy: dict[str, NpyField] = {}
+
+    def work(number: int) -> tuple[Samples, dict[str, NpyField], Notices]:
         return _Tar(listing, number, objects).index()
 
-    for found, said in in_order(work, range(len(listing)), threads, meter.stop):
+    for found, seen, said in in_order(work, range(len(listing)), threads, meter.stop):
         notices.merge(said)
         samples.absorb(found)
+        for name, one in seen.items():
+            npy.setdefault(name, NpyField()).merge(one)
         if len(samples.blobs) > FIELDS_MAX:
             names = ", ".join(sorted(samples.blobs)[:5])
             raise BadRequest(
@@ -57,7 +62,7 @@ def index_tars(listing: Listing, objects: Objects, meter: Meter, notices: Notice
             )
     if len(samples) and not samples.blobs:
         raise BadRequest(f"{listing.base}: no member of the tars holds bytes beside .cls; there is nothing to cache")
-    fields = [Field(name, BLOB_TYPE) for name in samples.blobs]
+    fields = [npy.get(name, NpyField()).described(Field(name, BLOB_TYPE)) for name in samples.blobs]
     if CLASS_FIELD in samples.scalars:
         fields.append(Field(CLASS_FIELD, "int64"))
     fields.sort(key=lambda field: field.name)
@@ -125,8 +130,9 @@ class _Tar:
         self._digests: list[bytes] = []
         self._rows: list[dict[str, tuple[int, int, int]]] = []  # extension -> length, offset, xxh3
         self._classes: list[int | None] = []
+        self._npy: dict[str, NpyField] = {}
 
-    def index(self) -> tuple[Samples, Notices]:
+    def index(self) -> tuple[Samples, dict[str, NpyField], Notices]:
         self._handle = self._objects.open(self._listed)
         self._window = Window(self._handle)
         done = False
@@ -139,7 +145,7 @@ class _Tar:
             done = True
         finally:
             self._handle.close(check=done)
-        return self._samples, self._notices
+        return self._samples, self._npy, self._notices
 
     def _walk(self) -> None:
         key = ""
@@ -177,7 +183,10 @@ class _Tar:
         row = {}
         for name in sorted(parts):
             weak = xxhash.xxh3_64()
-            for piece in self._pieces(parts[name]):
+            pieces = self._pieces(parts[name])
+            if named_npy(name):
+                pieces = self._npy.setdefault(name, NpyField()).watch(pieces, parts[name].size)
+            for piece in pieces:
                 strong.update(piece)
                 weak.update(piece)
             row[name] = parts[name].size, parts[name].offset, weak.intdigest()
