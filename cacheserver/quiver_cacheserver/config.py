@@ -13,7 +13,7 @@ import msgspec
 
 from quiver.errors import Misconfigured
 from quiver.layout import SHARD_BYTES_MAX
-from quiver.ring import check_url
+from quiver.ring import SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import parse_size
 from quiver.wire import PORT
 
@@ -35,6 +35,7 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     peers: tuple[str, ...] = ()
     origin: tuple[str, ...] = ()
     replicas: int = 1
+    socket: str = ""
     drain_seconds: float = 20.0
     log_level: str = "info"
 
@@ -83,6 +84,11 @@ def check(config: Config) -> Config:
         check_url(peer)
     if not 1 <= config.replicas <= REPLICAS_MAX:
         raise Misconfigured(f"--replicas {config.replicas}: 1 to {REPLICAS_MAX} copies of each shard")
+    if config.socket and not usable_socket(config.socket):
+        raise Misconfigured(
+            f"--socket {config.socket!r}: write an absolute path of at most {SOCKET_BYTES_MAX} printable characters,"
+            " for example /run/quiver/socket"
+        )
     if config.drain_seconds < 0:
         raise Misconfigured(f"--drain-seconds {config.drain_seconds} is negative")
     for prefix in config.origin:

@@ -14,6 +14,7 @@ class Counters:
     origin_read_bytes: int = 0
     served_bytes: int = 0
     uploaded_bytes: int = 0
+    handed_files: int = 0
     reads_in_flight: int = 0
     overloads: int = 0
     reports_in_flight: int = 0

@@ -118,6 +118,18 @@ class Node:
         assert isinstance(inventory, MemoryInventory)
         return digest not in self._unverified and inventory.has(Kind.SHARD, digest)
 
+    def held(self, digest: Digest) -> bool:
+        """Whether the shard is here, verified or not."""
+        inventory = self.store.inventory
+        assert isinstance(inventory, MemoryInventory)
+        return inventory.has(Kind.SHARD, digest)
+
+    def at_hand(self, digest: Digest) -> bool:
+        """Whether the shard is here and verified; one that is here and not verified will be, soon."""
+        if digest in self._unverified:
+            self._verified(digest)
+        return self.resident(digest)
+
     async def bring(self, digests: Iterable[Digest], manifest: Manifest | None, wait_seconds: float) -> None:
         """Bring shards in, waiting for them no longer than ``wait_seconds``; whatever is late goes on coming."""
         deadline = time.monotonic() + wait_seconds

@@ -93,7 +93,8 @@ class StaticRegistry:
     def __init__(self, rack: str, member: Member, peers: Sequence[str] = (), replicas: int = 1) -> None:
         check_rack(rack)
         check_member(member)
-        self._own = member if not peers else Member(static_id(member.url), check_url(member.url))
+        # Its socket is known to this daemon alone: readers on this host ask it for the ring, and find it there.
+        self._own = member if not peers else Member(static_id(member.url), check_url(member.url), socket=member.socket)
         members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
         if peers and self._own.id not in members:
             log.warning(

@@ -24,6 +24,7 @@ from quiver.sizes import format_size
 from quiver.store import Kind, Store
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.handoff import Handoff, bound
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
 
@@ -43,7 +44,7 @@ def build(config: Config, url: str) -> Node:
     disk_bytes = shutil.disk_usage(store.root).total
     if disk_bytes < config.capacity_bytes:
         log.warning("the disk of %s has %s in all, less than --capacity", store.root, format_size(disk_bytes))
-    member = Member(name, url, weight=float(config.capacity_bytes))
+    member = Member(name, url, weight=float(config.capacity_bytes), socket=config.socket)
     registry: Registry
     if config.etcd:
         registry = EtcdRegistry(config.etcd, config.rack, member, replicas=config.replicas)
@@ -73,11 +74,12 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    with contextlib.closing(bind(config)) as listener:
+    with contextlib.closing(bind(config)) as listener, bound(config.socket) as readers:
         port = listener.getsockname()[1]
         node = build(config, config.advertised_url(port))
         try:
-            await _serve(config, node, listener, stop, started)
+            async with Handoff(node, readers) if readers is not None else contextlib.nullcontext():
+                await _serve(config, node, listener, stop, started)
         finally:
             await loop.run_in_executor(None, node.close)
 
@@ -130,14 +132,18 @@ async def _drain(config: Config, node: Node) -> None:
     log.info("%s drains", node.name)
     await node.registry.drain()
     deadline = time.monotonic() + config.drain_seconds
-    quiet_since, served = time.monotonic(), node.counters.served_bytes
+    quiet_since, served = time.monotonic(), _served(node)
     while time.monotonic() < deadline:
-        busy = node.counters.reads_in_flight or node.counters.served_bytes != served
+        busy = node.counters.reads_in_flight or _served(node) != served
         if busy:
-            quiet_since, served = time.monotonic(), node.counters.served_bytes
+            quiet_since, served = time.monotonic(), _served(node)
         elif time.monotonic() - quiet_since >= min(QUIET_SECONDS, config.drain_seconds):
             return
         await asyncio.sleep(0.05)
+
+
+def _served(node: Node) -> tuple[int, int]:
+    return node.counters.served_bytes, node.counters.handed_files
 
 
 async def _scrub(node: Node) -> None:
