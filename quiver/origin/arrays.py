@@ -55,9 +55,10 @@ def array_type(kind: Any) -> tuple[str, tuple[int, ...] | None] | None:
 
 
 def as_bytes(array: pa.Array[Any]) -> pa.Array[Any]:
-    """Return an array of an ``array_type`` as large binary. Raises ``NullInside``, and pyarrow's errors for others."""
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage
+    """Return an array of an ``array_type``, of a tensor its storage, as large binary.
+
+    Raises ``NullInside``, and pyarrow's errors for other types.
+    """
     if array_type(array.type) is None:
         raise pa.ArrowTypeError(f"{array.type} is no list of numbers")
     valid = np.asarray(array.is_valid()) if array.null_count else None

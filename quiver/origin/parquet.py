@@ -143,6 +143,8 @@ def column_of(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array[Any]:
 
 
 def _large_binary(array: pa.Array[Any]) -> pa.Array[Any]:
+    if isinstance(array, pa.ExtensionArray):
+        array = array.storage  # whether a process knows the extension must not matter to the bytes
     if array.type == pa.large_binary():
         return array
     return as_bytes(array) if array_type(array.type) is not None else array.cast(pa.large_binary())

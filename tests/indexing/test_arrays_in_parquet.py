@@ -188,6 +188,13 @@ def test_a_null_inside_of_a_list_is_an_error_that_names_file_row_and_column(tmp_
         index(tmp_path / "t.parquet", tmp_path / "m.quiver")
 
 
+def test_a_null_inside_of_a_later_chunk_is_named_by_its_row_in_the_column() -> None:
+    chunks = [pa.array([[1], [2], [3]]), pa.array([[4], [None]])]
+    with pytest.raises(NullInside) as caught:
+        column_of(pa.table({"x": pa.chunked_array(chunks)}), "x")
+    assert caught.value.row == 4
+
+
 def test_a_tensor_that_is_null_is_absent_and_a_list_inside_it_that_is_null_is_refused() -> None:
     kind = pa.list_(pa.list_(pa.int8(), 2), 2)
     rows: list[Any] = [[[1, 2], [3, 4]], None, [[5, 6], [7, 8]]]
@@ -341,6 +348,33 @@ def test_a_column_that_is_another_by_now_is_changed_and_not_wrong_bytes(tmp_path
             origin.read([0, 1], memoryview(bytearray(16)))
     finally:
         origin.close()
+
+
+class Tagged(pa.ExtensionType):  # type: ignore[misc]
+    """A type of somebody else's, which a process may know or not."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.list_(pa.int32()), "quiver.tests.tagged")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage_type: Any, serialized: bytes) -> Tagged:
+        return cls()
+
+
+def test_a_fill_gives_the_same_bytes_where_an_extension_type_is_known_that_was_not_when_it_was_indexed(
+    tmp_path: Path,
+) -> None:
+    column = pa.ExtensionArray.from_storage(Tagged(), pa.array([[1, 2], [3, 4]], pa.list_(pa.int32())))
+    manifest = indexed(write(tmp_path / "t.parquet", {"tokens": column}))
+    pa.register_extension_type(Tagged())
+    try:
+        found = read_back(manifest.path)
+    finally:
+        pa.unregister_extension_type("quiver.tests.tagged")
+    assert found["000000001"]["tokens"] == np.array([3, 4], "<i4").tobytes()
 
 
 def test_info_says_what_the_arrays_are(tmp_path: Path) -> None:

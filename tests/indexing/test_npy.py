@@ -154,7 +154,7 @@ WRONG = [
     headed(GOOD, b"\1\1"),
     headed(GOOD, length=0),
     headed(GOOD, b"\2\0", length=2**31),
-    headed(GOOD + b" " * HEADER_BYTES_MAX),
+    headed(GOOD[:-1] + b" " * HEADER_BYTES_MAX + b"\n"),
     b"\x93NUMPY",
     b"\x93NUMPY\1\0\1",
 ]
@@ -192,12 +192,20 @@ def members(depth: list[bytes], **others: bytes) -> list[tuple[str, bytes]]:
 
 def test_members_of_one_header_are_arrays(tmp_path: Path) -> None:
     for number in range(3):
-        write_tar(tmp_path / "d" / f"{number}.tar", members(tensors(30, 5, 2, dtype="<u2"), jpg=b"x"))
+        write_tar(tmp_path / "d" / f"{number}.tar", members(tensors(30, 5, 2, dtype="<u2"), jpg=npy(1)))
     manifest = indexed(tmp_path / "d")
     assert said(manifest, "depth.npy") == ("<u2", (5, 2), 128)
     assert said(manifest, "npy") == ("<i8", (), 128)
     assert said(manifest, "jpg") == OPAQUE
     assert len(read_back(manifest.path)) == 90
+
+
+def test_tars_of_one_header_each_are_plain_bytes_if_those_are_several(tmp_path: Path) -> None:
+    for number in range(3):
+        write_tar(tmp_path / "d" / f"{number}.tar", members(tensors(5, 2 + number // 2)))
+    manifest = indexed(tmp_path / "d")
+    assert said(manifest, "depth.npy") == OPAQUE
+    assert said(manifest, "npy") == ("<i8", (), 128)
 
 
 @pytest.mark.parametrize("odd", [b"", npy(np.zeros((2, 5), "<u2")), b"no array"], ids=["empty", "turned", "other"])

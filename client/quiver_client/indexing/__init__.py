@@ -2,7 +2,8 @@
 
 ``run`` is the sequence of steps. ``listing`` (with ``local``, ``remote``, ``web``) says what objects there are,
 ``detect`` what they are; ``files``, ``webdataset`` (with ``tar``) and ``parquet`` turn them into samples through
-``reading`` and ``parallel``, ``columns`` holds what was found, and ``assemble`` makes it a manifest.
+``reading`` and ``parallel``, ``npy`` sees which files are arrays, ``columns`` holds what was found, and ``assemble``
+makes it a manifest.
 """
 
 from quiver_client.indexing.parallel import Progress
