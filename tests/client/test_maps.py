@@ -1,0 +1,66 @@
+"""The maps of a process: bounded, and of no use to a child."""
+
+from __future__ import annotations
+
+import gc
+import os
+from pathlib import Path
+
+from quiver.store import OpenFile
+from quiver_client.tiers.maps import Maps
+
+
+def view(content: bytes = b"abc") -> memoryview:
+    return memoryview(content)
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    maps: Maps[None] = Maps(2)
+    for shard in (1, 2):
+        maps.put(shard, view(), None)
+    assert maps.get(1) == b"abc"
+    maps.put(3, view(), None)
+    assert [maps.get(shard) is not None for shard in (1, 2, 3)] == [True, False, True]
+    assert len(maps) == 2
+    maps.clear()
+    assert len(maps) == 0
+
+
+def test_several_are_had_at_once_and_use_is_told_once() -> None:
+    maps: Maps[str] = Maps()
+    for shard in (1, 2, 3):
+        maps.put(shard, view(bytes([shard])), f"note {shard}")
+    assert maps.mapped() == [(1, "note 1", True), (2, "note 2", True), (3, "note 3", True)]
+    assert maps.get_all([2, 9]) == {2: b"\x02"}
+    assert [used for _, _, used in maps.mapped()] == [False, False, True]  # 2 was moved to the end
+    assert not any(used for _, _, used in maps.mapped())
+
+
+def test_a_map_that_was_replaced_is_not_dropped_for_the_old_ones_sake() -> None:
+    maps: Maps[int] = Maps()
+    maps.put(1, view(b"old"), 1)
+    maps.put(1, view(b"new"), 2)
+    maps.drop(1, note=1)
+    assert maps.get(1) == b"new"
+    maps.drop(1, note=2)
+    assert maps.get(1) is None
+    maps.drop(1)
+
+
+def test_a_child_that_was_forked_keeps_none_of_its_parents_maps(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(10_000))
+    maps: Maps[None] = Maps()
+    maps.put(1, OpenFile(path).map(), None)
+    gc.disable()
+    with maps._lock:  # as a thread may hold it that the child does not have
+        child = os.fork()
+        if not child:
+            try:
+                kept = str(path) in Path("/proc/self/maps").read_text() or maps.get(1) is not None
+                os._exit(1 if kept else 0)
+            finally:
+                os._exit(2)
+    gc.enable()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert maps.get(1) is not None
