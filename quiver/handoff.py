@@ -290,6 +290,22 @@ class HandoffClient:
         self.node = node
 
 
+def is_this_host(host: str) -> bool:
+    """Whether a host name or address is this machine's: whether one can bind to it."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in addresses:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
 def _exchange(connection: socket.socket, message: bytes, deadline: float) -> tuple[bytes, list[OpenFile]]:
     """Send a message; return the answer, empty if the connection ended, and the files that came with it."""
     connection.settimeout(_left(deadline))

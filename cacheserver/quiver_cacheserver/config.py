@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlsplit
 import msgspec
 
 from quiver.errors import Misconfigured
+from quiver.handoff import is_this_host
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.ring import SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import parse_size
@@ -55,7 +56,7 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
             return check_url(given if urlsplit(given).port else f"{given.rstrip('/')}:{port}")
         for peer in self.peers:  # a peer with this port whose host is this machine is this daemon
             parts = urlsplit(check_url(peer))
-            if parts.port == port and _is_here(parts.hostname or ""):
+            if parts.port == port and is_this_host(parts.hostname or ""):
                 return check_url(peer)
         host = self.address[0]
         if host in ANY_ADDRESS:
@@ -107,22 +108,6 @@ def normal_prefix(prefix: str) -> str:
     if urlsplit(prefix).scheme not in ("s3", "gs", "az", "http", "https") or not urlsplit(prefix).netloc:
         raise Misconfigured(f"--origin {prefix!r}: write an absolute path, or s3://BUCKET/PREFIX, https://HOST/PATH")
     return unquote(prefix).rstrip("/") + "/"
-
-
-def _is_here(host: str) -> bool:
-    """Whether a host name or address is this machine's: whether one can bind to it."""
-    try:
-        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
-    except OSError:
-        return False
-    for family, kind, _, _, address in addresses:
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.bind(address)
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def _own_address(towards: str) -> str:

@@ -26,6 +26,7 @@ from quiver_client.needs.rack import RackNeeds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
 from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.tiers.handoff import HandoffTier
 from quiver_client.tiers.members import Members
 from quiver_client.tiers.rack import RackTier
 
@@ -60,7 +61,8 @@ class Session:
         elif isinstance(cache, EmbeddedCache):
             self.tiers = (self._embedded(cache), direct)
         else:
-            self.tiers = (self._rack(cache.urls, introduce), direct)
+            self.tiers = (*self._rack(cache.urls, introduce), direct)
+        self._cache = self.tiers[-2:][0]  # what brings shards in: the tier before the origin
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
@@ -75,7 +77,7 @@ class Session:
         self._needs = needs
         return tier
 
-    def _rack(self, urls: tuple[str, ...], introduce: bool) -> Tier:
+    def _rack(self, urls: tuple[str, ...], introduce: bool) -> tuple[Tier, Tier]:
         members = Members(self.manifest, urls, self.stats)
         if introduce:
             with contextlib.ExitStack() as undo:
@@ -83,7 +85,8 @@ class Session:
                 self._introduce(members)
                 undo.pop_all()
         self._needs = lambda: RackNeeds(self.manifest, members, self.origin, self.stats)
-        return RackTier(self.manifest, members, self.origin, self.stats)
+        rack = RackTier(self.manifest, members, self.origin, self.stats)
+        return HandoffTier(self.manifest, members, urls, self.stats), rack
 
     def _introduce(self, members: Members) -> None:
         members.refresh()
@@ -119,7 +122,7 @@ class Session:
     def bring(self, plan: Plan) -> int:
         """Make the plan's shards resident; return how many of them the cache could not take."""
         delivery = Delivery(plan, "off")
-        self.tiers[0].fetch(delivery)
+        self._cache.fetch(delivery)
         delivery.check()
         return len(delivery.missing())
 

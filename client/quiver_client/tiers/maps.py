@@ -14,6 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
+from quiver_client.gather import Buffer
+
 N = TypeVar("N")
 
 MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold no descriptors
@@ -22,7 +24,7 @@ TIDY_SECONDS: Final = 2.0  # a file that made way keeps its room while it is map
 
 @dataclass(slots=True)
 class _Map(Generic[N]):
-    view: memoryview
+    buffer: Buffer
     note: N
     used: bool
 
@@ -39,11 +41,11 @@ class Maps(Generic[N]):
     def __len__(self) -> int:
         return len(self._maps)
 
-    def get(self, shard: int) -> memoryview | None:
+    def get(self, shard: int) -> Buffer | None:
         return self.get_all([shard]).get(shard)
 
-    def get_all(self, shards: Iterable[int]) -> dict[int, memoryview]:
-        """Return the views of those that are mapped."""
+    def get_all(self, shards: Iterable[int]) -> dict[int, Buffer]:
+        """Return those that are mapped, for ``Delivery.put_mapped``."""
         found = {}
         with self._lock:
             for shard in shards:
@@ -51,17 +53,19 @@ class Maps(Generic[N]):
                 if mapped is not None:
                     self._maps.move_to_end(shard)
                     mapped.used = True
-                    found[shard] = mapped.view
+                    found[shard] = mapped.buffer
         return found
 
-    def put(self, shard: int, view: memoryview, note: N) -> None:
-        """Keep a map, in place of an older one of the shard."""
+    def put(self, shard: int, view: memoryview, note: N) -> Buffer:
+        """Keep a map, in place of an older one of the shard; return it as ``get`` does."""
+        buffer = Buffer.of(view)
         gone: list[_Map[N] | None] = []  # ends outside the lock: to unmap takes the kernel a while
         with self._lock:
             gone.append(self._maps.pop(shard, None))
-            self._maps[shard] = _Map(view, note, used=True)
+            self._maps[shard] = _Map(buffer, note, used=True)
             while len(self._maps) > self._at_most:
                 gone.append(self._maps.popitem(last=False)[1])
+        return buffer
 
     def drop(self, shard: int, note: N | None = None) -> None:
         """Let go of a map; given a note, only if it is the map with this note: there may be a newer one."""
@@ -71,6 +75,10 @@ class Maps(Generic[N]):
             if mapped is not None and (note is None or mapped.note == note):
                 gone = self._maps.pop(shard)
         del gone
+
+    def note(self, shard: int) -> N | None:
+        mapped = self._maps.get(shard)
+        return mapped.note if mapped is not None else None
 
     def mapped(self) -> list[tuple[int, N, bool]]:
         """Return what is mapped, with the notes, and whether it was used since this was last asked."""

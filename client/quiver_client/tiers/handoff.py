@@ -1,0 +1,216 @@
+"""The host tier in front of a rack: shards of the daemon on this host, mapped from the files that it passes.
+
+The daemon stays the owner: it decides what is held, and brings in what is missing when the rack tier asks for it. What
+it has is mapped here instead of received, so that all processes of the machine share one copy, the page cache. Nothing
+here is needed: without a socket, or with one that is silent or lies, the rack tier reads the same over TCP.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from quiver.errors import Corrupt, DiskFailed, OverCapacity, QuiverError
+from quiver.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
+from quiver.manifest import Manifest
+from quiver.ring import Ring
+from quiver_client.delivery import Delivery, Positions
+from quiver_client.gather import Buffer
+from quiver_client.stats import Stats
+from quiver_client.tiers.local import LocalDaemon, LocalDaemons
+from quiver_client.tiers.maps import TIDY_SECONDS, Maps
+from quiver_client.tiers.members import Members
+
+T = TypeVar("T")
+
+FIRST_LOOK_SECONDS: Final = 1.0  # that the first batch waits for the daemon on this host to be found
+FETCH_SECONDS_MAX: Final = 1.0  # that a batch spends here; what was not had by then comes over TCP
+SLOW_SECONDS: Final = 0.5  # an answer that takes so long is as good as none: reading over TCP is faster
+AVOID_SECONDS: Final = 30.0  # a shard of which something was wrong
+KEEP_SECONDS: Final = 60.0  # maps of a daemon that is not heard of: whether it still wants their room cannot be known
+CLOSE_SECONDS: Final = 1.5  # more than one request to a daemon takes
+
+
+class _From(NamedTuple):
+    """Where a map is from: asked by these whether to keep it."""
+
+    daemon: LocalDaemon
+    edition: int
+
+
+class HandoffTier:
+    """Shards mapped from the daemons on this host. One per process and dataset; its thread belongs to the process."""
+
+    name = "host"
+
+    def __init__(self, manifest: Manifest, members: Members, seeds: Sequence[str], stats: Stats) -> None:
+        self._manifest = manifest
+        self._members = members
+        self._stats = stats
+        self._locals = LocalDaemons(members, seeds, stats)
+        self._maps: Maps[_From] = Maps()
+        self._avoided: dict[int, float] = {}  # shard -> until when
+        self._ring: Ring | None = None
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._looked = threading.Event()
+        self._closing = threading.Event()
+
+    def fetch(self, delivery: Delivery) -> None:
+        ring = self._members.refresh()
+        if ring is not None:
+            self._attend(ring)
+        missing = delivery.missing()
+        shards = np.unique(delivery.plan.shards[missing]).tolist()
+        here = self._maps.get_all(shards)
+        if self._locals and len(here) < len(shards):
+            here.update(self._mapped([shard for shard in shards if shard not in here]))
+        delivery.put_mapped(missing, here)
+
+    def blame(self, delivery: Delivery, bad: Positions) -> None:
+        """Let go of the maps, have the daemon verify the files, and read these shards over TCP for a while."""
+        for shard in np.unique(delivery.plan.shards[bad]).tolist():
+            self._avoided[shard] = time.monotonic() + AVOID_SECONDS
+            source = self._maps.note(shard)
+            self._maps.drop(shard)
+            if source is not None:
+                self._held(source.daemon, [Held(self._manifest.shard_digest(shard), source.edition)], RECHECK)
+
+    def close(self) -> None:
+        self._closing.set()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(CLOSE_SECONDS)
+        self._maps.clear()
+        self._locals.close()
+
+    # -- what is mapped -----------------------------------------------------------------------------------------------
+
+    def _mapped(self, shards: list[int]) -> dict[int, Buffer]:
+        """Return those of the shards that the daemons on this host own and have, mapped now."""
+        wanted: dict[LocalDaemon, list[int]] = {}
+        for shard, ranked in zip(shards, self._members.ranked(np.asarray(shards)), strict=True):
+            daemon = self._locals.at(ranked[0]) if ranked else None
+            if daemon is not None and time.monotonic() >= self._avoided.get(shard, 0.0):
+                wanted.setdefault(daemon, []).append(shard)
+        deadline = time.monotonic() + FETCH_SECONDS_MAX
+        found: dict[int, Buffer] = {}
+        for daemon, of_it in wanted.items():
+            for some in _parts(of_it, FILES_MAX):
+                if time.monotonic() < deadline and not daemon.is_silent:
+                    found.update(self._handed(daemon, some))
+        self._stats.add("misses_host", sum(map(len, wanted.values())) - len(found))
+        return found
+
+    def _handed(self, daemon: LocalDaemon, shards: Sequence[int]) -> dict[int, Buffer]:
+        begun = time.monotonic()
+        try:
+            handed = daemon.client.files([self._manifest.shard_digest(shard) for shard in shards])
+        except QuiverError as error:
+            self._passed_over(daemon, error)
+            return {}
+        if time.monotonic() - begun < SLOW_SECONDS:
+            daemon.answered()
+        else:
+            daemon.failed()
+        found = {}
+        for shard, it in zip(shards, handed, strict=True):
+            buffer = self._taken(shard, it, daemon)
+            if buffer is not None:
+                found[shard] = buffer
+        return found
+
+    def _taken(self, shard: int, it: Handed, daemon: LocalDaemon) -> Buffer | None:
+        if it.file is None:
+            return None
+        size_bytes = int(self._manifest.tables.shard_sizes[shard])
+        if it.file.size_bytes != size_bytes:
+            self._stats.add("corruptions")
+            self._avoided[shard] = time.monotonic() + AVOID_SECONDS
+            what = f"{daemon.client.path}: a file of {it.file.size_bytes} bytes for a shard of {size_bytes}"
+            self._stats.warn("socket", f"{what}; reading it over TCP")
+            return None
+        try:
+            return self._maps.put(shard, it.file.map(), _From(daemon, it.edition))
+        except DiskFailed as error:
+            self._stats.warn("socket", f"{error}; reading it over TCP")
+            return None
+
+    def _passed_over(self, daemon: LocalDaemon, error: QuiverError) -> None:
+        if isinstance(error, OverCapacity):  # it is busy, and says so at once
+            self._stats.add("overloads")
+            return
+        if isinstance(error, Corrupt):
+            self._stats.add("corruptions")
+        daemon.failed()
+        if not self._closing.is_set():
+            self._stats.warn("socket", f"{error}; reading over TCP")
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _attend(self, ring: Ring) -> None:
+        """Have the thread know the ring; the first time, wait a moment for what it finds."""
+        self._ring = ring
+        if self._looked.is_set():
+            return
+        with self._lock:
+            if self._thread is None and not self._closing.is_set():
+                args = weakref.ref(self), self._closing
+                self._thread = threading.Thread(target=_attend, args=args, name="quiver-host", daemon=True)
+                self._thread.start()
+        self._looked.wait(FIRST_LOOK_SECONDS)
+        self._looked.set()
+
+    def attend(self) -> None:
+        """Find the daemons of this host, and let go of what they dropped. By the thread, every ``TIDY_SECONDS``."""
+        if self._ring is not None:
+            self._locals.look(self._ring)
+        self._looked.set()
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Let go of the maps of what made way: until then its room is not free. What is used is said to be in use."""
+        asked: dict[tuple[LocalDaemon, bool], list[tuple[int, _From]]] = {}
+        for shard, source, used in self._maps.mapped():
+            asked.setdefault((source.daemon, used), []).append((shard, source))
+        for (daemon, used), maps in asked.items():
+            for some in _parts(maps, HELD_MAX):
+                names = [Held(self._manifest.shard_digest(shard), source.edition) for shard, source in some]
+                held = self._held(daemon, names, USED if used else 0)
+                for (shard, source), keep in zip(some, held, strict=True):
+                    if not keep:
+                        self._maps.drop(shard, source)
+
+    def _held(self, daemon: LocalDaemon, held: list[Held], flags: int) -> list[bool]:
+        """Return which of its files a daemon still holds. One that is silent is taken to hold them, for a while."""
+        if not daemon.is_silent:
+            try:
+                answer = daemon.client.held(held, flags)
+            except QuiverError as error:
+                self._passed_over(daemon, error)
+            else:
+                daemon.answered()
+                return answer
+        return [time.monotonic() - daemon.heard_at < KEEP_SECONDS] * len(held)
+
+
+def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    for at in range(0, len(items), size):
+        yield items[at : at + size]
+
+
+def _attend(tier: weakref.ref[HandoffTier], closing: threading.Event) -> None:
+    """Attend to a tier until it is closed or nobody has it any more."""
+    while not closing.is_set():
+        attended = tier()
+        if attended is None:
+            return
+        attended.attend()
+        del attended
+        closing.wait(TIDY_SECONDS)
