@@ -1,0 +1,141 @@
+"""``python -m bench QUESTION``: how fast is this, beside what people use today, on this machine?
+
+``python -m bench all`` asks every question and writes a JSON file for each, and the plots. ``--quick`` takes small data
+and two rounds: to see that it runs, not to read figures from.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from bench.peers.registry import PEERS
+from bench.questions.all import QUESTIONS
+from bench.questions.base import Question, Setting
+from bench.report import show, write_json
+
+OUT = Path(__file__).parent / "results"
+
+
+def _names(context: click.Context, parameter: click.Parameter, value: str) -> frozenset[str] | None:
+    if not value:
+        return None
+    # "raw" is short for the machine's limits, whatever the tier.
+    given = [part.strip() for part in value.split(",") if part.strip()]
+    names = [name for part in given for name in (("mapped", "gather", "sockets") if part == "raw" else (part,))]
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise click.BadParameter(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}, and raw")
+    return frozenset(names)
+
+
+def _pythons(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    pairs = [value.partition("=") for value in values]
+    for peer, _, path in pairs:
+        if peer not in PEERS or not path:
+            raise click.BadParameter(f"write PEER=PATH, with a peer out of {', '.join(PEERS)}")
+    return {peer: path for peer, _, path in pairs}
+
+
+OPTIONS = [
+    click.option("--quick", is_flag=True, help="Small data and two rounds: to see that it runs."),
+    click.option("--rounds", type=click.IntRange(1), default=None, help="How often each runs. [default: 5; quick: 2]"),
+    click.option(
+        "--peers", callback=_names, default="", metavar="NAME,…", help="Only these besides ours; raw: limits."
+    ),
+    click.option(
+        "--python",
+        "pythons",
+        callback=_pythons,
+        multiple=True,
+        metavar="PEER=PATH",
+        help="The interpreter of an environment with that peer's packages; repeat for several.",
+    ),
+    click.option(
+        "--out",
+        type=click.Path(path_type=Path, file_okay=False),
+        default=OUT,
+        show_default=True,
+        help="Where the JSON and the plots go.",
+    ),
+    click.option(
+        "--scratch",
+        type=click.Path(path_type=Path, file_okay=False, exists=True),
+        default=None,
+        help="Where the data goes meanwhile: up to 8 GB. [default: the temporary folder]",
+    ),
+]
+
+
+@click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+def main() -> None:
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+
+
+def _ask(question: Question, console: Console, out: Path, scratch: Path | None, **how: Any) -> bool:
+    """Ask one question; return whether ours could answer."""
+    rounds = how["rounds"] or (2 if how["quick"] else 5)
+    with tempfile.TemporaryDirectory(prefix="quiver-bench-", dir=scratch) as folder:
+        with console.status(question.name) as status:
+            setting = Setting(
+                Path(folder),
+                how["quick"],
+                rounds,
+                how["peers"],
+                how["pythons"],
+                lambda text: status.update(f"{question.name}: {text}"),
+            )
+            answer = question.answer(setting)
+        write_json(question, setting, answer, out)
+    show(question, answer, console)
+    return bool(answer.ratios or answer.more)
+
+
+def _options(command: Any) -> Any:
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def _add(question: Question) -> None:
+    @main.command(question.name, help=question.asks)
+    @_options
+    def command(**how: Any) -> None:
+        if not _ask(question, Console(), **how):
+            raise click.ClickException("no figure could be taken; what is absent is listed above")
+
+
+for _question in QUESTIONS.values():
+    _add(_question)
+
+
+@main.command("all", help="Ask every question, and draw the plots.")
+@_options
+def every(out: Path, **how: Any) -> None:
+    from bench.plots import draw
+
+    console = Console()
+    for question in QUESTIONS.values():
+        _ask(question, console, out, **how)
+    for path in draw(out):
+        console.print(f"wrote {path}", highlight=False)
+
+
+@main.command()
+@click.option("--out", type=click.Path(path_type=Path, exists=True), default=OUT, help="Where the JSON is.")
+def plots(out: Path) -> None:
+    """Draw the plots anew from the JSON that is there."""
+    from bench.plots import draw
+
+    for path in draw(out):
+        click.echo(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()

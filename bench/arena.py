@@ -1,0 +1,192 @@
+"""Contenders side by side: each in a process of its own, and rounds that go A, B, C, A, B, C …
+
+So what a machine does to one of them in a minute it does to all. While one runs, the others wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+from typing import Any, Final, Self
+
+from bench.data import Data
+from bench.measure import Round
+from bench.servers import CannotRun
+
+ROOT: Final = Path(__file__).parents[1]
+PREPARE_SECONDS_MAX: Final = 300.0
+ROUND_SECONDS_MAX: Final = 300.0
+END_SECONDS_MAX: Final = 30.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Who takes part: a peer, under the name that the report gives it, with its options."""
+
+    peer: str
+    name: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def shown(self) -> str:
+        return self.name or self.peer
+
+
+@dataclass
+class Result:
+    """What one contender did."""
+
+    prepared: dict[str, Any]
+    rounds: list[Round] = field(default_factory=list)
+
+    def median(self, figure: str) -> float:
+        return median(getattr(one, figure) for one in self.rounds)
+
+    def encode(self) -> dict[str, Any]:
+        figures = [*Round.__dataclass_fields__, "bytes_a_second"]
+        medians = {figure: self.median(figure) for figure in figures} if self.rounds else {}
+        rounds = [one.encode() | {"bytes_a_second": one.bytes_a_second} for one in self.rounds]
+        return {**self.prepared, "median": medians, "rounds": rounds}
+
+
+class Arena:
+    """Runs contenders over one dataset. Leaving it ends them all, and their servers."""
+
+    def __init__(self, data: Data, batch_size: int, folder: Path, pythons: Mapping[str, str]) -> None:
+        self.data, self.batch_size = data, batch_size
+        self.absent: dict[str, str] = {}
+        self.results: dict[str, Result] = {}
+        self._folder, self._pythons = folder, pythons
+        self._running: dict[str, _Process] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for process in self._running.values():
+            process.end()
+
+    def add(self, entry: Entry) -> None:
+        """Start a contender and make it ready. One that cannot run is listed in ``absent``, with the reason."""
+        name = entry.shown
+        python = self._pythons.get(entry.peer, sys.executable)
+        folder = self._folder / name.replace(" ", "-").replace("/", "-")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        process = self._running[name] = _Process(python, folder.with_suffix(".log"))
+        asked = {"do": "prepare", "peer": entry.peer, "data": self.data.encode(), "batch_size": self.batch_size}
+        asked |= {"folder": str(folder), "options": dict(entry.options)}
+        try:
+            self.results[name] = Result(process.ask(asked, PREPARE_SECONDS_MAX))
+        except CannotRun as error:
+            self._drop(name, str(error))
+
+    def servers(self, name: str) -> list[int]:
+        """Return the process ids of a contender's servers."""
+        pids: list[int] = self._running[name].ask({"do": "servers"}, END_SECONDS_MAX)["pids"]
+        return pids
+
+    def run(self, rounds: int, step_seconds: float = 0.0) -> None:
+        """Let each contender run that often, taking turns."""
+        for _ in range(rounds):
+            for name in list(self.results):
+                self.once(name, step_seconds)
+
+    def once(self, name: str, step_seconds: float = 0.0) -> None:
+        try:
+            told = self._running[name].ask({"do": "round", "step_seconds": step_seconds}, ROUND_SECONDS_MAX)
+            self.results[name].rounds.append(Round(**told))
+        except CannotRun as error:
+            self._drop(name, str(error))
+
+    def check_same_bytes(self, names: Sequence[str] | None = None) -> None:
+        """Take out who did not deliver the same bytes as most; mark who delivered them in an order of its own."""
+        names = [name for name in (self.results if names is None else names) if name in self.results]
+        for kind in ("content", "ordered"):
+            told = [self.results[name].prepared[kind] for name in names]
+            usual = max(told, key=told.count, default="")
+            for name in [name for name in names if name in self.results]:
+                same = self.results[name].prepared[kind] == usual
+                if kind == "ordered":
+                    self.results[name].prepared["same_order"] = same
+                elif not same:
+                    self._drop(name, "it delivered other bytes than the others")
+
+    def _drop(self, name: str, reason: str) -> None:
+        self.absent[name] = reason
+        self.results.pop(name, None)
+        self._running.pop(name).end()
+
+
+class _Process:
+    """The process of one contender, and of all that it starts: a process group."""
+
+    def __init__(self, python: str, log: Path) -> None:
+        self._log = log
+        paths = [str(ROOT), str(ROOT / "client"), str(ROOT / "cacheserver"), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [python, "-m", "bench.contender"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                cwd=log.parent,
+                env=environment,
+                start_new_session=True,
+            )
+        self._heard = b""
+
+    def ask(self, asked: dict[str, Any], seconds_max: float) -> dict[str, Any]:
+        """Return the answer to a command. Raises ``CannotRun`` with the reason if there is none."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise CannotRun(self._last_words()) from error
+        told: dict[str, Any] = json.loads(self._line(time.monotonic() + seconds_max, asked["do"]))
+        if "error" in told:
+            raise CannotRun(told["error"])
+        return told
+
+    def end(self) -> None:
+        """End it by ending its input; what is left of its group after a while is killed."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS_MAX)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+    def _line(self, deadline: float, doing: str) -> bytes:
+        assert self._process.stdout is not None
+        while b"\n" not in self._heard:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(deadline - time.monotonic(), 0))
+            if not ready:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                raise CannotRun(f"it took too long to {doing}")
+            if not (chunk := os.read(self._process.stdout.fileno(), 1 << 16)):
+                raise CannotRun(self._last_words())
+            self._heard += chunk
+        line, _, self._heard = self._heard.partition(b"\n")
+        return line
+
+    def _last_words(self) -> str:
+        said = self._log.read_text(errors="replace").strip().splitlines()
+        return f"its process ended: {said[-1] if said else 'without a word'}"

@@ -1,0 +1,81 @@
+"""MosaicML Streaming: MDS shards of 64 MiB, from local disk."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch.utils.data
+
+from bench.measure import Batch
+from bench.peers.base import Peer
+
+_TORCHVISION: Final = (
+    "torchvision",
+    "torchvision.datasets",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+)
+
+
+class Mds(Peer):
+    """The shards are written in the order of reading and read without a shuffle: the best case for it."""
+
+    name = "mds"
+    extra = "bench-mds"
+    packages = ("streaming",)
+    # In workers it hung or failed beside newer versions of filelock; in one process it is the faster one in any case.
+    settings = "MDSWriter, 64 MiB a shard in the order of reading, no compression, no hashes; local= and no remote"
+
+    def check(self) -> None:
+        _without_torchvision()
+        super().check()
+
+    def prepare(self) -> None:
+        from streaming import MDSWriter
+        from streaming.base.util import clean_stale_shared_memory
+
+        clean_stale_shared_memory()
+        with MDSWriter(out=str(self.work.folder), columns={"data": "bytes"}, size_limit=64 << 20) as writer:
+            for number in self.data.order.tolist():
+                writer.write({"data": self.data.sample(number)})
+        self._dataset: Any = None
+
+    def batches(self, way: str) -> Iterable[Batch]:
+        from streaming import StreamingDataset
+
+        if self._dataset is None:
+            self._dataset = StreamingDataset(
+                local=str(self.work.folder), shuffle=False, batch_size=self.work.batch_size, num_canonical_nodes=1
+            )
+        return torch.utils.data.DataLoader(
+            self._dataset,
+            self.work.batch_size,
+            num_workers=0,
+            collate_fn=_contents,
+        )
+
+
+def _contents(samples: list[dict[str, bytes]]) -> Batch:
+    return [sample["data"] for sample in samples]
+
+
+def _without_torchvision() -> None:
+    """Put an empty torchvision in place where there is none, or none that fits this torch.
+
+    The package imports it at its start, for datasets of pictures that are not asked for here.
+    """
+    try:
+        import torchvision  # type: ignore[import-not-found] # noqa: F401
+    except (ImportError, RuntimeError):
+        for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
+            del sys.modules[name]
+        empty = {name: types.ModuleType(name) for name in _TORCHVISION}
+        empty["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
+        empty["torchvision.transforms.functional"].to_tensor = None  # type: ignore[attr-defined]
+        for name, module in empty.items():
+            module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        sys.modules.update(empty)

@@ -1,0 +1,10 @@
+"""The questions in the order in which they are asked."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from bench.questions import delivery
+from bench.questions.base import Question
+
+QUESTIONS: Final[dict[str, Question]] = {question.name: question for question in (*delivery.QUESTIONS,)}

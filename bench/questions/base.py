@@ -1,0 +1,140 @@
+"""A question, the setting in which it is asked, and its answer: figures, and ratios between them taken in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, Literal
+
+from bench.arena import Arena, Entry, Result
+from bench.data import Data, Kind, make_data
+from bench.measure import Round
+
+BATCH: Final = 256
+SAMPLE_BYTES: Final = 110_000
+COUNT: Final = 11_264  # 1.24 GB: stays in the page cache of a small machine, and is far beyond what CPUs cache
+COUNT_QUICK: Final = 512
+TOKENS_BATCH: Final = 1024
+TOKENS_COUNT: Final = 262_144  # 1.07 GB
+TOKENS_COUNT_QUICK: Final = 8_192
+Sense = Literal["≥", "≤"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a question is asked."""
+
+    folder: Path  # temporary, and of this question alone
+    quick: bool = False
+    rounds: int = 5
+    peers: frozenset[str] | None = None  # who takes part besides ours; None: all
+    pythons: Mapping[str, str] = field(default_factory=dict)  # peer -> the interpreter that has its packages
+    say: Callable[[str], None] = lambda text: None
+
+    def data(self, kind: Kind = "blobs", count: int | None = None, sample_bytes: int = SAMPLE_BYTES) -> Data:
+        usual = {"blobs": (COUNT, COUNT_QUICK), "tokens": (TOKENS_COUNT, TOKENS_COUNT_QUICK), "jpeg": (1024, 64)}
+        count = usual[kind][self.quick] if count is None else count
+        return make_data(self.folder / f"{kind}-{sample_bytes}", kind, count, sample_bytes)
+
+    def takes_part(self, entry: Entry) -> bool:
+        return entry.peer.startswith("quiver") or self.peers is None or entry.peer in self.peers
+
+    @contextmanager
+    def arena(self, data: Data, batch_size: int, entries: Sequence[Entry]) -> Iterator[Arena]:
+        """Make contenders ready over one dataset, proved to deliver the same bytes."""
+        with Arena(data, batch_size, self.folder / f"contenders-{data.folder.name}", self.pythons) as arena:
+            for entry in filter(self.takes_part, entries):
+                self.say(f"making {entry.shown} ready")
+                arena.add(entry)
+            arena.check_same_bytes()
+            yield arena
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One figure over another; ``value`` is the median of the rounds' own ratios where there are rounds."""
+
+    name: str
+    value: float
+    reach: float | None = None
+    sense: Sense = "≥"
+    unit: str = ""
+    each: tuple[float, ...] = ()
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        if self.reach is None:
+            return None
+        return self.value >= self.reach if self.sense == "≥" else self.value <= self.reach
+
+    def encode(self) -> dict[str, Any]:
+        return {
+            "name": self.name, "value": self.value, "reach": self.reach, "sense": self.sense, "unit": self.unit,
+            "met": self.met, "each": list(self.each), "note": self.note,
+        }  # fmt: skip
+
+
+@dataclass
+class Answer:
+    """What came out. ``contenders`` and ``more`` are as the JSON has them."""
+
+    ratios: list[Ratio] = field(default_factory=list)
+    contenders: dict[str, Result] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    configuration: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, arena: Arena) -> None:
+        self.contenders |= arena.results
+        self.absent |= arena.absent
+        data = arena.data
+        self.configuration |= {
+            "kind": data.kind, "samples": data.count, "sample_bytes": data.sample_bytes,
+            "total_bytes": data.total_bytes, "batch_size": arena.batch_size,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Question:
+    """A name for the command line, the question in words, and how it is answered."""
+
+    name: str
+    asks: str
+    answer: Callable[[Setting], Answer]
+
+
+def compare(setting: Setting, data: Data, batch_size: int, entries: Sequence[Entry]) -> Answer:
+    """Let contenders run side by side."""
+    answer = Answer()
+    with setting.arena(data, batch_size, entries) as arena:
+        for at in range(setting.rounds):
+            setting.say(f"round {at + 1} of {setting.rounds}")
+            arena.run(1)
+        answer.take(arena)
+    return answer
+
+
+def fastest(answer: Answer, names: Sequence[str]) -> str | None:
+    """Return who of these moves most."""
+    there = [name for name in names if name in answer.contenders]
+    return max(there, key=lambda name: answer.contenders[name].median("bytes_a_second"), default=None)
+
+
+def speed_ratio(
+    answer: Answer, name: str, ours: Sequence[str], theirs: Sequence[str], reach: float | None = None, **more: Any
+) -> None:
+    """Add the fastest of ours ÷ the fastest of theirs, round by round; nothing if either is absent."""
+    one, other = fastest(answer, ours), fastest(answer, theirs)
+    if one is None or other is None:
+        return
+    each = per_round(answer, one, other, lambda done: done.bytes_a_second)
+    answer.ratios.append(Ratio(f"{name} ({one} ÷ {other})", median(each), reach, each=each, **more))
+
+
+def per_round(answer: Answer, one: str, other: str, figure: Callable[[Round], float]) -> tuple[float, ...]:
+    pairs = zip(answer.contenders[one].rounds, answer.contenders[other].rounds, strict=True)
+    return tuple(figure(ours) / max(figure(theirs), 1e-9) for ours, theirs in pairs)
