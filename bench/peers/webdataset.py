@@ -23,22 +23,18 @@ class WebDataset(Peer):
     settings = "tars of 64 MiB in the order of reading, WebLoader, batched in the pipeline as its documentation says"
 
     def prepare(self) -> None:
-        data, number, file = self.data, 0, None
         self.work.folder.mkdir(parents=True, exist_ok=True)
         self._tars: list[str] = []
-        for at, sample in enumerate(data.order.tolist()):
-            if file is None:
-                self._tars.append(str(self.work.folder / f"{number:05}.tar"))
-                file, number = tarfile.open(self._tars[-1], "w", format=tarfile.USTAR_FORMAT), number + 1  # noqa: SIM115 - closed when full
-            content = data.sample(sample)
-            info = tarfile.TarInfo(f"{at:08}.bin")
-            info.size = len(content)
-            file.addfile(info, io.BytesIO(content))
-            if file.offset >= SHARD_BYTES:
-                file.close()
-                file = None
-        if file is not None:
-            file.close()
+        order, at = self.data.order.tolist(), 0
+        while at < len(order):
+            self._tars.append(str(self.work.folder / f"{len(self._tars):05}.tar"))
+            with tarfile.open(self._tars[-1], "w", format=tarfile.USTAR_FORMAT) as file:
+                while at < len(order) and file.offset < SHARD_BYTES:
+                    content = self.data.sample(order[at])
+                    info = tarfile.TarInfo(f"{at:08}.bin")
+                    info.size = len(content)
+                    file.addfile(info, io.BytesIO(content))
+                    at += 1
 
     def batches(self, way: str) -> Iterable[Batch]:
         import webdataset

@@ -112,7 +112,7 @@ def wait(setting: Setting) -> Answer:
             arena.run(setting.rounds, step)
             for name, result in arena.results.items():
                 medians = {figure: result.median(figure) for figure in FIGURES}
-                    waits.setdefault(name, {})[f"{1000 * step:.1f}"] = medians
+                waits.setdefault(name, {})[f"{1000 * step:.1f}"] = medians
         answer.take(arena)
     answer.more["by_step_ms"] = waits
     for name, by_step in waits.items():
