@@ -7,11 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --quiet --quiet --disable-pip-version-check
 EXTRAS := client,server,s3,test,dev,demo
+BENCH := bench,bench-webdataset,bench-litdata,bench-memcached,bench-redis
+BENCH_STAMP := $(VENV)/.bench
+MDS := $(VENV)/mds
 PYTEST_ARGS ?= -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install check format test demo build constraints clean
+.PHONY: help install check format test demo bench build constraints clean
 
 help:  ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,17 +45,32 @@ test: $(STAMP)  ## Run the tests, two files at a time; PYTEST_ARGS='-k ring -x' 
 demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which dies on the way
 	@$(BIN)/python examples/demo.py
 
+bench: $(BENCH_STAMP)  ## Measure this beside what people use today; BENCH_ARGS=--quick only shows that it runs
+	$(BIN)/python -m bench all --python mds=$(MDS)/bin/python $(BENCH_ARGS)
+
+# The peers' packages; one of them in an environment of its own (pyproject.toml says why). Its servers, memcached,
+# redis-server and nginx, come from the system's packages; what is not there is listed in the report.
+$(BENCH_STAMP): $(STAMP)
+	@echo "Installing what is compared, which takes a few minutes ..."
+	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS),$(BENCH)]'
+	@$(BIN)/python -m venv $(MDS)
+	@$(MDS)/bin/pip -qq install hatchling editables "$$(grep '^torch==' constraints.txt)"
+	@$(MDS)/bin/pip -qq install --no-build-isolation -e '.[bench-mds]' \
+		|| echo "make: the packages of MDS cannot be installed here; the report will say so" >&2
+	@touch $@
+
 build: $(STAMP)  ## Build the wheel into dist/
 	$(BIN)/python -m hatchling build --target wheel
 
 constraints:  ## Resolve every extra in a clean environment and pin what comes out
 	@set -e; clean=$$(mktemp -d); trap 'rm -rf "$$clean"' EXIT; \
-	torch=$$(grep '^torch==' constraints.txt); \
+	torch=$$(grep '^torch==' constraints.txt); mds=$$(grep '^mosaicml-streaming==' constraints.txt); \
 	$(PYTHON) -m venv "$$clean"; \
 	"$$clean/bin/pip" -qq install "$$torch" hatchling editables; \
-	"$$clean/bin/pip" -qq install --no-build-isolation -e '.[$(EXTRAS)]'; \
+	"$$clean/bin/pip" -qq install --no-build-isolation -e '.[$(EXTRAS),$(BENCH)]'; \
 	{ sed -n '/^#/p' constraints.txt; \
-	  "$$clean/bin/pip" freeze --exclude-editable | sed '/^#/d; s/^\(torch==[0-9.]*\)+.*/\1/'; } >"$$clean/constraints.txt"; \
+	  { "$$clean/bin/pip" freeze --exclude-editable | sed '/^#/d; s/^\(torch==[0-9.]*\)+.*/\1/'; echo "$$mds"; } \
+	    | LC_ALL=C sort -f; } >"$$clean/constraints.txt"; \
 	cp "$$clean/constraints.txt" constraints.txt
 
 clean:  ## Remove what was made, .venv included

@@ -6,9 +6,11 @@ and two rounds: to see that it runs, not to read figures from.
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rich.console import Console
 from bench.peers.registry import PEERS
 from bench.questions.all import QUESTIONS
 from bench.questions.base import Question, Setting
-from bench.report import show, write_json
+from bench.report import show, show_load, write_json
 
 OUT = Path(__file__).parent / "results"
 
@@ -135,6 +137,65 @@ def plots(out: Path) -> None:
 
     for path in draw(out):
         click.echo(f"wrote {path}")
+
+
+@main.command()
+@click.option("--cache", required=True, metavar="URL", help="The rack, as in cache=: http://node1:7717,node2:7717")
+@click.option("--manifest", metavar="PATH", default="", help="What to read. [default: random data, made for it]")
+@click.option("--readers", type=click.IntRange(1), default=4, show_default=True, help="Processes that read.")
+@click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True, help="How long.")
+@click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)
+@click.option(
+    "--step-time",
+    type=click.FloatRange(0),
+    default=0.0,
+    metavar="MS",
+    show_default=True,
+    help="How long an emulated accelerator works on a batch; 0: there is none.",
+)
+@click.option("--verify", type=click.Choice(["fast", "full", "off"]), default="fast", show_default=True)
+@click.option("--size", default="1GiB", show_default=True, metavar="SIZE", help="Of the random data.")
+@click.option("--sample-size", default="110000B", show_default=True, metavar="SIZE", help="Of its samples, on average.")
+@click.option("--warm/--as-it-is", default=None, help="Read all once before. [default: only random data]")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def load(**how: Any) -> None:
+    """Read from a rack as training does, with several processes, and say how it holds.
+
+    \b
+    Example: eight readers with 20 ms of work a batch, for a minute
+      python -m bench load --cache http://node1:7717 --manifest imagenet.quiver --readers 8 --seconds 60 --step-time 20
+    """
+    from bench.load import Load, bring_in, put_on, synthesised
+    from quiver.errors import QuiverError
+    from quiver.sizes import parse_size
+
+    with tempfile.TemporaryDirectory(prefix="quiver-load-") as folder:
+        try:
+            made = (
+                ""
+                if how["manifest"]
+                else str(synthesised(Path(folder), parse_size(how["size"]), parse_size(how["sample_size"])))
+            )
+            asked = Load(
+                how["cache"],
+                how["manifest"] or made,
+                how["readers"],
+                how["seconds"],
+                how["batch_size"],
+                how["step_time"] / 1000,
+                how["verify"],
+            )
+            if how["warm"] or (how["warm"] is None and made):
+                bring_in(asked.cache, asked.manifest)
+            outcome = put_on(asked)
+        except QuiverError as error:
+            raise click.ClickException(str(error)) from error
+    if how["as_json"]:
+        click.echo(json.dumps({"load": {**asdict(asked), "manifest": how["manifest"]}, **outcome.encode()}, indent=1))
+    else:
+        show_load(asked, outcome, Console())
+    if outcome.errors:
+        raise click.ClickException(f"{outcome.errors} errors, such as: {outcome.error_texts[0]}")
 
 
 if __name__ == "__main__":

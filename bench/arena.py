@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from bench.data import Data
-from bench.measure import Round
+from bench.measure import Round, digests_of
 from bench.servers import CannotRun
 
 ROOT: Final = Path(__file__).parents[1]
@@ -109,18 +109,20 @@ class Arena:
         except CannotRun as error:
             self._drop(name, str(error))
 
-    def check_same_bytes(self, names: Sequence[str] | None = None) -> None:
-        """Take out who did not deliver the same bytes as most; mark who delivered them in an order of its own."""
-        names = [name for name in (self.results if names is None else names) if name in self.results]
-        for kind in ("content", "ordered"):
-            told = [self.results[name].prepared[kind] for name in names]
-            usual = max(told, key=told.count, default="")
-            for name in [name for name in names if name in self.results]:
-                same = self.results[name].prepared[kind] == usual
-                if kind == "ordered":
-                    self.results[name].prepared["same_order"] = same
-                elif not same:
-                    self._drop(name, "it delivered other bytes than the others")
+    def check_same_bytes(self) -> None:
+        """Take out who did not deliver the bytes of the data; mark who delivered them in an order of its own.
+
+        Those who decode deliver something else, and are compared with the first of them.
+        """
+        one_size = self.data.sample_bytes if self.data.kind == "tokens" else None
+        content, ordered = digests_of(([self.data.sample(at)] for at in self.data.order.tolist()), one_size)
+        for name, result in list(self.results.items()):
+            if self.data.kind == "jpeg":
+                first = next(iter(self.results.values())).prepared
+                content, ordered = first["content"], first["ordered"]
+            result.prepared["same_order"] = result.prepared["ordered"] == ordered
+            if result.prepared["content"] != content:
+                self._drop(name, "it delivered other bytes than those of the data")
 
     def _drop(self, name: str, reason: str) -> None:
         self.absent[name] = reason

@@ -54,6 +54,7 @@ class Contender:
         if tried:
             self.way = max(tried, key=lambda way: tried[way])
         one_size = self.work.data.sample_bytes if self.work.data.kind == "tokens" else None
+        self.peer.before_round()
         content, ordered = digests_of(self.peer.batches(self.way), one_size)
         if len(tried) < 2:
             self.round(Accelerator(), self.way)
@@ -83,6 +84,7 @@ class Contender:
         return tried, failed
 
     def round(self, accelerator: Accelerator, way: str | None = None) -> Round:
+        self.peer.before_round()
         gc.collect()
         way = self.way if way is None else way
         return measure(lambda: self.peer.batches(way), self.work.data.count, self._consumer, accelerator)

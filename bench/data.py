@@ -87,6 +87,22 @@ class Data:
             done.touch()
         return folder
 
+    def rebased(self, base: str, target: Path) -> Path:
+        """Return a manifest that says that the files are under another URL: copied to ``target``, with that header."""
+        import msgspec
+        import pyarrow as pa
+
+        from quiver.manifest.schema import METADATA_KEY
+        from quiver.manifest.writer import write_atomically
+
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with pa.memory_map(str(self.manifest())) as file:
+            reader = pa.ipc.open_file(file)
+            header = msgspec.json.decode(reader.schema.metadata[METADATA_KEY])
+            metadata = {METADATA_KEY: msgspec.json.encode(header | {"base": base})}
+            write_atomically(target, reader.get_batch(0).replace_schema_metadata(metadata))
+        return target
+
     def manifest(self) -> Path:
         """Return the dataset's manifest, made if it is not there: of the Parquet file of tokens, else of the files."""
         path = self.folder / "data.quiver"

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.facts import facts
+from bench.load import Load, Outcome
 from bench.questions.base import Answer, Question, Setting
 
 
@@ -38,6 +39,23 @@ def show(question: Question, answer: Answer, console: Console) -> None:
         console.print(_ratios(answer))
     for name, reason in answer.absent.items():
         console.print(f"absent: {name}: {reason}", markup=False, highlight=False)
+
+
+def show_load(load: Load, outcome: Outcome, console: Console) -> None:
+    rows = {
+        "together": f"{outcome.bytes_a_second / 1e9:.2f} GB/s, {outcome.samples_a_second:,.0f} samples/s",
+        "shares": f"{' '.join(f'{100 * share:.0f}%' for share in outcome.shares)} (slowest ÷ fastest"
+        f" {outcome.evenness:.2f})",
+        "wait for a batch": f"p50 {outcome.wait_p50_ms:.1f} ms, p99 {outcome.wait_p99_ms:.1f} ms",
+        "accelerators busy": f"{100 * outcome.utilisation:.0f} %" if load.step_seconds else "there are none",
+        "from": f"rack {outcome.stats.get('bytes_rack', 0) / 1e9:.2f} GB, this host"
+        f" {outcome.stats.get('bytes_host', 0) / 1e9:.2f}, origin {outcome.stats.get('bytes_origin', 0) / 1e9:.2f}",
+        "errors": str(outcome.errors),
+    }
+    table = Table(title=f"{load.readers} readers, {load.seconds:g} s, batches of {load.batch_size}", show_header=False)
+    for name, text in rows.items():
+        table.add_row(name, text)
+    console.print(table)
 
 
 def _contenders(answer: Answer) -> Table:

@@ -59,6 +59,9 @@ class Peer:
     def prepare(self) -> None:
         """Make its form of the data and start its servers: not measured."""
 
+    def before_round(self) -> None:
+        """Make it again as it was before the first round: not measured."""
+
     def batches(self, way: str) -> Iterable[Batch]:
         """Return one pass over the data."""
         raise NotImplementedError

@@ -88,6 +88,10 @@ class Nginx(Peer):
             connection.close()
         super().close()
 
+    @property
+    def url(self) -> str:
+        return f"http://{self._address[0]}:{self._address[1]}/"
+
     def _get(self, number: int) -> bytes:
         path = self.data.file(number).relative_to(self.data.folder / "files")
         return f"GET /{path} HTTP/1.1\r\nHost: bench\r\n\r\n".encode()

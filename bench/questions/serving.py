@@ -1,0 +1,217 @@
+"""What a rack is like to those who share it: many readers, one who scans cold shards, its memory, its first epoch."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, Final
+
+from bench.arena import Entry
+from bench.data import Data
+from bench.load import Load, bring_in, put_on
+from bench.peers.base import Work
+from bench.peers.nginx import Nginx
+from bench.questions.base import BATCH, Answer, Question, Ratio, Setting, compare, speed_ratio
+from bench.servers import LOOPBACK, CannotRun, Server, free_ports, quiver_rack
+from bench.stall import drop, latencies
+
+READERS: Final = (1, 2, 4, 8)
+SAMPLED_EVERY_SECONDS: Final = 0.02
+ORIGIN_BYTES_A_SECOND: Final = 100_000_000
+ORIGIN_LATENCY_MS: Final = 10
+
+
+@contextlib.contextmanager
+def warm_rack(setting: Setting, data: Data) -> Iterator[tuple[str, list[Server], Path]]:
+    """Run three daemons that hold the data; yield ``cache=``, the daemons and their folder."""
+    folder = setting.folder / "rack"
+    with quiver_rack(folder, data.folder, 2 * data.total_bytes + (256 << 20)) as (urls, servers):
+        setting.say("bringing the data into the rack")
+        bring_in(",".join(urls), str(data.manifest()))
+        yield ",".join(urls), servers, folder
+
+
+def readers(setting: Setting) -> Answer:
+    data = setting.data()
+    seconds = 1.0 if setting.quick else 8.0
+    counts = READERS[:2] if setting.quick else READERS
+    rounds: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
+    with warm_rack(setting, data) as (cache, _, _):
+        for at in range(min(setting.rounds, 3)):
+            for count in counts:
+                setting.say(f"round {at + 1}, {count} readers")
+                rounds[count].append(put_on(Load(cache, str(data.manifest()), count, seconds, BATCH)).encode())
+    answer = Answer(configuration={"samples": data.count, "seconds": seconds, "batch_size": BATCH})
+    answer.more["by_readers"] = rounds
+    single = median(one["bytes_a_second"] for one in rounds[1])
+    for count, outcomes in rounds.items():
+        total = median(one["bytes_a_second"] for one in outcomes)
+        even = tuple(one["evenness"] for one in outcomes)
+        note = f"{total / 1e9:.2f} GB/s together"
+        answer.ratios.append(Ratio(f"throughput of {count} readers ÷ of one", total / single, note=note))
+        if count > 1:
+            answer.ratios.append(Ratio(f"the slowest of {count} readers ÷ the fastest", median(even), each=even))
+    return answer
+
+
+def stall(setting: Setting) -> Answer:
+    data = setting.data()
+    seconds = 1.0 if setting.quick else 6.0
+    rounds: dict[str, list[dict[str, float]]] = {"none": [], "warm": [], "cold": []}
+    with warm_rack(setting, data) as (cache, servers, folder):
+        files = [path for path in folder.glob("node*/data/shards/**/*") if path.is_file()]
+        for at in range(setting.rounds):
+            for scan, taken in rounds.items():
+                setting.say(f"round {at + 1}, scan: {scan}")
+                if scan == "warm":
+                    _touch(files)
+                elif scan == "cold":
+                    drop(files)
+                before = _read_from_disk(servers)
+                told = latencies(cache, str(data.manifest()), seconds, scan, files)
+                taken.append(told | {"disk_bytes": _read_from_disk(servers) - before})
+    answer = Answer(configuration={"samples": data.count, "seconds": seconds, "scan_batch": 64})
+    answer.more["by_scan"] = rounds
+    for scan, taken in rounds.items():
+        p50, p99 = (median(one[name] for one in taken) for name in ("p50_ms", "p99_ms"))
+        read = median(one["disk_bytes"] for one in taken) / 1e6
+        answer.ratios.append(
+            Ratio(f"p99 of a hot read, scan: {scan}", p99, unit="ms", note=f"p50 {p50:.2f} ms, {read:.0f} MB from disk")
+        )
+    for figure in ("p50_ms", "p99_ms"):
+        each = tuple(cold[figure] / warm[figure] for cold, warm in zip(rounds["cold"], rounds["warm"], strict=True))
+        name = f"{figure[:3]} of a hot read beside a cold scan ÷ beside a warm one"
+        answer.ratios.append(Ratio(name, median(each), each=each))
+    return answer
+
+
+def memory(setting: Setting) -> Answer:
+    data = setting.data()
+    seconds = 2.0 if setting.quick else 15.0
+    with warm_rack(setting, data) as (cache, servers, _):
+        idle = [own_memory(server.pid) for server in servers]
+        with Sampler([server.pid for server in servers]) as sampler:
+            outcome = put_on(Load(cache, str(data.manifest()), 4, seconds, BATCH))
+    peak = max(sampler.anonymous_bytes)
+    answer = Answer(configuration={"samples": data.count, "seconds": seconds, "readers": 4})
+    answer.more |= {
+        "idle": idle,
+        "peak_anonymous_bytes": sampler.anonymous_bytes,
+        "peak_unique_bytes": sampler.unique_bytes,
+        "load": outcome.encode(),
+    }
+    note = f"at {outcome.bytes_a_second / 1e9:.2f} GB/s; idle {max(one['anonymous'] for one in idle) / 1e6:.0f} MB"
+    answer.ratios.append(Ratio("a daemon's memory beyond the page cache, peak", peak / 1e6, 150, "≤", "MB", note=note))
+    return answer
+
+
+def cold(setting: Setting) -> Answer:
+    """Twice: an origin of the bandwidth and latency that an object store gives a rack, and one without a limit."""
+    data = setting.data()
+    data.files()
+    data.manifest()
+    answer = Answer()
+    with slow_origin(setting.folder, data) as origin:
+        _cold(setting, data, answer, origin, f"an origin of {ORIGIN_BYTES_A_SECOND // 10**6} MB/s", 0.95)
+    try:
+        with fast_origin(setting.folder, data) as origin:
+            _cold(setting, data, answer, origin, "an origin without a limit on the same cores", None)
+    except CannotRun as error:
+        answer.absent["nginx as origin"] = str(error)
+    return answer
+
+
+def _cold(setting: Setting, data: Data, answer: Answer, origin: str, label: str, reach: float | None) -> None:
+    entries = [Entry(peer, f"{peer}, {label}", {"origin": origin}) for peer in ("quiver-cold", "origin")]
+    named = {one.peer: one.shown for one in entries}
+    told = compare(setting, data, BATCH, entries)
+    speed_ratio(told, "cold first epoch", [named["quiver-cold"]], [named["origin"]], reach)
+    answer.ratios += told.ratios
+    answer.contenders |= told.contenders
+    answer.absent |= told.absent
+    answer.configuration |= told.configuration
+
+
+@contextlib.contextmanager
+def slow_origin(folder: Path, data: Data) -> Iterator[str]:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "bench.origin", str(data.files()), str(port)]
+    with Server(command, folder / "origin.log") as server:
+        server.wait_for_port(port)
+        url = f"http://{LOOPBACK}:{port}/"
+        import urllib.request
+
+        urllib.request.urlopen(f"{url}-/limit/{ORIGIN_BYTES_A_SECOND}/{ORIGIN_LATENCY_MS}").close()
+        yield url
+
+
+@contextlib.contextmanager
+def fast_origin(folder: Path, data: Data) -> Iterator[str]:
+    peer = Nginx(Work(data, BATCH, folder / "nginx-origin"))
+    try:
+        peer.check()
+        peer.prepare()
+        yield peer.url
+    finally:
+        peer.close()
+
+
+class Sampler:
+    """Watches the memory of processes and keeps the peaks."""
+
+    def __init__(self, pids: Sequence[int]) -> None:
+        self._pids = pids
+        self.anonymous_bytes = [0] * len(pids)
+        self.unique_bytes = [0] * len(pids)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+
+    def __enter__(self) -> Sampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(SAMPLED_EVERY_SECONDS):
+            for at, pid in enumerate(self._pids):
+                own = own_memory(pid)
+                self.anonymous_bytes[at] = max(self.anonymous_bytes[at], own["anonymous"])
+                self.unique_bytes[at] = max(self.unique_bytes[at], own["unique"])
+
+
+def own_memory(pid: int) -> dict[str, int]:
+    """Return the bytes of a process that are no file's, and those that nobody else has mapped (files' among them)."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    return {
+        "anonymous": kib["Anonymous"] << 10,
+        "unique": (kib["Private_Clean"] + kib["Private_Dirty"]) << 10,
+    }
+
+
+def _touch(files: list[Path]) -> None:
+    for path in files:
+        with path.open("rb") as file:
+            while file.read(1 << 22):
+                pass
+
+
+def _read_from_disk(servers: list[Server]) -> int:
+    texts = [Path(f"/proc/{server.pid}/io").read_text() for server in servers]
+    return sum(int(text.partition("read_bytes: ")[2].split()[0]) for text in texts)
+
+
+QUESTIONS = (
+    Question("cold", "A first epoch through an empty rack: how close to reading the origin straight?", cold),
+    Question("memory", "What memory does a daemon take, beyond the page cache, while it serves at full rate?", memory),
+    Question("readers", "Many readers and three daemons: does throughput hold, and is it shared evenly?", readers),
+    Question("stall", "What does a reader of hot samples feel of another one who scans cold shards?", stall),
+)
