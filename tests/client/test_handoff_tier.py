@@ -20,13 +20,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from quiver.handoff import FileStatus, HandoffRequest, Verb, files_answer, hello_answer
+from quiver.handoff import FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
 from quiver.peer import PeerClient
+from quiver.ring import Member, Ring
 from quiver.wire import RANGE, ReadRequest
 from quiver_client import Dataset
+from quiver_client.stats import Stats
 from quiver_client.tiers import handoff as handoff_module
 from quiver_client.tiers import local as local_module
 from quiver_client.tiers.handoff import HandoffTier
+from quiver_client.tiers.local import LocalDaemons
 from tests.daemon.test_needs import Consumer
 from tests.kernel.test_handoff import server
 from tests.support.daemon import Daemon, rack_of
@@ -428,6 +431,63 @@ def test_a_socket_that_lies_costs_speed_and_is_counted(
         made.close()
 
 
+def test_a_file_of_another_size_is_not_used_though_all_its_samples_are_right(
+    dataset: Make, small: Files, own: Daemon, tmp_path: Path
+) -> None:
+    paths = {path.name: path for path in own.files()}
+
+    def then(connection: socket.socket, request: bytes) -> None:
+        names = [str(entry.digest) for entry in HandoffRequest.decode(request).entries]
+        with contextlib.ExitStack() as stack:
+            for name in names:
+                (tmp_path / name).write_bytes(paths[name].read_bytes() + b"x")
+            files = [stack.enter_context((tmp_path / name).open("rb")) for name in names]
+            passed = struct.pack(f"{len(files)}i", *(file.fileno() for file in files))
+            told = files_answer([(FileStatus.PRESENT, 7)] * len(files))
+            connection.sendmsg([told], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+
+    with as_a_daemon(own, tmp_path / "s", greeting(node_of(own), then)):
+        made = dataset(small.manifest, own.url, fields=FIELDS)
+        read_over_tcp(made, small)
+        assert made.stats()["corruptions"] == small.opened().shard_count, "once each, and then not asked for again"
+        made.close()
+
+
+def test_of_members_with_one_path_that_one_is_here_which_the_daemon_says_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every machine of a rack may use the same path."""
+    path = str(tmp_path / "s")
+    ring = Ring.of("r", [Member(name, f"http://{name}:1", 2.0, socket=path) for name in ("a", "b", "c")])
+    found = LocalDaemons(cast(Any, None), (), Stats())
+    with server(tmp_path / "s", greeting("b", lambda connection, request: None)):
+        found.look(ring)
+        assert [member.id for member in ring.members if found.at(member.url) is not None] == ["b"]
+        found.look(Ring.of("r", [member for member in ring.members if member.id != "b"]))
+        assert not found
+        assert "is not one that the ring has there" in caplog.text
+    found.close()
+
+
+def test_a_ring_of_many_sockets_costs_a_bounded_look(tmp_path: Path) -> None:
+    asked = []
+
+    def answer(connection: socket.socket, number: int, request: bytes) -> None:
+        asked.append(request)
+        connection.send(hello_answer("n199"))
+
+    with server(tmp_path / "s", answer):
+        for number in range(200):
+            (tmp_path / f"s{number}").hardlink_to(tmp_path / "s")
+        ring = Ring.of("r", [Member(f"n{n}", f"http://n{n}:1", 2.0, socket=f"{tmp_path}/s{n}") for n in range(200)])
+        found = LocalDaemons(cast(Any, None), (), Stats())
+        for _ in range(3):
+            found.look(ring)
+        assert len(asked) == local_module.PATHS_MAX, "and not again at once"
+        assert not found
+        found.close()
+
+
 def test_files_of_the_right_size_and_wrong_bytes_are_found_and_read_over_tcp_for_a_while(
     dataset: Make, small: Files, own: Daemon, tmp_path: Path
 ) -> None:
@@ -439,6 +499,7 @@ def test_files_of_the_right_size_and_wrong_bytes_are_found_and_read_over_tcp_for
         decoded = HandoffRequest.decode(request)
         asked.append(decoded)
         if decoded.verb is not Verb.FILES:
+            connection.send(held_answer([False] * len(decoded.entries)))
             return
         fds = []
         for entry in decoded.entries:

@@ -11,7 +11,6 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -83,10 +82,13 @@ class LocalDaemons:
         """Find the daemons of this host. May wait for the system and for daemons, though not for long."""
         self._ask_for_sockets(ring)
         told = {member.id: member.socket or self._sockets.get(member.id, "") for member in ring.members}
-        named = Counter(path for path in told.values() if path)
-        for path, _ in named.most_common(PATHS_MAX):
+        named: dict[str, set[str]] = {}
+        for node, path in told.items():
+            if path:
+                named.setdefault(path, set()).add(node)
+        for path in sorted(named, key=lambda path: -len(named[path]))[:PATHS_MAX]:
             if len(self._found) < LOCAL_MAX or path in self._found:
-                self._greet(path, set(told))
+                self._greet(path, named[path])
         by_url = {}
         for member in ring.members:
             daemon = self._found.get(told[member.id])
@@ -102,7 +104,7 @@ class LocalDaemons:
             daemon.client.close()
 
     def _greet(self, path: str, ids: set[str]) -> None:
-        """Hear who is behind a path, if that is not known, and keep it if it is of this ring."""
+        """Hear who is behind a path, if that is not known, and keep it if it is one of whom the ring says so."""
         if path in self._found and self._found[path].client.node in ids:
             return
         paused = self._paused.get(path)
@@ -113,7 +115,7 @@ class LocalDaemons:
             if daemon.client.hello() in ids:
                 self._keep(path, daemon)
                 return
-            failure = f"{path}: node {daemon.client.node!r} is not of this ring"
+            failure = f"{path}: node {daemon.client.node!r} is not one that the ring has there"
         except QuiverError as error:
             failure = str(error)
         daemon.client.close()
