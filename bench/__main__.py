@@ -49,7 +49,7 @@ OPTIONS = [
     click.option("--quick", is_flag=True, help="Small data and two rounds: to see that it runs."),
     click.option("--rounds", type=click.IntRange(1), default=None, help="How often each runs. [default: 5; quick: 2]"),
     click.option(
-        "--peers", callback=_names, default="", metavar="NAME,…", help="Only these besides ours; raw: limits."
+        "--peers", callback=_names, default="", metavar="NAME,…", help="Only these, and ours; raw: the limits."
     ),
     click.option(
         "--python",

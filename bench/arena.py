@@ -83,7 +83,11 @@ class Arena:
         python = self._pythons.get(entry.peer, sys.executable)
         folder = self._folder / name.replace(" ", "-").replace("/", "-")
         folder.parent.mkdir(parents=True, exist_ok=True)
-        process = self._running[name] = _Process(python, folder.with_suffix(".log"))
+        try:
+            process = self._running[name] = _Process(python, folder.with_suffix(".log"))
+        except OSError as error:
+            self.absent[name] = f"{python}: {error.strerror}"
+            return
         asked = {"do": "prepare", "peer": entry.peer, "data": self.data.encode(), "batch_size": self.batch_size}
         asked |= {"folder": str(folder), "options": dict(entry.options)}
         try:
@@ -127,7 +131,8 @@ class Arena:
     def _drop(self, name: str, reason: str) -> None:
         self.absent[name] = reason
         self.results.pop(name, None)
-        self._running.pop(name).end()
+        if name in self._running:
+            self._running.pop(name).end()
 
 
 class _Process:

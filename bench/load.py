@@ -11,13 +11,15 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from bench.accelerator import Accelerator
 from bench.measure import Consumer
-from quiver_client.delivery import Verify
+
+if TYPE_CHECKING:
+    from quiver_client.delivery import Verify
 
 START_SECONDS_MAX: Final = 300.0
 LATE_SECONDS_MAX: Final = 120.0  # past the end: a batch may still be on its way

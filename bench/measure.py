@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import torch
 import xxhash
 
 from bench.accelerator import Accelerator
@@ -53,6 +52,8 @@ class Consumer:
     """
 
     def __init__(self, batch_bytes_max: int) -> None:
+        import torch  # here, so that the command line, which only asks, starts without it
+
         self.tensor = torch.zeros(batch_bytes_max, dtype=torch.uint8)
         self._array = self.tensor.numpy()
         self._view = memoryview(self._array)

@@ -11,6 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 SCAN_BATCH: Final = 64
+HOT_SHARD: Final = 0
 HOT_SAMPLES: Final = 16
 PAUSE_SECONDS: Final = 0.002  # between two hot reads: to see the wait, not to make it
 
@@ -52,7 +53,7 @@ def hot_rows(manifest: Any) -> list[int]:
     """Return samples of one shard, which the scan leaves alone."""
     tables = manifest.tables
     shards = np.searchsorted(tables.firsts, tables.blob_of, side="right") - 1
-    return np.flatnonzero(shards == 0)[:HOT_SAMPLES].tolist()  # type: ignore[no-any-return]
+    return np.flatnonzero(shards == HOT_SHARD)[:HOT_SAMPLES].tolist()  # type: ignore[no-any-return]
 
 
 def _hot(cache: str, manifest: str, seconds: float) -> dict[str, float]:
@@ -81,7 +82,7 @@ def _scan(cache: str, manifest: str, cold: bool, files: list[Path], began: Any, 
     tables = dataset.manifest.tables
     shards = np.searchsorted(tables.firsts, tables.blob_of, side="right") - 1
     rows = np.argsort(shards, kind="stable")
-    rows = rows[shards[rows] != 0]
+    rows = rows[shards[rows] != HOT_SHARD]
     while not ended.is_set():
         if cold:
             drop(files)

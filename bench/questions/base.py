@@ -30,7 +30,7 @@ class Setting:
     folder: Path  # temporary, and of this question alone
     quick: bool = False
     rounds: int = 5
-    peers: frozenset[str] | None = None  # who takes part besides ours; None: all
+    peers: frozenset[str] | None = None  # who takes part; ours do anyway, unless some of them are named; None: all
     pythons: Mapping[str, str] = field(default_factory=dict)  # peer -> the interpreter that has its packages
     say: Callable[[str], None] = lambda text: None
 
@@ -40,7 +40,9 @@ class Setting:
         return make_data(self.folder / f"{kind}-{sample_bytes}", kind, count, sample_bytes)
 
     def takes_part(self, entry: Entry) -> bool:
-        return entry.peer.startswith("quiver") or self.peers is None or entry.peer in self.peers
+        if self.peers is None or entry.peer in self.peers:
+            return True
+        return entry.peer.startswith("quiver") and not any(name.startswith("quiver") for name in self.peers)
 
     @contextmanager
     def arena(self, data: Data, batch_size: int, entries: Sequence[Entry]) -> Iterator[Arena]:

@@ -18,7 +18,8 @@ from bench.peers.base import Work
 from bench.peers.nginx import Nginx
 from bench.questions.base import BATCH, Answer, Question, Ratio, Setting, compare, speed_ratio
 from bench.servers import LOOPBACK, CannotRun, Server, free_ports, quiver_rack
-from bench.stall import drop, latencies
+from bench.stall import HOT_SHARD, drop, latencies
+from quiver.manifest import Manifest
 
 READERS: Final = (1, 2, 4, 8)
 SAMPLED_EVERY_SECONDS: Final = 0.02
@@ -64,7 +65,8 @@ def stall(setting: Setting) -> Answer:
     seconds = 1.0 if setting.quick else 6.0
     rounds: dict[str, list[dict[str, float]]] = {"none": [], "warm": [], "cold": []}
     with warm_rack(setting, data) as (cache, servers, folder):
-        files = [path for path in folder.glob("node*/data/shards/**/*") if path.is_file()]
+        hot = Manifest.open(data.manifest()).shard_digest(HOT_SHARD).hex()
+        files = [path for path in folder.glob("node*/data/shards/**/*") if path.is_file() and hot not in path.name]
         for at in range(setting.rounds):
             for scan, taken in rounds.items():
                 setting.say(f"round {at + 1}, scan: {scan}")
