@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -138,5 +139,6 @@ def speed_ratio(
 
 
 def per_round(answer: Answer, one: str, other: str, figure: Callable[[Round], float]) -> tuple[float, ...]:
+    """Return a figure of one over that of another, which ran beside it, for each round."""
     pairs = zip(answer.contenders[one].rounds, answer.contenders[other].rounds, strict=True)
-    return tuple(figure(ours) / max(figure(theirs), 1e-9) for ours, theirs in pairs)
+    return tuple(figure(ours) / figure(theirs) if figure(theirs) else math.inf for ours, theirs in pairs)

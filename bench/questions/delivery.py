@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from bench.arena import Entry
 from bench.questions.base import (
     BATCH,
@@ -90,10 +92,11 @@ def verify(setting: Setting) -> Answer:
         peer = next((name for name in (views, copies) if f"{name} off" in answer.contenders), None)
         if peer is None or f"{peer} fast" not in answer.contenders:
             continue
-        each = per_round(answer, f"{peer} fast", f"{peer} off", lambda done: 1 / done.bytes_a_second)
+        each = per_round(answer, f"{peer} fast", f"{peer} off", lambda done: done.seconds)
         costs = tuple(100 * (ratio - 1) for ratio in each)
-        middle = sorted(costs)[len(costs) // 2]
-        answer.ratios.append(Ratio(f"cost of verification, {tier} tier ({peer})", middle, reach, "≤", "%", costs))
+        answer.ratios.append(
+            Ratio(f"cost of verification, {tier} tier ({peer})", median(costs), reach, "≤", "%", costs)
+        )
     return answer
 
 

@@ -15,8 +15,8 @@ import pytest
 from bench.accelerator import Accelerator
 from bench.arena import Arena, Result
 from bench.data import make_data
-from bench.measure import Consumer, digests_of, measure
-from bench.questions.base import Ratio
+from bench.measure import Consumer, Round, digests_of, measure
+from bench.questions.base import Answer, Ratio, per_round, speed_ratio
 from tests.support.daemon import Daemon
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +127,18 @@ def test_a_round_counts_what_the_consumer_copied_and_how_long_the_accelerator_wo
     assert (done.samples, done.bytes) == (3, 6)
     assert bytes(consumer.tensor.tolist()) == b"fbcde"
     assert 0.004 <= done.utilisation * done.seconds <= done.seconds
+
+
+def test_a_ratio_is_taken_between_rounds_that_ran_side_by_side() -> None:
+    def rounds(*seconds: float) -> Result:
+        return Result({}, [Round(one, 1, 10**9, one / 2, 0.0, 0.0, 0.0) for one in seconds])
+
+    answer = Answer(contenders={"a": rounds(1.0, 2.0, 4.0), "b": rounds(2.0, 1.0, 4.0), "c": rounds(9.0, 9.0, 9.0)})
+    assert per_round(answer, "a", "b", lambda done: done.cpu_seconds / done.bytes) == (0.5, 2.0, 1.0)
+    speed_ratio(answer, "ours ÷ theirs", ["a", "absent"], ["b", "c"], 2.0)
+    (ratio,) = answer.ratios
+    assert ratio.each == (2.0, 0.5, 1.0)
+    assert (ratio.value, ratio.met) == (1.0, False)
 
 
 @pytest.mark.parametrize(("ratio", "met"), [
