@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from quiver.handoff import FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
+from quiver.handoff import USED, FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
 from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
 from quiver.wire import RANGE, ReadRequest
@@ -431,22 +431,56 @@ def test_a_socket_that_lies_costs_speed_and_is_counted(
         made.close()
 
 
-def test_a_file_of_another_size_is_not_used_though_all_its_samples_are_right(
-    dataset: Make, small: Files, own: Daemon, tmp_path: Path
-) -> None:
+def passing(own: Daemon, where: Path, more: bytes = b"") -> Callable[[socket.socket, bytes], None]:
+    """Pass copies of the daemon's files, with something appended, and hold them all."""
     paths = {path.name: path for path in own.files()}
 
     def then(connection: socket.socket, request: bytes) -> None:
-        names = [str(entry.digest) for entry in HandoffRequest.decode(request).entries]
+        asked = HandoffRequest.decode(request)
+        if asked.verb is not Verb.FILES:
+            connection.send(held_answer([True] * len(asked.entries)))
+            return
         with contextlib.ExitStack() as stack:
-            for name in names:
-                (tmp_path / name).write_bytes(paths[name].read_bytes() + b"x")
-            files = [stack.enter_context((tmp_path / name).open("rb")) for name in names]
-            passed = struct.pack(f"{len(files)}i", *(file.fileno() for file in files))
-            told = files_answer([(FileStatus.PRESENT, 7)] * len(files))
-            connection.sendmsg([told], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)])
+            fds = []
+            for name in [str(entry.digest) for entry in asked.entries]:
+                (where / name).write_bytes(paths[name].read_bytes() + more)
+                fds.append(stack.enter_context((where / name).open("rb")).fileno())
+            told = files_answer([(FileStatus.PRESENT, 7)] * len(fds))
+            connection.sendmsg([told], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack(f"{len(fds)}i", *fds))])
+
+    return then
+
+
+def test_the_daemon_hears_which_maps_are_in_use(
+    dataset: Make, small: Files, own: Daemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handoff_module, "TIDY_SECONDS", 0.1)
+    told: list[tuple[int, int, set[int]]] = []
+    honest = passing(own, tmp_path)
+
+    def then(connection: socket.socket, request: bytes) -> None:
+        asked = HandoffRequest.decode(request)
+        if asked.verb is Verb.HELD:
+            told.append((asked.flags, len(asked.entries), {entry.edition for entry in asked.entries}))
+        honest(connection, request)
 
     with as_a_daemon(own, tmp_path / "s", greeting(node_of(own), then)):
+        made = dataset(small.manifest, own.url, fields=FIELDS)
+        count = small.opened().shard_count
+        for _ in range(2):
+            read_all(made, small, batch=60)
+            told.clear()
+            until(lambda: (0, count, {7}) in told, what="maps that nobody reads")
+        assert made.stats()["samples_host"] == 120
+        read_all(made, small, batch=60)
+        until(lambda: (USED, count, {7}) in told, what="maps in use")
+        made.close()
+
+
+def test_a_file_of_another_size_is_not_used_though_all_its_samples_are_right(
+    dataset: Make, small: Files, own: Daemon, tmp_path: Path
+) -> None:
+    with as_a_daemon(own, tmp_path / "s", greeting(node_of(own), passing(own, tmp_path, b"x"))):
         made = dataset(small.manifest, own.url, fields=FIELDS)
         read_over_tcp(made, small)
         assert made.stats()["corruptions"] == small.opened().shard_count, "once each, and then not asked for again"

@@ -265,6 +265,16 @@ def test_the_socket_is_for_the_daemons_user_and_group_and_is_removed_at_the_end(
         assert not (tmp_path / "s").exists()
 
 
+def test_the_path_may_stand_in_a_variable_or_in_toml(tmp_path: Path) -> None:
+    (tmp_path / "q.toml").write_text(f'socket = "{tmp_path}/from-toml"\n')
+    environment = {"QUIVER_CONFIG": str(tmp_path / "q.toml")}
+    for expected in ("from-toml", "from-variable"):
+        with Daemon(tmp_path / "data", environment=environment) as daemon:
+            assert daemon.json("/v1/ring")["members"][0]["socket"] == f"{tmp_path}/{expected}"
+            assert stat.S_ISSOCK((tmp_path / expected).stat().st_mode)
+        environment["QUIVER_SOCKET"] = f"{tmp_path}/from-variable"
+
+
 def test_a_daemon_without_the_flag_names_no_socket(lone: Daemon) -> None:
     assert lone.json("/v1/ring")["members"][0]["socket"] == ""
 
