@@ -36,6 +36,7 @@ from quiver_cacheserver.residency import Residency
 log = logging.getLogger(__name__)
 
 DISK_THREADS: Final = 8
+SEND_THREADS: Final = 16  # each serves one reader, who may be waiting for a cold disk
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
 RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
 SUSPECTED_MAX: Final = 65536
@@ -55,6 +56,7 @@ class Node:
         self.state: str = "up"
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
+        self.send_threads = ThreadPoolExecutor(SEND_THREADS, thread_name_prefix="quiver-send")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
         self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
@@ -81,6 +83,7 @@ class Node:
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
+        self.send_threads.shutdown(cancel_futures=True)
         for origin in self._origins.values():
             origin.close()
         self.neighbours.close()

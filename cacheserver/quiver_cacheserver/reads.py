@@ -1,15 +1,13 @@
 """``POST /v1/read``: all that one reader wants of this daemon for a batch, in one answer.
 
 Shards that are missing are brought in while the reader waits, as long as it said it would; the rest is answered by
-status. File reads happen in threads, a block at a time, and the next block is read while the last one is sent: so
-memory is two blocks a request, and a cold disk holds nobody else up.
+status. What is present goes from the page cache to the socket, by a thread (``sending``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from typing import Final
 
 import numpy as np
@@ -17,7 +15,7 @@ import numpy.typing as npt
 from aiohttp import web
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
+from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     FORGO,
@@ -29,15 +27,13 @@ from quiver.wire import (
 )
 from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.sending import Line, Payload
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES: Final = 4 << 20
 READS_AT_ONCE: Final = 128
 BODY_SECONDS_MAX: Final = 10.0
 SEND_SECONDS_MAX: Final = 60.0  # a reader that does not take a block in that time is gone
-
-Ranges = list[tuple[OpenFile, int, int]]  # file, offset, length
 
 
 async def read(request: web.Request, node: Node) -> web.StreamResponse:
@@ -48,8 +44,9 @@ async def read(request: web.Request, node: Node) -> web.StreamResponse:
     node.counters.reads_in_flight += 1
     try:
         asked = ReadRequest.decode(await body_of(request, READ_REQUEST_BYTES_MAX))
-        statuses, ranges = await _gather(node, asked)
-        return await _answer(request, node, statuses, ranges)
+        statuses, payload = await _gather(node, asked)
+        headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
+        return await respond(request, node, headers, statuses.tobytes(), payload)
     finally:
         node.counters.reads_in_flight -= 1
 
@@ -65,8 +62,8 @@ async def body_of(request: web.Request, limit_bytes: int) -> bytes:
         raise BadRequest("the body did not arrive") from error
 
 
-async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8], Ranges]:
-    """Return a status per range, and the ranges to send."""
+async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8], Payload]:
+    """Return a status per range, and what is to be sent."""
     manifest = await node.manifests.get(asked.manifest) if asked.manifest is not None else None
     wanted = asked.shards
     if asked.flags & RECHECK:
@@ -95,16 +92,19 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
     offsets, lengths = asked.ranges["offset"], asked.ranges["length"]
     outside = (offsets > sizes) | (lengths > sizes) | (offsets > sizes - np.minimum(lengths, sizes))
     statuses[(statuses == RangeStatus.PRESENT) & outside] = RangeStatus.BAD_RANGE
-    ranges: Ranges = []
-    for at in np.flatnonzero(statuses == RangeStatus.PRESENT).tolist():
-        file = files[int(numbers[at])]
-        assert file is not None
-        ranges.append((file, int(offsets[at]), int(lengths[at])))
+    present = statuses == RangeStatus.PRESENT
+    here_at = np.flatnonzero(present)
+    payload = Payload(
+        [file for file in files if file is not None],
+        (np.cumsum([file is not None for file in files]) - 1)[numbers[here_at]],
+        offsets[here_at].astype(np.int64),
+        lengths[here_at].astype(np.int64),
+    )
     for status in RangeStatus:
         count = int((statuses == status).sum())
         if count:
             node.counters.count("ranges", status.name.lower(), count)
-    return statuses, ranges
+    return statuses, payload
 
 
 def _open_all(node: Node, digests: list[Digest | None]) -> list[OpenFile | None]:
@@ -117,72 +117,39 @@ def _open_all(node: Node, digests: list[Digest | None]) -> list[OpenFile | None]
     return files
 
 
-async def _answer(
-    request: web.Request, node: Node, statuses: npt.NDArray[np.uint8], ranges: Ranges
+async def respond(
+    request: web.Request, node: Node, headers: dict[str, str], first: bytes, payload: Payload | None
 ) -> web.StreamResponse:
-    total = sum(length for _, _, length in ranges)
-    response = web.StreamResponse(headers={"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + total)})
-    await response.prepare(request)
-    await response.write(statuses.tobytes())
-    await send_ranges(request, response, node, ranges)
+    """Answer with ``first`` and the payload behind it, which ``headers`` announce.
+
+    What fails once the head is sent can only cut the connection: an error answer would be taken for what was promised.
+    """
+    response = web.StreamResponse(headers=headers)
+    transport = request.transport
+    if transport is None:
+        raise ConnectionResetError("the reader is gone")
+    transport.set_write_buffer_limits(0)  # what is drained has left the process: the rest goes past the transport
+    writer = await response.prepare(request)
+    assert writer is not None
+    if first:
+        await writer.write(first)
+    await writer.drain()
+    if payload is not None and payload.size_bytes:
+        try:
+            with Line(transport) as line:
+                await _send(line, node, payload)
+        except (OSError, TimeoutError) as error:
+            log.warning("an answer was cut off: %s", error or "the reader does not take it")
+            transport.abort()
+            raise ConnectionResetError("cut off") from error
     await response.write_eof()
     return response
 
 
-async def send_ranges(request: web.Request, response: web.StreamResponse, node: Node, ranges: Ranges) -> None:
-    """Send ranges of files under a head that was sent. What fails from here on can only cut the connection.
-
-    An error answer now would be taken for the bytes that were promised.
-    """
-    try:
-        await _send_blocks(response, node, ranges)
-    except (QuiverError, TimeoutError) as error:
-        log.warning("an answer was cut off: %s", error or "the reader does not take it")
-        if request.transport is not None:
-            request.transport.abort()
-        raise ConnectionResetError("cut off") from error
-
-
-async def _send_blocks(response: web.StreamResponse, node: Node, ranges: Ranges) -> None:
-    """Read the next block while the last one is sent."""
-    loop = asyncio.get_running_loop()
-    blocks = _blocks(ranges)
-    coming = loop.run_in_executor(node.disk_threads, _read_block, blocks[0]) if blocks else None
-    for following in [*blocks[1:], None]:
-        if coming is None:
-            break
-        block = await coming
-        coming = loop.run_in_executor(node.disk_threads, _read_block, following) if following else None
-        async with asyncio.timeout(SEND_SECONDS_MAX):
-            await response.write(block)
-        node.counters.served_bytes += len(block)
-
-
-def _blocks(ranges: Ranges) -> list[Ranges]:
-    """Cut ranges into blocks of at most ``BLOCK_BYTES``; a longer range is cut as well."""
-    blocks: list[Ranges] = []
-    room = 0
-    for file, start, size in ranges:
-        offset, length = start, size
-        while length:
-            if not room:
-                blocks.append([])
-                room = BLOCK_BYTES
-            take = min(length, room)
-            blocks[-1].append((file, offset, take))
-            offset, length, room = offset + take, length - take, room - take
-    return blocks
-
-
-def _read_block(block: Ranges) -> memoryview:
-    data = np.empty(sum(length for _, _, length in block), np.uint8).data
-    at = 0
-    for file, offset, length in block:
-        try:
-            count = os.preadv(file.fd, [data[at : at + length]], offset)
-        except OSError as error:
-            raise DiskFailed(f"a shard file cannot be read: {error.strerror}") from error
-        if count != length:
-            raise DiskFailed("a shard file became shorter")  # the reader sees a short answer and asks elsewhere
-        at += length
-    return data
+async def _send(line: Line, node: Node, payload: Payload) -> None:
+    while not payload.done:
+        count, slow = await line.push(payload, node.send_threads)
+        node.counters.served_bytes += count
+        if slow:
+            async with asyncio.timeout(SEND_SECONDS_MAX):
+                await line.writable()

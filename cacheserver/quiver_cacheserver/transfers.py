@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Final
 
+import numpy as np
 from aiohttp import web
 
 from quiver.digest import Digest
@@ -20,7 +21,8 @@ from quiver.wire import SHARD_TYPE
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import send_ranges
+from quiver_cacheserver.reads import respond
+from quiver_cacheserver.sending import Payload
 
 UPLOADS_AT_ONCE: Final = 16
 CHUNK_BYTES: Final = 1 << 20
@@ -44,12 +46,8 @@ class Transfers:
                 self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
             )
         headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        if request.method == "GET":
-            await send_ranges(request, response, self._node, [(file, 0, file.size_bytes)])
-        await response.write_eof()
-        return response
+        whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
+        return await respond(request, self._node, headers, b"", whole if request.method == "GET" else None)
 
     async def put(self, request: web.Request, kind: Kind) -> web.Response:
         digest = Digest.parse(request.match_info["digest"])

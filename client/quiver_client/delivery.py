@@ -140,24 +140,30 @@ class Delivery:
         if self._verify == "full":
             digests = self._hashed(_blake3, came, self._at[came], plan.sizes[came])
             return np.asarray([a == b.tobytes() for a, b in zip(digests, tables.digests[blobs], strict=True)], bool)
-        self._bring_together(came)
+        together = self._brought_together(came)
         expected = tables.xxh3[blobs, plan.first_field : plan.first_field + fields]
         right = np.ones(len(came), bool)
         for field in range(fields):
             starts, lengths = self._cuts(came, field)
             absent = lengths < 0
-            found = self._hashed(xxhash.xxh3_64_intdigest, came, starts, np.where(absent, 0, lengths))
+            if together is not None and (lengths == lengths[0]).all():
+                first = int(plan.starts[came[0], field])
+                found = list(map(xxhash.xxh3_64_intdigest, together[:, first : first + max(int(lengths[0]), 0)]))
+            else:
+                found = self._hashed(xxhash.xxh3_64_intdigest, came, starts, np.where(absent, 0, lengths))
             right &= absent | (np.asarray(found, np.uint64) == expected[:, field])
         return right
 
-    def _bring_together(self, came: Positions) -> None:
-        """Gather small samples of one size into an array, where from now on they lie."""
+    def _brought_together(self, came: Positions) -> npt.NDArray[np.uint8] | None:
+        """Gather small samples of one size into an array ``(n, bytes)``, where from now on they lie."""
         sizes = self.plan.sizes[came]
         size = int(sizes[0])
-        if 0 < size <= GATHERED_BYTES_MAX and len(came) > 1 and (sizes == size).all():
-            together = self._gathered(self._at[came], came, size)
-            self.put(came, Buffer.of(together), np.arange(len(came)) * size)
-            self._whole = together if len(came) == len(self.plan) else None
+        if not 0 < size <= GATHERED_BYTES_MAX or len(came) < 2 or (sizes != size).any():
+            return None
+        together = self._gathered(self._at[came], came, size)
+        self.put(came, Buffer.of(together), np.arange(len(came)) * size)
+        self._whole = together if len(came) == len(self.plan) else None
+        return together
 
     def _hashed(
         self, algorithm: Callable[[memoryview], T], positions: Positions, starts: Ints, lengths: Ints

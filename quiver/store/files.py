@@ -21,7 +21,7 @@ from quiver.errors import DiskFailed
 class OpenFile:
     """A file of the store held open. It closes when the last one who uses it lets go, evicted or not."""
 
-    __slots__ = ("__weakref__", "fd", "size_bytes")
+    __slots__ = ("__weakref__", "_mapped", "fd", "size_bytes")
 
     def __init__(self, path: Path) -> None:
         # Not followed and not waited for: a link or a fifo under a digest's name is a stray, and must not hang us.
@@ -36,6 +36,7 @@ class OpenFile:
 
     def _take(self, fd: int, name: str) -> None:
         self.fd = fd
+        self._mapped: memoryview | None = None
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
@@ -60,6 +61,12 @@ class OpenFile:
         with disk_errors(Path(f"/proc/self/fd/{self.fd}"), "map"):
             mapping = _Mapping(self.fd, self.size_bytes)
         return memoryview(pa.foreign_buffer(mapping.address, self.size_bytes, mapping)).cast("B")
+
+    def mapped(self) -> memoryview:
+        """Return ``map()``, made once: it stays as long as the file is held open."""
+        if self._mapped is None:
+            self._mapped = self.map()
+        return self._mapped
 
     def read(self) -> memoryview:
         """Return the file's bytes, copied: unlike a mapping, a disk that fails here is an error and no signal."""
