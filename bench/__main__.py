@@ -22,15 +22,15 @@ from bench.questions.all import QUESTIONS
 from bench.questions.base import Question, Setting
 from bench.report import show, show_load, write_json
 
+SHORT = {"raw": ("mapped", "gather", "sockets")}  # the machine's limits, whatever the tier
 OUT = Path(__file__).parent / "results"
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str) -> frozenset[str] | None:
     if not value:
         return None
-    # "raw" is short for the machine's limits, whatever the tier.
     given = [part.strip() for part in value.split(",") if part.strip()]
-    names = [name for part in given for name in (("mapped", "gather", "sockets") if part == "raw" else (part,))]
+    names = [name for part in given for name in SHORT.get(part, (part,))]
     unknown = [name for name in names if name not in PEERS]
     if unknown:
         raise click.BadParameter(f"no peer {unknown[0]!r}; there are {', '.join(PEERS)}, and raw")
@@ -42,12 +42,16 @@ def _pythons(context: click.Context, parameter: click.Parameter, values: tuple[s
     for peer, _, path in pairs:
         if peer not in PEERS or not path:
             raise click.BadParameter(f"write PEER=PATH, with a peer out of {', '.join(PEERS)}")
-    return {peer: path for peer, _, path in pairs}
+    paths = {peer: path for peer, _, path in pairs}
+    if "mds" in paths:  # another way to read the same
+        paths.setdefault("mds-indexed", paths["mds"])
+    return paths
 
 
 OPTIONS = [
     click.option("--quick", is_flag=True, help="Small data and two rounds: to see that it runs."),
     click.option("--rounds", type=click.IntRange(1), default=None, help="How often each runs. [default: 5; quick: 2]"),
+    click.option("--samples", type=click.IntRange(2), default=None, help="How many. [default: about 1.2 GB of them]"),
     click.option(
         "--peers", callback=_names, default="", metavar="NAME,…", help="Only these, and ours; raw: the limits."
     ),
@@ -87,11 +91,12 @@ def _ask(question: Question, console: Console, out: Path, scratch: Path | None, 
         with console.status(question.name) as status:
             setting = Setting(
                 Path(folder),
-                how["quick"],
-                rounds,
-                how["peers"],
-                how["pythons"],
-                lambda text: status.update(f"{question.name}: {text}"),
+                quick=how["quick"],
+                rounds=rounds,
+                samples=how["samples"],
+                peers=how["peers"],
+                pythons=how["pythons"],
+                say=lambda text: status.update(f"{question.name}: {text}"),
             )
             answer = question.answer(setting)
         write_json(question, setting, answer, out)

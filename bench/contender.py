@@ -79,7 +79,7 @@ class Contender:
         for turn in range(TURNS):
             for way in [way for way in ways if way not in failed]:
                 try:
-                    done = self.round(Accelerator(), way)
+                    done = self.round(Accelerator(self.work.options.get("trial_step_seconds", 0.0)), way)
                 except Exception as error:  # noqa: BLE001 - another way may go
                     traceback.print_exc()
                     failed[way] = f"{type(error).__name__}: {error}"[:300]

@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch.utils.data
+
 from bench.data import Data
 from bench.measure import Batch
 from bench.peers.base import Peer
@@ -33,13 +35,17 @@ class LitData(Peer):
         self.work.folder.mkdir(parents=True, exist_ok=True)
         litdata.optimize(
             functools.partial(_sample, self.data),
-            self.data.order.tolist(),
+            self.laid_out(),
             str(self.work.folder / "chunks"),
             chunk_bytes="64MB",
             num_workers=1,
             reorder_files=False,
             start_method="fork",
         )
+
+    def laid_out(self) -> list[int]:
+        """Return the samples in the order in which they are written."""
+        return self.data.order.tolist()  # type: ignore[no-any-return]
 
     def batches(self, way: str) -> Iterable[Batch]:
         import litdata
@@ -51,6 +57,39 @@ class LitData(Peer):
             dataset, batch_size=self.work.batch_size, num_workers=workers, collate_fn=collate
         )
         return loader  # type: ignore[no-any-return]
+
+
+class LitDataIndexed(LitData):
+    """The chunks are in the data's own order, and each sample is asked for by its number: an order that can be another
+    one in every epoch, as ours is.
+    """
+
+    name = "litdata-indexed"
+    ways = ("num_workers=0",)
+    settings = "optimize() into chunks of 64 MB, dataset[i] in the order of reading, torch DataLoader, no compression"
+
+    def laid_out(self) -> list[int]:
+        return list(range(self.data.count))
+
+    def batches(self, way: str) -> Iterable[Batch]:
+        import litdata
+
+        dataset: Any = litdata.StreamingDataset(str(self.work.folder / "chunks"), shuffle=False, drop_last=False)
+        order = self.data.order.tolist()
+        return torch.utils.data.DataLoader(_ByNumber(dataset), self.work.batch_size, sampler=order, collate_fn=list)
+
+
+class _ByNumber(torch.utils.data.Dataset[Any]):
+    """Its samples without its own order, which it has as an iterable dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
 
 
 def _sample(data: Data, number: int) -> bytes:

@@ -40,9 +40,13 @@ class Mds(Peer):
 
         clean_stale_shared_memory()
         with MDSWriter(out=str(self.work.folder), columns={"data": "bytes"}, size_limit=64 << 20) as writer:
-            for number in self.data.order.tolist():
+            for number in self.laid_out():
                 writer.write({"data": self.data.sample(number)})
         self._dataset: Any = None
+
+    def laid_out(self) -> list[int]:
+        """Return the samples in the order in which they are written."""
+        return self.data.order.tolist()  # type: ignore[no-any-return]
 
     def batches(self, way: str) -> Iterable[Batch]:
         from streaming import StreamingDataset
@@ -57,6 +61,40 @@ class Mds(Peer):
             num_workers=0,
             collate_fn=_contents,
         )
+
+
+class MdsIndexed(Mds):
+    """The shards are in the data's own order, and each sample is asked for by its number: an order that can be another
+    one in every epoch, as ours is.
+    """
+
+    name = "mds-indexed"
+    settings = "MDSWriter, 64 MiB a shard, no compression, no hashes; dataset[i] in the order of reading"
+
+    def laid_out(self) -> list[int]:
+        return list(range(self.data.count))
+
+    def batches(self, way: str) -> Iterable[Batch]:
+        from streaming import StreamingDataset
+
+        if self._dataset is None:
+            self._dataset = StreamingDataset(local=str(self.work.folder), shuffle=False, batch_size=1)
+        dataset = _ByNumber(self._dataset)
+        order = self.data.order.tolist()
+        return torch.utils.data.DataLoader(dataset, self.work.batch_size, sampler=order, collate_fn=_contents)
+
+
+class _ByNumber(torch.utils.data.Dataset[Any]):
+    """Its samples without its own order, which it has as an iterable dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
 
 
 def _contents(samples: list[dict[str, bytes]]) -> Batch:

@@ -17,7 +17,7 @@ from bench.measure import Round
 BATCH: Final = 256
 SAMPLE_BYTES: Final = 110_000
 COUNT: Final = 11_264  # 1.24 GB: stays in the page cache of a small machine, and is far beyond what CPUs cache
-COUNT_QUICK: Final = 512
+COUNT_QUICK: Final = 1_280
 TOKENS_BATCH: Final = 1024
 TOKENS_COUNT: Final = 262_144  # 1.07 GB
 TOKENS_COUNT_QUICK: Final = 8_192
@@ -31,13 +31,14 @@ class Setting:
     folder: Path  # temporary, and of this question alone
     quick: bool = False
     rounds: int = 5
+    samples: int | None = None  # how many; None: as the question has it
     peers: frozenset[str] | None = None  # who takes part; ours do anyway, unless some of them are named; None: all
     pythons: Mapping[str, str] = field(default_factory=dict)  # peer -> the interpreter that has its packages
     say: Callable[[str], None] = lambda text: None
 
     def data(self, kind: Kind = "blobs", count: int | None = None, sample_bytes: int = SAMPLE_BYTES) -> Data:
         usual = {"blobs": (COUNT, COUNT_QUICK), "tokens": (TOKENS_COUNT, TOKENS_COUNT_QUICK), "jpeg": (1024, 64)}
-        count = usual[kind][self.quick] if count is None else count
+        count = self.samples or usual[kind][self.quick] if count is None else count
         return make_data(self.folder / f"{kind}-{sample_bytes}", kind, count, sample_bytes)
 
     def takes_part(self, entry: Entry) -> bool:
