@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 import tempfile
 from dataclasses import asdict
@@ -82,6 +83,7 @@ OPTIONS = [
 @click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends servers and removes folders
 
 
 def _ask(question: Question, console: Console, out: Path, scratch: Path | None, **how: Any) -> bool:

@@ -5,8 +5,10 @@ Behind ``python -m bench load``, which operators point at their own rack, and be
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
+import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +23,7 @@ from bench.measure import Consumer
 if TYPE_CHECKING:
     from quiver_client.delivery import Verify
 
-START_SECONDS_MAX: Final = 300.0
+START_SECONDS_MAX: Final = 120.0
 LATE_SECONDS_MAX: Final = 120.0  # past the end: a batch may still be on its way
 ERRORS_SHOWN: Final = 5
 
@@ -81,8 +83,9 @@ def put_on(load: Load) -> Outcome:
     try:
         for process in processes:
             process.start()
-        start.wait(START_SECONDS_MAX)
         readers: list[Reader] = []
+        with contextlib.suppress(threading.BrokenBarrierError):  # one ended before it began: none of them will tell
+            start.wait(START_SECONDS_MAX)
         deadline = time.monotonic() + load.seconds + LATE_SECONDS_MAX
         while len(readers) < load.readers:
             try:
@@ -121,6 +124,7 @@ def bring_in(cache: str, manifest: str) -> None:
 
 
 def _read(load: Load, number: int, start: Any, told: Any) -> None:
+    """Be one reader: open everything, wait for the others, read until the time is over, tell."""
     from quiver.errors import QuiverError
     from quiver_client import DataLoader, Dataset
 
@@ -128,20 +132,23 @@ def _read(load: Load, number: int, start: Any, told: Any) -> None:
     accelerator = Accelerator(load.step_seconds)
     try:
         dataset = Dataset(load.manifest, load.cache, verify=load.verify, **_views(Dataset))
-        field_name = dataset.manifest.header.blobs[0].name
-        loader = DataLoader(
-            dataset,
-            min(load.batch_size, len(dataset)),
-            shuffle=True,
-            drop_last=True,
-            seed=number,
-            substitute=False,
-            collate_fn=lambda samples: [memoryview(sample[field_name]).cast("B") for sample in samples],
-        )
-        largest = int(dataset.manifest.tables.lengths[:, 0].max())
-        consumer = Consumer(largest * load.batch_size)
-    finally:
+    except QuiverError as error:
         start.wait(START_SECONDS_MAX)
+        told.put(asdict(Reader(errors=[str(error)])))
+        return
+    field_name = dataset.manifest.header.blobs[0].name
+    loader = DataLoader(
+        dataset,
+        min(load.batch_size, len(dataset)),
+        shuffle=True,
+        drop_last=True,
+        seed=number,
+        substitute=False,
+        collate_fn=lambda samples: [_buffer(sample[field_name]) for sample in samples],
+    )
+    largest = int(dataset.manifest.tables.lengths[:, 0].max())
+    consumer = Consumer(largest * load.batch_size)
+    start.wait(START_SECONDS_MAX)
     begun = time.monotonic()
     while time.monotonic() - begun < load.seconds and len(reader.errors) < ERRORS_SHOWN:
         try:
@@ -168,6 +175,13 @@ def _pass(loader: Any, reader: Reader, consumer: Consumer, accelerator: Accelera
         asked = time.monotonic()
         if asked > deadline:
             return
+
+
+def _buffer(value: Any) -> memoryview:
+    """Return a field's bytes, whether it is handed out as bytes, as an array or as a tensor, or is lacking."""
+    if value is None:
+        return memoryview(b"")
+    return memoryview(value.numpy() if hasattr(value, "numpy") else value).cast("B")
 
 
 def _views(dataset: type) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,8 @@ START_SECONDS_MAX: Final = 30.0
 END_SECONDS_MAX: Final = 20.0
 LOOPBACK: Final = "127.0.0.1"
 SERVERS: Final = 3  # of each kind, as a rack has several machines
+PR_SET_PDEATHSIG: Final = 1
+_LIBC: Final = ctypes.CDLL(None)
 _SERVES = re.compile(r"serves rack \S+ at (\S+)")
 
 
@@ -40,6 +44,11 @@ def program(name: str) -> str:
     return found
 
 
+def _end_with_parent() -> None:
+    """Ask the kernel for SIGTERM once the thread that started this process is gone, however it went."""
+    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class Server:
     """One server process with its output in a file."""
 
@@ -48,7 +57,12 @@ class Server:
         self._name = Path(command[0]).name
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=environment
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, and nothing of Python's
             )
 
     def __enter__(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.utils.data
 
@@ -65,7 +65,7 @@ class LitDataIndexed(LitData):
     """
 
     name = "litdata-indexed"
-    ways = ("num_workers=0",)
+    ways: ClassVar[tuple[str, ...]] = ("num_workers=0",)
     settings = "optimize() into chunks of 64 MB, dataset[i] in the order of reading, torch DataLoader, no compression"
 
     def laid_out(self) -> list[int]:

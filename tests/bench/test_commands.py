@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from bench.data import make_data
 from bench.measure import Consumer, Round, digests_of, measure
 from bench.questions.base import Answer, Ratio, per_round, speed_ratio
 from tests.support.daemon import Daemon
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,6 +107,27 @@ def test_the_load_generator_says_that_no_daemon_answers(tmp_path: Path) -> None:
                  "--sample-size", "20kB")  # fmt: skip
     assert done.returncode == 1
     assert "Error: http://127.0.0.1:1: no daemon answers" in done.stderr
+
+
+def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib, signal, sys\n"
+        "from bench.servers import Server\n"
+        "print(Server(['sleep', '600'], pathlib.Path(sys.argv[1])).pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "log")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    until(lambda: _gone(int(done.stdout)), what="the server is gone")
+
+
+def _gone(pid: int) -> bool:
+    """Say whether a process has ended; whether it was reaped by then is up to the machine's first process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def test_a_peer_that_is_unknown_is_named() -> None:
