@@ -68,7 +68,7 @@ OPTIONS = [
         "--out",
         type=click.Path(path_type=Path, file_okay=False),
         default=OUT,
-        show_default=True,
+        show_default="bench/results",
         help="Where the JSON and the plots go.",
     ),
     click.option(

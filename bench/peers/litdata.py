@@ -20,7 +20,7 @@ class LitData(Peer):
     name = "litdata"
     extra = "bench-litdata"
     packages = ("litdata",)
-    ways = ("num_workers=0", "num_workers=2")
+    ways: ClassVar[tuple[str, ...]] = ("num_workers=0", "num_workers=2")
     settings = "optimize() into chunks of 64 MB in the order of reading, StreamingDataLoader, no compression"
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ class LitDataIndexed(LitData):
     """
 
     name = "litdata-indexed"
-    ways: ClassVar[tuple[str, ...]] = ("num_workers=0",)
+    ways = ("num_workers=0",)
     settings = "optimize() into chunks of 64 MB, dataset[i] in the order of reading, torch DataLoader, no compression"
 
     def laid_out(self) -> list[int]:

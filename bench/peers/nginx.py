@@ -17,13 +17,12 @@ CONFIGURATION: Final = """
 daemon off;
 user root;
 worker_processes 3;
+worker_rlimit_nofile 262144;
 pid {folder}/pid;
 error_log {folder}/errors;
 events {{ worker_connections 1024; }}
 http {{
     access_log off;
-    sendfile on;
-    tcp_nopush on;
     tcp_nodelay on;
     etag off;
     keepalive_requests 1000000000;
@@ -35,7 +34,8 @@ http {{
     fastcgi_temp_path {folder}/fastcgi;
     uwsgi_temp_path {folder}/uwsgi;
     scgi_temp_path {folder}/scgi;
-    server {{ listen {address} backlog=1024; root {root}; }}
+    server {{ listen {sendfile}; root {root}; sendfile on; }}
+    server {{ listen {buffers}; root {root}; sendfile off; output_buffers 2 256k; }}
 }}
 """
 HEAD_BYTES_MAX: Final = 512
@@ -50,47 +50,54 @@ class Nginx(Peer):
 
     name = "nginx"
     programs = ("nginx",)
-    ways = ("3 connections", "8 connections", "3 connections, fetching ahead", "8 connections, fetching ahead")
-    settings = "three workers, sendfile, tcp_nopush, open_file_cache over all files; pipelined GETs, one a sample"
+    ways = (
+        "sendfile, 3 connections",
+        "buffers, 3 connections",
+        "sendfile, 8 connections, fetching ahead",
+        "buffers, 8 connections, fetching ahead",
+    )
+    # tcp_nopush is off: it sends a packet that is not full between any two answers of a pipeline.
+    settings = "three workers, open_file_cache over all files; pipelined GETs, one a sample; output buffers of 256 KiB"
 
     def prepare(self) -> None:
         folder = self.work.folder
         folder.mkdir(parents=True, exist_ok=True)
-        (port,) = free_ports(1)
-        self._address = (LOOPBACK, port)
+        self._ports = dict(zip(("sendfile", "buffers"), free_ports(2), strict=True))
+        addresses = {how: f"{LOOPBACK}:{port}" for how, port in self._ports.items()}
         configuration = folder / "nginx.conf"
         root = self.data.files()
-        configuration.write_text(CONFIGURATION.format(folder=folder, address=f"{LOOPBACK}:{port}", root=root))
+        configuration.write_text(CONFIGURATION.format(folder=folder, root=root, **addresses))
         command = [program("nginx"), "-p", str(folder), "-c", str(configuration), "-e", str(folder / "errors")]
         self._server = self.closing.enter_context(Server(command, folder / "log"))
-        self._server.wait_for_port(port)
+        self._server.wait_for_port(self._ports["sendfile"])
         sizes = np.diff(self.data.offsets).tolist()
         self._batches = [
             [(self._get(number), sizes[number]) for number in batch]
             for batch in self.data.batches(self.work.batch_size)
         ]
-        self._connections: list[socket.socket] = []
+        self._connections: dict[str, list[socket.socket]] = {how: [] for how in self._ports}
 
     def batches(self, way: str) -> Iterable[Batch]:
-        count = int(way.partition(" ")[0])
-        while len(self._connections) < count:
-            connection = socket.create_connection(self._address)
+        how, _, rest = way.partition(", ")
+        connections, count = self._connections[how], int(rest.partition(" ")[0])
+        while len(connections) < count:
+            connection = socket.create_connection((LOOPBACK, self._ports[how]))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._connections.append(connection)
-        plain = self._plain(self._connections[:count])
+            connections.append(connection)
+        plain = self._plain(connections[:count])
         return ahead(plain) if way.endswith("ahead") else plain
 
     def server_pids(self) -> list[int]:
         return [self._server.pid]
 
     def close(self) -> None:
-        for connection in self._connections:
+        for connection in (one for connections in self._connections.values() for one in connections):
             connection.close()
         super().close()
 
     @property
     def url(self) -> str:
-        return f"http://{self._address[0]}:{self._address[1]}/"
+        return f"http://{LOOPBACK}:{self._ports['sendfile']}/"
 
     def _get(self, number: int) -> bytes:
         path = self.data.file(number).relative_to(self.data.folder / "files")

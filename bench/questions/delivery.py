@@ -35,6 +35,7 @@ def host(setting: Setting) -> Answer:
     speed_ratio(answer, "host tier ÷ best of formats on disk", HOST, ON_DISK, 5.0)
     speed_ratio(answer, "host tier ÷ best of them in an order of its own every epoch", HOST, ANY_ORDER)
     speed_ratio(answer, "host tier ÷ slices of a mapped file", HOST, ["mapped"], 0.8)
+    speed_ratio(answer, "slices of a mapped file ÷ best of formats on disk: the most there is", ["mapped"], ON_DISK)
     return answer
 
 
@@ -42,6 +43,7 @@ def rack(setting: Setting) -> Answer:
     answer = compare(setting, setting.data(), BATCH, entries(*RACK, *SERVED, "sockets"))
     speed_ratio(answer, "rack tier ÷ best of servers", RACK, SERVED, 4.0)
     speed_ratio(answer, "rack tier ÷ raw sendfile → recv_into", RACK, ["sockets"], 0.85)
+    speed_ratio(answer, "raw sendfile → recv_into ÷ best of servers: the most there is", ["sockets"], SERVED)
     return answer
 
 
