@@ -29,6 +29,7 @@ def draw(out: Path) -> list[Path]:
             figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
             plot(told, axes)
             axes.spines[["top", "right"]].set_visible(False)
+            figure.get_layout_engine().set(rect=(0, 0.03, 1, 0.97))  # room for the line below
             figure.text(0.99, 0.01, _where(told), ha="right", fontsize=7, color="gray")
             drawn.append(out / f"{name}.png")
             figure.savefig(drawn[-1], dpi=120)
@@ -58,7 +59,7 @@ def _throughput(told: Told, axes: Any) -> None:
     for at, name in enumerate(names):
         rounds = [one["bytes_a_second"] / 1e9 for one in told["contenders"][name]["rounds"]]
         axes.plot([min(rounds), max(rounds)], [at, at], color="black", linewidth=1)
-        axes.text(max(rounds), at, f" {speeds[name]:.2f}", va="center", fontsize=8)
+        axes.text(0, at + 0.2, f" {speeds[name]:.2f}", va="center", fontsize=8)
     axes.set_xlabel("GB/s to the loop, every byte copied into a tensor (bar: median of rounds, line: all of them)")
     axes.set_title(told["asks"], fontsize=10)
 
