@@ -13,7 +13,6 @@ import fcntl
 import os
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -45,14 +44,13 @@ from quiver_client.gather import Buffer
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.board import Board
+from quiver_client.tiers.maps import TIDY_SECONDS, Maps
 
-MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold no descriptors
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory
 LOCK_SECONDS_MAX: Final = 60.0  # who holds the lock may be suspended: then somebody else reads the shard as well
 LOCK_POLL_SECONDS: Final = 0.02
 FAILED_SECONDS: Final = 5.0
 FULL_SECONDS: Final = 5.0  # having found no room, do not look again sooner
-TIDY_SECONDS: Final = 2.0  # a file that made way keeps its room while it is mapped: how long it may
 SMOOTHING: Final = 0.2  # of what fills say of the origin
 
 
@@ -114,8 +112,7 @@ class EmbeddedTier:
         self._manifest = manifest
         self._origin = origin
         self.stats = stats
-        self._maps: OrderedDict[int, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
+        self._maps: Maps[None] = Maps()
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = threading.Event()
         self._tidied = time.monotonic()
@@ -133,20 +130,15 @@ class EmbeddedTier:
         self._tidy()
         plan, missing = delivery.plan, delivery.missing()
         shards = np.unique(plan.shards[missing]).tolist()
-        maps = {shard: self._resident(shard) for shard in shards}
-        absent = [shard for shard, view in maps.items() if view is None]
-        self.stats.add("misses_host", len(absent))
-        if len(absent) == 1:
-            maps[absent[0]] = self._filled(absent[0])
-        elif absent:
-            maps.update(zip(absent, self._pool.map(self._filled, absent), strict=True))
-        delivery.put_mapped(missing, {shard: Buffer.of(view) for shard, view in maps.items() if view is not None})
+        here = self._maps.get_all(shards)
+        if len(here) < len(shards):
+            here.update(self._brought([shard for shard in shards if shard not in here]))
+        delivery.put_mapped(missing, here)
 
     def blame(self, delivery: Delivery, bad: Positions) -> None:
         """Verify the shards as a whole: one that is wrong is quarantined and will be filled again."""
         for shard in np.unique(delivery.plan.shards[bad]).tolist():
-            with self._lock:
-                self._maps.pop(shard, None)
+            self._maps.drop(shard)
             with contextlib.suppress(Corrupt, NotFound, DiskFailed, OverCapacity):
                 self.store.check(self._manifest.shard_digest(shard))
 
@@ -168,19 +160,24 @@ class EmbeddedTier:
         """Let go of all maps. A fill that waits for its origin is not waited for: what comes of it is whole or not."""
         self._closing.set()
         self._pool.shutdown(cancel_futures=True)
-        with self._lock:
-            self._maps.clear()
+        self._attend(drop=False)
+        self._maps.clear()
         self.store.close()
 
-    def _resident(self, shard: int) -> memoryview | None:
-        with self._lock:
-            view = self._maps.get(shard)
-            if view is not None:
-                self._maps.move_to_end(shard)
+    def _brought(self, shards: list[int]) -> dict[int, Buffer]:
+        """Map those of the shards that are in the folder, and fill the others; return what is there then."""
+        found = {shard: self._mapped(shard) for shard in shards}
+        absent = [shard for shard, buffer in found.items() if buffer is None]
+        self.stats.add("misses_host", len(absent))
+        if len(absent) == 1:
+            found[absent[0]] = self._filled(absent[0])
+        elif absent:
+            found.update(zip(absent, self._pool.map(self._filled, absent), strict=True))
+        return {shard: buffer for shard, buffer in found.items() if buffer is not None}
+
+    def _mapped(self, shard: int) -> Buffer | None:
+        """Map what the folder has under the shard's name, in place of a map that there may be."""
         digest = self._manifest.shard_digest(shard)
-        if view is not None:
-            self.store.inventory.touched(Kind.SHARD, digest)
-            return view
         try:
             view = self.store.map_file(Kind.SHARD, digest)
         except NotFound:
@@ -192,13 +189,9 @@ class EmbeddedTier:
             self.stats.add("corruptions")
             self.store.quarantine(Kind.SHARD, digest)
             return None
-        with self._lock:
-            self._maps[shard] = view
-            while len(self._maps) > MAPS_MAX:
-                self._maps.popitem(last=False)
-        return view
+        return self._maps.put(shard, view, None)
 
-    def _filled(self, shard: int) -> memoryview | None:
+    def _filled(self, shard: int) -> Buffer | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
         if time.monotonic() < max(self._full_until, self._broken_until, self._failed.get(shard, 0.0)):
             return None
@@ -215,8 +208,7 @@ class EmbeddedTier:
     def _bring(self, shard: int) -> Brought:
         if time.monotonic() < max(self._broken_until, self._failed.get(shard, 0.0)):
             return Brought.FAILED
-        with self._lock:
-            self._maps.pop(shard, None)  # mapped once is not there still
+        self._maps.drop(shard)  # mapped once is not there still
         try:
             here = self._fill(shard) is not None
         except OverCapacity:
@@ -230,15 +222,15 @@ class EmbeddedTier:
         self._full_until = 0.0
         return Brought.HERE if here else Brought.NO_ROOM
 
-    def _fill(self, shard: int) -> memoryview | None:
+    def _fill(self, shard: int) -> Buffer | None:
         """Return the shard, read from the origin unless another process did; ``None`` if it made way at once."""
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         try:
             with _fill_lock(self._locks / digest.hex(), self._closing):
-                view = self._resident(shard)
-                if view is not None:
-                    return view
+                found = self._maps.get(shard) or self._mapped(shard)
+                if found is not None:
+                    return found
                 with self.store.reserve(Kind.SHARD, digest, size_bytes) as writing:
                     source = OriginShards(self._manifest, self._origin())
                     with self.pace.reading(size_bytes):
@@ -252,7 +244,7 @@ class EmbeddedTier:
             self._failed[shard] = time.monotonic() + FAILED_SECONDS
             raise
         self.stats.add("fills")
-        return self._resident(shard)
+        return self._mapped(shard)
 
     def _tidy(self) -> None:
         """Let go of the maps of what made way, now and then: until then its room is not free."""
@@ -260,13 +252,16 @@ class EmbeddedTier:
         if now - self._tidied < TIDY_SECONDS:
             return
         self._tidied = now
-        with self._lock:
-            mapped = list(self._maps)
-        root, digest_of = self.store.root, self._manifest.shard_digest
-        gone = [shard for shard in mapped if not file_of(root, Kind.SHARD, digest_of(shard)).exists()]
-        with self._lock:
-            for shard in gone:
-                self._maps.pop(shard, None)
+        self._attend(drop=True)
+
+    def _attend(self, *, drop: bool) -> None:
+        """Tell the folder what was used, since what was read long ago makes way first; let go of what is gone."""
+        for shard, _, used in self._maps.mapped():
+            digest = self._manifest.shard_digest(shard)
+            if used:
+                self.store.inventory.touched(Kind.SHARD, digest)
+            if drop and not file_of(self.store.root, Kind.SHARD, digest).exists():
+                self._maps.drop(shard)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,9 @@
 
 A file that made way keeps its room on disk for as long as somebody maps it, so who keeps maps also looks now and then
 which of them to let go of (``mapped``, ``drop``). A view that was given out keeps its own map for as long as it lives.
+
+A batch of small samples asks for hundreds of shards at once. So a map is found by one look into one dictionary, and
+what is asked for seldom (notes, which were used) stands apart.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from quiver_client.gather import Buffer
@@ -22,81 +24,87 @@ MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold 
 TIDY_SECONDS: Final = 2.0  # a file that made way keeps its room while it is mapped: how long it may
 
 
-@dataclass(slots=True)
-class _Map(Generic[N]):
-    buffer: Buffer
-    note: N
-    used: bool
-
-
 class Maps(Generic[N]):
     """Views of whole shards by number, each with a note of its keeper's. Safe from threads."""
 
-    def __init__(self, at_most: int = MAPS_MAX) -> None:
-        self._at_most = at_most
-        self._lock = threading.Lock()
-        self._maps: OrderedDict[int, _Map[N]] = OrderedDict()
+    _lock: threading.Lock
+    _buffers: OrderedDict[int, Buffer]  # the least recently used first
+    _notes: dict[int, N]
+    _used: set[int]  # since ``mapped`` was last asked
+
+    def __init__(self, at_most: int | None = None) -> None:
+        self._at_most = MAPS_MAX if at_most is None else at_most
+        self._forget()
         _all.add(self)
 
     def __len__(self) -> int:
-        return len(self._maps)
+        return len(self._buffers)
+
+    def __contains__(self, shard: int) -> bool:
+        return shard in self._buffers
 
     def get(self, shard: int) -> Buffer | None:
         return self.get_all([shard]).get(shard)
 
     def get_all(self, shards: Iterable[int]) -> dict[int, Buffer]:
         """Return those that are mapped, for ``Delivery.put_mapped``."""
-        found = {}
         with self._lock:
-            for shard in shards:
-                mapped = self._maps.get(shard)
-                if mapped is not None:
-                    self._maps.move_to_end(shard)
-                    mapped.used = True
-                    found[shard] = mapped.buffer
+            look, used = self._buffers.get, self._buffers.move_to_end
+            found = {shard: buffer for shard in shards if (buffer := look(shard)) is not None}
+            for shard in found:
+                used(shard)
+            self._used.update(found)
         return found
 
     def put(self, shard: int, view: memoryview, note: N) -> Buffer:
         """Keep a map, in place of an older one of the shard; return it as ``get`` does."""
         buffer = Buffer.of(view)
-        gone: list[_Map[N] | None] = []  # ends outside the lock: to unmap takes the kernel a while
+        gone: list[Buffer | None] = []  # ends outside the lock: to unmap takes the kernel a while
         with self._lock:
-            gone.append(self._maps.pop(shard, None))
-            self._maps[shard] = _Map(buffer, note, used=True)
-            while len(self._maps) > self._at_most:
-                gone.append(self._maps.popitem(last=False)[1])
+            gone.append(self._buffers.pop(shard, None))
+            self._buffers[shard] = buffer
+            self._notes[shard] = note
+            self._used.add(shard)
+            while len(self._buffers) > self._at_most:
+                gone.append(self._removed(next(iter(self._buffers))))
         return buffer
 
     def drop(self, shard: int, note: N | None = None) -> None:
         """Let go of a map; given a note, only if it is the map with this note: there may be a newer one."""
         gone = None
         with self._lock:
-            mapped = self._maps.get(shard)
-            if mapped is not None and (note is None or mapped.note == note):
-                gone = self._maps.pop(shard)
+            if shard in self._buffers and (note is None or self._notes[shard] == note):
+                gone = self._removed(shard)
         del gone
 
     def note(self, shard: int) -> N | None:
-        mapped = self._maps.get(shard)
-        return mapped.note if mapped is not None else None
+        return self._notes.get(shard)
 
     def mapped(self) -> list[tuple[int, N, bool]]:
         """Return what is mapped, with the notes, and whether it was used since this was last asked."""
         with self._lock:
-            found = [(shard, mapped.note, mapped.used) for shard, mapped in self._maps.items()]
-            for mapped in self._maps.values():
-                mapped.used = False
+            found = [(shard, self._notes[shard], shard in self._used) for shard in self._buffers]
+            self._used.clear()
         return found
 
     def clear(self) -> None:
         with self._lock:
-            gone, self._maps = self._maps, OrderedDict()
+            gone, self._buffers = self._buffers, OrderedDict()
+            self._notes.clear()
+            self._used.clear()
         gone.clear()
 
-    def _forget_parents(self) -> None:
-        """In a child that was forked: let go of the parent's maps, which would keep room that the parent gave up."""
+    def _removed(self, shard: int) -> Buffer:
+        del self._notes[shard]
+        self._used.discard(shard)
+        return self._buffers.pop(shard)
+
+    def _forget(self) -> None:
+        """Know of no map. In a child that was forked: of none of its parent's, which would keep room on disk."""
         self._lock = threading.Lock()  # a thread of the parent's may have held it
-        self._maps = OrderedDict()
+        self._buffers = OrderedDict()
+        self._notes = {}
+        self._used = set()
 
 
 _all: weakref.WeakSet[Maps[Any]] = weakref.WeakSet()
@@ -104,7 +112,7 @@ _all: weakref.WeakSet[Maps[Any]] = weakref.WeakSet()
 
 def _forget_parents() -> None:
     for maps in list(_all):
-        maps._forget_parents()
+        maps._forget()
 
 
 os.register_at_fork(after_in_child=_forget_parents)
