@@ -51,7 +51,7 @@ class Result:
     rounds: list[Round] = field(default_factory=list)
 
     def median(self, figure: str) -> float:
-        return median(getattr(one, figure) for one in self.rounds)
+        return float(median(getattr(one, figure) for one in self.rounds))
 
     def encode(self) -> dict[str, Any]:
         figures = [*Round.__dataclass_fields__, "bytes_a_second"]
