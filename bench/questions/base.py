@@ -19,7 +19,7 @@ SAMPLE_BYTES: Final = 110_000
 COUNT: Final = 11_264  # 1.24 GB: stays in the page cache of a small machine, and is far beyond what CPUs cache
 COUNT_QUICK: Final = 1_280
 TOKENS_BATCH: Final = 1024
-TOKENS_COUNT: Final = 262_144  # 1.07 GB
+TOKENS_COUNT: Final = 131_072  # 537 MB
 TOKENS_COUNT_QUICK: Final = 8_192
 Sense = Literal["≥", "≤"]
 
