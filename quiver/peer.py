@@ -36,6 +36,7 @@ from quiver.errors import (
 )
 from quiver.reporting import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
+from quiver.stream import ReadStream
 from quiver.wire import (
     JSON_BYTES_MAX,
     READ_TYPE,
@@ -52,6 +53,7 @@ CONNECT_SECONDS: Final = 2.0
 SILENCE_SECONDS: Final = 10.0  # without a single byte; a daemon answers a batch within its wait and then some
 SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # a peer that drips is given up: elsewhere is faster
 IDLE_CONNECTIONS_MAX: Final = 8
+NO_STREAM_SECONDS: Final = 60.0  # a daemon that took no upgrade is asked by HTTP meanwhile
 U8 = npt.NDArray[np.uint8]
 _RAISED: Final = {kind.code: kind for kind in (BadRequest, Forbidden, NotFound, Misconfigured)}
 
@@ -66,6 +68,9 @@ class PeerClient:
         self._host, self._port = parts.hostname or "", parts.port or 80
         self._silence_seconds = silence_seconds
         self._idle: list[http.client.HTTPConnection] = []
+        self._streams: list[ReadStream] = []
+        self._no_stream_until = 0.0
+        self._closed = False
         self._lock = threading.Lock()
         self._owner = os.getpid()
 
@@ -74,7 +79,8 @@ class PeerClient:
 
     def close(self) -> None:
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle: list[http.client.HTTPConnection | ReadStream] = [*self._idle, *self._streams]
+            self._idle, self._streams, self._closed = [], [], True
         for connection in idle:
             connection.close()
 
@@ -90,6 +96,44 @@ class PeerClient:
 
     def read(self, request: ReadRequest) -> tuple[U8, U8]:
         """Ask for ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back."""
+        stream, fresh = self._stream()
+        if stream is None:
+            return self._read_by_http(request)
+        try:
+            return self._read_by(stream, request)
+        except ConnectionError as error:
+            if fresh:
+                raise self._no_answer(error) from error
+        # The daemon closed an idle connection just then: not its fault, ask once more.
+        stream = self._new_stream()
+        if stream is None:
+            return self._read_by_http(request)
+        try:
+            return self._read_by(stream, request)
+        except ConnectionError as error:
+            raise self._no_answer(error) from error
+
+    def _read_by(self, stream: ReadStream, request: ReadRequest) -> tuple[U8, U8]:
+        """Read, and keep the stream if it can be used again. Lets ``ConnectionError`` through."""
+        good = False
+        try:
+            answer = stream.read(request, SLOWEST_BYTES_PER_SECOND)
+            good = True
+        except OverCapacity:
+            good = True
+            raise
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise self._no_answer(error) from error
+        finally:
+            if good:
+                self._keep(stream)
+            else:
+                stream.close()
+        return answer
+
+    def _read_by_http(self, request: ReadRequest) -> tuple[U8, U8]:
         wait = request.wait_ms / 1000
         with self._asked("POST", "/v1/read", request.encode(), READ_TYPE, wait) as (response, length, deadline):
             count = len(request.ranges)
@@ -204,12 +248,15 @@ class PeerClient:
                 yield response, length, deadline
         except (OSError, http.client.HTTPException) as error:
             connection.close()
-            why = str(error) or type(error).__name__
-            raise Unavailable(self.url, f"does not answer ({why}); is the daemon running there?") from error
+            raise self._no_answer(error) from error
         except BaseException:
             connection.close()
             raise
         self._give_back(connection, response)
+
+    def _no_answer(self, error: Exception) -> Unavailable:
+        why = str(error) or type(error).__name__
+        return Unavailable(self.url, f"does not answer ({why}); is the daemon running there?")
 
     def _checked(self, response: _Response, method: str, deadline: float) -> int:
         """Return the length of a good answer's body; raise what a bad one means."""
@@ -247,11 +294,48 @@ class PeerClient:
 
     def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
         with self._lock:
-            if self._owner != os.getpid():  # a fork: the parent's connections are the parent's
-                self._idle, self._owner = [], os.getpid()
+            self._own()
             if self._idle:
                 return self._idle.pop(), False
         return self._connect(), True
+
+    def _own(self) -> None:
+        """After a fork: the parent's connections are the parent's."""
+        if self._owner != os.getpid():
+            self._idle, self._streams, self._owner = [], [], os.getpid()
+
+    def _stream(self) -> tuple[ReadStream | None, bool]:
+        """Return a connection for reads and whether it is a new one; ``None`` if reads go by HTTP for now."""
+        with self._lock:
+            self._own()
+            if self._streams:
+                return self._streams.pop(), False
+            if time.monotonic() < self._no_stream_until:
+                return None, True
+        return self._new_stream(), True
+
+    def _new_stream(self) -> ReadStream | None:
+        try:
+            sock = socket.create_connection((self._host, self._port), CONNECT_SECONDS)
+        except OSError as error:
+            raise self._unreachable(error) from error
+        stream = None
+        with contextlib.suppress(OSError):
+            stream = ReadStream.upgraded(sock, urlsplit(self.url).netloc, self.name, self._silence_seconds)
+        if stream is None:
+            self._no_stream_until = time.monotonic() + NO_STREAM_SECONDS
+        return stream
+
+    def _keep(self, stream: ReadStream) -> None:
+        with self._lock:
+            if self._owner == os.getpid() and not self._closed and len(self._streams) < IDLE_CONNECTIONS_MAX:
+                self._streams.append(stream)
+                return
+        stream.close()
+
+    def _unreachable(self, error: OSError) -> Unavailable:
+        why = error.strerror or str(error)
+        return Unavailable(self.url, f"cannot be reached ({why}); is the daemon running there?")
 
     def _connect(self) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS, blocksize=1 << 20)
@@ -260,8 +344,7 @@ class PeerClient:
             connection.connect()
         except OSError as error:
             connection.close()
-            why = error.strerror or str(error)
-            raise Unavailable(self.url, f"cannot be reached ({why}); is the daemon running there?") from error
+            raise self._unreachable(error) from error
         return connection
 
     def _give_back(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:

@@ -20,6 +20,7 @@ from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.reads import body_of, read
 from quiver_cacheserver.residency import INLINE_SHARDS_MAX
+from quiver_cacheserver.streams import Streams
 from quiver_cacheserver.transfers import Transfers
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 def make_app(node: Node) -> web.Application:
     """Return the application for a node."""
     transfers = Transfers(node)
+    streams = Streams(node)
     metrics = CollectorRegistry(auto_describe=False)
     metrics.register(Collector(node))
 
@@ -63,11 +65,17 @@ def make_app(node: Node) -> web.Application:
     app.router.add_get("/v1/ring", ring)
     app.router.add_get("/v1/status", status)
     app.router.add_post("/v1/read", batch)
+    app.router.add_get("/v1/stream", streams.serve)
     app.router.add_post("/v1/needs", needs)
     for kind in Kind:
         path = f"/v1/{kind}/{{digest}}"
         app.router.add_get(path, _of(transfers.get, kind))
         app.router.add_put(path, _of(transfers.put, kind))
+
+    async def end_streams(_: web.Application) -> None:
+        streams.close()
+
+    app.on_shutdown.append(end_streams)
     app.router.add_get("/healthz", healthy)
     app.router.add_get("/readyz", ready)
     app.router.add_get("/metrics", numbers)

@@ -7,7 +7,9 @@ status. What is present goes from the page cache to the socket, by a thread (``s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -36,19 +38,29 @@ BODY_SECONDS_MAX: Final = 10.0
 SEND_SECONDS_MAX: Final = 60.0  # a reader that does not take a block in that time is gone
 
 
+Answer = tuple[npt.NDArray[np.uint8], Payload]  # a status per range, and what is to be sent
+
+
 async def read(request: web.Request, node: Node) -> web.StreamResponse:
     """Answer one batched read."""
-    if node.counters.reads_in_flight >= READS_AT_ONCE:
-        node.counters.overloads += 1
-        raise OverCapacity(f"{READS_AT_ONCE} reads are under way", 1.0)
-    node.counters.reads_in_flight += 1
-    try:
+    with under_way(node):
         asked = ReadRequest.decode(await body_of(request, READ_REQUEST_BYTES_MAX))
-        statuses, payload = await _gather(node, asked)
+        statuses, payload = await gather(node, asked)
         headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
         return await respond(request, node, headers, statuses.tobytes(), payload)
+
+
+@contextlib.contextmanager
+def under_way(node: Node) -> Iterator[None]:
+    """Count a read. Raises ``OverCapacity`` if there are too many."""
+    if node.counters.reads_in_flight >= READS_AT_ONCE:
+        node.counters.add("overloads", 1)
+        raise OverCapacity(f"{READS_AT_ONCE} reads are under way", 1.0)
+    node.counters.add("reads_in_flight", 1)
+    try:
+        yield
     finally:
-        node.counters.reads_in_flight -= 1
+        node.counters.add("reads_in_flight", -1)
 
 
 async def body_of(request: web.Request, limit_bytes: int) -> bytes:
@@ -62,8 +74,16 @@ async def body_of(request: web.Request, limit_bytes: int) -> bytes:
         raise BadRequest("the body did not arrive") from error
 
 
-async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8], Payload]:
-    """Return a status per range, and what is to be sent."""
+def at_hand(node: Node, asked: ReadRequest) -> Answer | None:
+    """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
+    if asked.flags or not all(map(node.resident, asked.shards)):
+        return None
+    files = _open_all(node, asked.shards)
+    return None if None in files else _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+
+
+async def gather(node: Node, asked: ReadRequest) -> Answer:
+    """Bring in what is missing, as long as the reader waits for it, and answer."""
     manifest = await node.manifests.get(asked.manifest) if asked.manifest is not None else None
     wanted = asked.shards
     if asked.flags & RECHECK:
@@ -73,41 +93,45 @@ async def _gather(node: Node, asked: ReadRequest) -> tuple[npt.NDArray[np.uint8]
             node.fills.forgo(digest)
     await node.bring(wanted, manifest, asked.wait_ms / 1000)
     loop = asyncio.get_running_loop()
-    numbers = asked.ranges["shard"]
-    read_from = set(numbers.tolist())
+    read_from = set(asked.ranges["shard"].tolist())
     here = [digest if at in read_from and node.resident(digest) else None for at, digest in enumerate(wanted)]
     files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
 
-    absent: list[RangeStatus] = []
+    statuses: list[RangeStatus] = []
+    uploads = 0
     for digest, tried, file in zip(wanted, here, files, strict=True):
         if file is not None:
-            absent.append(RangeStatus.PRESENT)
+            statuses.append(RangeStatus.PRESENT)
         elif tried is not None and node.resident(digest):
-            absent.append(RangeStatus.FAILED)  # it is here, and the disk does not give it out
+            statuses.append(RangeStatus.FAILED)  # it is here, and the disk does not give it out
         else:
-            choose = absent.count(RangeStatus.UPLOAD) < UPLOADS_A_READER
-            absent.append(node.absence(digest, manifest, choose=choose))
-    statuses = np.asarray(absent, np.uint8)[numbers] if len(wanted) else np.zeros(0, np.uint8)
-    sizes = np.asarray([f.size_bytes if f else 0 for f in files], np.uint64)[numbers] if len(wanted) else statuses
+            status = node.absence(digest, manifest, choose=uploads < UPLOADS_A_READER)
+            uploads += status is RangeStatus.UPLOAD
+            statuses.append(status)
+    return _answer(node, asked, files, statuses)
+
+
+def _answer(
+    node: Node, asked: ReadRequest, files: Sequence[OpenFile | None], of_shards: Sequence[RangeStatus]
+) -> Answer:
+    """Return the status of each range, which is its shard's unless it ends past that, and what is present."""
+    numbers = asked.ranges["shard"]
+    statuses = np.asarray([*of_shards, 0], np.uint8)[numbers]
+    sizes = np.asarray([*(file.size_bytes if file else 0 for file in files), 0], np.uint64)[numbers]
     offsets, lengths = asked.ranges["offset"], asked.ranges["length"]
     outside = (offsets > sizes) | (lengths > sizes) | (offsets > sizes - np.minimum(lengths, sizes))
     statuses[(statuses == RangeStatus.PRESENT) & outside] = RangeStatus.BAD_RANGE
     present = statuses == RangeStatus.PRESENT
-    here_at = np.flatnonzero(present)
-    payload = Payload(
-        [file for file in files if file is not None],
-        (np.cumsum([file is not None for file in files]) - 1)[numbers[here_at]],
-        offsets[here_at].astype(np.int64),
-        lengths[here_at].astype(np.int64),
-    )
-    for status in RangeStatus:
-        count = int((statuses == status).sum())
+    opened = [file for file in files if file is not None]
+    place = np.cumsum([file is not None for file in files]) - 1
+    for status, count in enumerate(np.bincount(statuses).tolist()):
         if count:
-            node.counters.count("ranges", status.name.lower(), count)
-    return statuses, payload
+            node.counters.count("ranges", RangeStatus(status).name.lower(), count)
+    which = place[numbers[present]] if len(files) else np.zeros(0, np.int64)
+    return statuses, Payload(opened, which, offsets[present].astype(np.int64), lengths[present].astype(np.int64))
 
 
-def _open_all(node: Node, digests: list[Digest | None]) -> list[OpenFile | None]:
+def _open_all(node: Node, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
     files: list[OpenFile | None] = []
     for digest in digests:
         try:
@@ -149,7 +173,7 @@ async def respond(
 async def _send(line: Line, node: Node, payload: Payload) -> None:
     while not payload.done:
         count, slow = await line.push(payload, node.send_threads)
-        node.counters.served_bytes += count
+        node.counters.add("served_bytes", count)
         if slow:
             async with asyncio.timeout(SEND_SECONDS_MAX):
                 await line.writable()

@@ -36,6 +36,7 @@ class Payload:
 
     def __init__(self, files: Sequence[OpenFile], numbers: Ints, offsets: Ints, lengths: Ints) -> None:
         self.size_bytes = int(lengths.sum())
+        self.head = b""  # sent before the ranges, and not counted
         self._files = files
         self._views: dict[int, memoryview] = {}
         # What is asked for back to back is one range.
@@ -75,13 +76,14 @@ class Payload:
 
     @property
     def done(self) -> bool:
-        return self._next >= len(self._numbers) and (not self._ends or self._sent >= self._ends[-1])
+        sent = not self._ends or self._sent >= self._ends[-1]
+        return sent and self._next >= len(self._numbers) and not self.head
 
     def _prepare(self) -> bool:
         """Have slices that are not sent yet; return whether there are any."""
         if self._ends and self._sent < self._ends[-1]:
             return True
-        part = slice(self._next, self._next + SLICES_MAX)
+        part = slice(self._next, self._next + SLICES_MAX - 1)
         numbers, starts = self._numbers[part], self._offsets[part]
         ends = starts + self._lengths[part]
         for number in np.unique(numbers).tolist():
@@ -90,6 +92,9 @@ class Payload:
         views = self._views
         cuts = zip(numbers.tolist(), starts.tolist(), ends.tolist(), strict=True)
         self._slices = [views[number][start:end] for number, start, end in cuts]
+        if self.head:
+            self._slices.insert(0, memoryview(self.head))
+            self.head = b""
         self._ends = list(accumulate(map(len, self._slices)))
         self._sent, self._next = 0, self._next + len(numbers)
         return bool(self._ends) and self._ends[-1] > 0

@@ -1,0 +1,150 @@
+"""``GET /v1/stream``: connections that carry batched reads and nothing else, each served by a thread of its own.
+
+A read of shards that are here, which is nearly every one, is answered without the event loop: the thread takes the
+request off the socket, and gives the kernel the head of the answer and slices of the files in one call. What has to be
+brought in is asked of the loop, as any other route does, and waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import select
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from aiohttp import web
+
+from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
+from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
+from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.reads import BODY_SECONDS_MAX, SEND_SECONDS_MAX, at_hand, gather, under_way
+
+log = logging.getLogger(__name__)
+
+STREAMS_MAX: Final = 256  # each is a thread, which mostly sleeps; further readers are served by HTTP
+IDLE_SECONDS: Final = 120.0
+ANSWER_SECONDS_MAX: Final = 90.0  # the longest wait that a reader may ask for, and what looking a manifest up takes
+
+
+class Streams:
+    """The open streams of a daemon."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._threads = ThreadPoolExecutor(STREAMS_MAX, thread_name_prefix="quiver-stream")
+        self._sockets: set[socket.socket] = set()
+        self._closed = False
+
+    async def serve(self, request: web.Request) -> web.StreamResponse:
+        """Take a connection over for as long as its reader wants it."""
+        transport = request.transport
+        if request.headers.get("Upgrade", "").lower() != PROTOCOL:
+            raise BadRequest(f"upgrade the connection to {PROTOCOL}, or POST /v1/read")
+        if self._closed or transport is None or len(self._sockets) >= STREAMS_MAX:
+            raise OverCapacity(f"{STREAMS_MAX} streams are open; POST /v1/read", 60.0)
+        transport.set_write_buffer_limits(0)
+        transport.pause_reading()  # from here on the thread reads
+        response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": PROTOCOL})
+        writer = await response.prepare(request)
+        assert writer is not None
+        await writer.drain()
+        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        sock.setblocking(False)
+        self._sockets.add(sock)
+        loop = asyncio.get_running_loop()
+        try:
+            await asyncio.shield(loop.run_in_executor(self._threads, self._run, sock, loop))
+        finally:
+            self._end(sock)
+            transport.abort()
+        return response
+
+    def close(self) -> None:
+        """End all streams. What is being sent is cut off."""
+        self._closed = True
+        for sock in list(self._sockets):
+            self._end(sock)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _end(self, sock: socket.socket) -> None:
+        """Have the thread find its socket at an end; it closes it."""
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    # -- in the stream's thread ---------------------------------------------------------------------------------------
+
+    def _run(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while self._one(sock, loop):
+                pass
+        except (OSError, TimeoutError) as error:
+            log.debug("a stream ended: %s", error)
+        finally:
+            self._sockets.discard(sock)
+            sock.close()
+
+    def _one(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> bool:
+        """Serve one read; return whether there may be another."""
+        head = _receive(sock, SIZE.size, IDLE_SECONDS)
+        if head is None:
+            return False
+        size = SIZE.unpack(head)[0]
+        if size > READ_REQUEST_BYTES_MAX:
+            sock.sendall(refusal_frame(BadRequest(f"a request of {size} bytes; {READ_REQUEST_BYTES_MAX} are the most")))
+            return False
+        body = _receive(sock, size, BODY_SECONDS_MAX)
+        if body is None:
+            return False
+        try:
+            with under_way(self._node):
+                self._answer(sock, loop, ReadRequest.decode(body))
+        except QuiverError as error:
+            sock.sendall(refusal_frame(error))
+            return not isinstance(error, BadRequest)
+        return True
+
+    def _answer(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, asked: ReadRequest) -> None:
+        answer = at_hand(self._node, asked)
+        if answer is None:
+            asking = asyncio.run_coroutine_threadsafe(gather(self._node, asked), loop)
+            try:
+                answer = asking.result(ANSWER_SECONDS_MAX)
+            except TimeoutError:
+                asking.cancel()
+                raise Unavailable(self._node.url, "is not done with a request; ask again") from None
+        statuses, payload = answer
+        payload.head = ranges_frame(statuses, payload.size_bytes)
+        while not payload.done:
+            count, slow = payload.push(sock, [])
+            self._node.counters.add("served_bytes", count)
+            if slow and not _ready(sock, select.POLLOUT, SEND_SECONDS_MAX):
+                raise TimeoutError("the reader does not take it")
+
+
+def _receive(sock: socket.socket, size: int, seconds: float) -> bytearray | None:
+    """Return so many bytes; ``None`` if the reader is gone, or does not send them in time."""
+    data = bytearray(size)
+    view, deadline = memoryview(data), time.monotonic() + seconds
+    while view:
+        try:
+            count = sock.recv_into(view)
+        except BlockingIOError:
+            if not _ready(sock, select.POLLIN, deadline - time.monotonic()):
+                return None
+            continue
+        if not count:
+            return None
+        view = view[count:]
+    return data
+
+
+def _ready(sock: socket.socket, event: int, seconds: float) -> bool:
+    poller = select.poll()
+    poller.register(sock, event)
+    return seconds > 0 and bool(poller.poll(seconds * 1000))

@@ -1,0 +1,173 @@
+"""Batched reads on a connection of their own: what ``POST /v1/read`` says, without HTTP around every batch.
+
+A reader asks ``GET /v1/stream`` to upgrade a connection and from then on sends read requests on it, one after the
+other, each answered by a frame (docs/protocol.md). It saves both ends the parsing of HTTP and the daemon its event
+loop: for a batch of small samples that is most of what a request costs. A daemon that does not take the upgrade, or has
+no connection to spare, is asked by HTTP.
+
+    request   size u32, then the body of ``POST /v1/read``
+    answer    "QRA1", kind u32, size u64; kind 0: a status byte per range, then the bytes of those that are present;
+              kind 1: a ``Refusal`` as JSON                                                       all little-endian
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
+from quiver.wire import ErrorBody, RangeStatus, ReadRequest
+
+PROTOCOL: Final = "quiver-read"
+PATH: Final = "/v1/stream"
+FRAME: Final = struct.Struct("<4sIQ")
+SIZE: Final = struct.Struct("<I")
+MAGIC: Final = b"QRA1"
+RANGES: Final = 0
+REFUSAL: Final = 1
+REFUSAL_BYTES_MAX: Final = 1 << 16
+HEAD_BYTES_MAX: Final = 8 << 10
+HANDSHAKE_SECONDS: Final = 1.0  # what stands between may not know how to upgrade, and say nothing at all
+U8 = npt.NDArray[np.uint8]
+
+
+class Refusal(ErrorBody, frozen=True):
+    """Why a read was not answered; the connection goes on unless the request was a bad one."""
+
+    retry_after_seconds: float = 0.0
+
+
+def refusal_frame(error: QuiverError) -> bytes:
+    after = error.retry_after_seconds if isinstance(error, OverCapacity) else 0.0
+    body = msgspec.json.encode(Refusal(error.code, str(error), after))
+    return FRAME.pack(MAGIC, REFUSAL, len(body)) + body
+
+
+def ranges_frame(statuses: U8, payload_bytes: int) -> bytes:
+    """Return what comes before the bytes of the ranges that are present."""
+    return FRAME.pack(MAGIC, RANGES, len(statuses) + payload_bytes) + statuses.tobytes()
+
+
+class ReadStream:
+    """The reader's end. Blocking; belongs to one thread at a time and to the process that opened it."""
+
+    def __init__(self, sock: socket.socket, name: str, silence_seconds: float) -> None:
+        self._socket = sock
+        self._name = name
+        self._silence_seconds = silence_seconds
+
+    @classmethod
+    def upgraded(cls, sock: socket.socket, host: str, name: str, silence_seconds: float) -> ReadStream | None:
+        """Return the stream that a new connection becomes; ``None``, and it is closed, if the daemon does not do that.
+
+        Raises ``OSError`` if there is no answer at all.
+        """
+        done = False
+        try:
+            sock.settimeout(HANDSHAKE_SECONDS)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(
+                f"GET {PATH} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
+            )
+            if not _is_switched(_head(sock)):
+                return None
+            sock.settimeout(None)  # from here on the kernel keeps the time: see _receive
+            done = True
+            return cls(sock, name, silence_seconds)
+        finally:
+            if not done:
+                sock.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def read(self, request: ReadRequest, slowest_bytes_per_second: int) -> tuple[U8, U8]:
+        """Ask for ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
+
+        Raises what the daemon refused with; ``Corrupt`` for a wrong answer, and ``OSError``: then the stream is over.
+        """
+        body = request.encode()
+        patience = self._silence_seconds + request.wait_ms / 1000
+        self._wait("SNDTIMEO", patience)
+        self._socket.sendall(SIZE.pack(len(body)) + body)
+        count = len(request.ranges)
+        deadline = time.monotonic() + patience
+        head = bytearray(FRAME.size)
+        self._receive(memoryview(head), deadline, patience)
+        magic, kind, size = FRAME.unpack(head)
+        if magic != MAGIC or kind not in (RANGES, REFUSAL):
+            raise Corrupt("an answer that is none", self._name)
+        if kind == REFUSAL:
+            self._refused(size, deadline)
+        if size < count:
+            raise Corrupt(f"an answer of {size} bytes to {count} ranges", self._name)
+        statuses = np.empty(count, np.uint8)
+        self._receive(statuses.data, deadline, self._silence_seconds)
+        present = int(request.ranges["length"][statuses == RangeStatus.PRESENT].sum())
+        if size != count + present:
+            raise Corrupt(f"an answer of {size} bytes where {count + present} belong", self._name)
+        data = np.empty(present, np.uint8)
+        self._receive(data.data, deadline + present / slowest_bytes_per_second, self._silence_seconds)
+        return statuses, data
+
+    def _refused(self, size: int, deadline: float) -> None:
+        if size > REFUSAL_BYTES_MAX:
+            raise Corrupt(f"a refusal of {size} bytes", self._name)
+        body = bytearray(size)
+        self._receive(memoryview(body), deadline, self._silence_seconds)
+        try:
+            told = msgspec.json.decode(body, type=Refusal)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise Corrupt(f"a refusal that cannot be read ({error})", self._name) from error
+        if told.error == OverCapacity.code:
+            raise OverCapacity(f"{self._name}: {told.message}", min(max(told.retry_after_seconds, 0.0), 60.0))
+        if told.error == BadRequest.code:
+            raise BadRequest(f"{self._name}: {told.message}")
+        raise Unavailable(self._name, f"answers {told.error}: {told.message}")
+
+    def _receive(self, out: memoryview, deadline: float, silence_seconds: float) -> None:
+        """Fill ``out`` in as few calls as the kernel makes of it. Neither silence nor a trickle is waited for long."""
+        while out:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("answers too slowly")
+            self._wait("RCVTIMEO", min(left, silence_seconds))
+            try:
+                count = self._socket.recv_into(out, 0, socket.MSG_WAITALL)
+            except BlockingIOError:
+                raise TimeoutError("answers nothing any more") from None
+            if not count:
+                raise ConnectionResetError(f"the answer ends {len(out)} bytes early")
+            out = out[count:]
+
+    def _wait(self, option: str, seconds: float) -> None:
+        microseconds = max(int(seconds * 1e6), 1000)
+        self._socket.setsockopt(
+            socket.SOL_SOCKET, getattr(socket, f"SO_{option}"), struct.pack("ll", *divmod(microseconds, 1_000_000))
+        )
+
+
+def _head(sock: socket.socket) -> bytes:
+    """Return an answer's head, and whatever a daemon that is none sends behind it."""
+    head = b""
+    deadline = time.monotonic() + HANDSHAKE_SECONDS
+    while b"\r\n\r\n" not in head and len(head) < HEAD_BYTES_MAX and time.monotonic() < deadline:
+        more = sock.recv(HEAD_BYTES_MAX)
+        if not more:
+            break
+        head += more
+    return head
+
+
+def _is_switched(head: bytes) -> bool:
+    if not head.endswith(b"\r\n\r\n"):  # a daemon says nothing more until it is asked
+        return False
+    lines = head.decode("latin-1").split("\r\n")
+    named = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+    return lines[0].split(" ")[:2] == ["HTTP/1.1", "101"] and named.get("upgrade", "").lower() == PROTOCOL
