@@ -96,7 +96,8 @@ def test_the_owners_of_the_golden_vectors_have_not_moved() -> None:
 @given(st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=20), st.integers(0, 2**64 - 1))
 def test_the_hash_of_words_is_xxh3(words: list[bytes], seed: int) -> None:
     array = np.frombuffer(b"".join(words), "<u8")
-    assert xxh3_of_words(array, seed).tolist() == [xxhash.xxh3_64_intdigest(word, seed) for word in words]
+    expected = [[xxhash.xxh3_64_intdigest(word, each) for word in words] for each in (seed, 0)]
+    assert xxh3_of_words(array, [seed, 0]).tolist() == expected
 
 
 # Placement -----------------------------------------------------------------------------------------------------------
