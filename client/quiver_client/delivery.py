@@ -62,17 +62,19 @@ class Delivery:
         """Say that the samples at ``positions`` lie in these shards, by number. Those of other shards have not come."""
         if not shards:
             return
+        plan, wanted = self.plan, self.plan.shards[positions]
         numbers = np.fromiter(shards, np.int64, len(shards))
         order = np.argsort(numbers)
-        plan = self.plan
-        rank = np.searchsorted(numbers, plan.shards[positions], sorter=order)
+        rank = np.searchsorted(numbers, wanted, sorter=order)
         which = order[np.minimum(rank, len(order) - 1)]
-        sizes = np.fromiter((len(buffer.view) for buffer in shards.values()), np.int64, len(shards))
-        here = numbers[which] == plan.shards[positions]
-        here &= plan.offsets[positions] + plan.sizes[positions] <= sizes[which]
-        positions = positions[here]
-        self._at[positions] = plan.offsets[positions]
-        self._in[positions] = self._added(list(shards.values())) + which[here]
+        sizes = np.asarray([len(buffer.view) for buffer in shards.values()], np.int64)
+        offsets = plan.offsets[positions]
+        here = (numbers[which] == wanted) & (offsets + plan.sizes[positions] <= sizes[which])
+        first = self._added(list(shards.values()))
+        if not here.all():
+            positions, which, offsets = positions[here], which[here], offsets[here]
+        self._at[positions] = offsets
+        self._in[positions] = first + which
 
     def check(self) -> Positions:
         """Check what came since the last call; return the positions that were wrong, now missing again."""
@@ -94,12 +96,13 @@ class Delivery:
     def views(self, field: int) -> list[memoryview | None]:
         """Return the bytes of a wanted byte field, counted from the plan's first, of each sample; ``None``: it lacks.
 
-        Nothing is copied: a view keeps the mapping or the answer that it is part of in memory.
+        Nothing is copied: a view keeps the mapping or the answer that it is part of in memory. It is read-only, since
+        the same bytes may be another sample's too.
         """
         starts, lengths = self._cuts(slice(None), field)
         ends = (starts + np.maximum(lengths, 0)).tolist()
         cuts = zip(self._in.tolist(), starts.tolist(), ends, lengths.tolist(), strict=True)
-        buffers = [buffer.view for buffer in self._buffers]
+        buffers = [buffer.view.toreadonly() for buffer in self._buffers]
         return [buffers[which][start:end] if length >= 0 else None for which, start, end, length in cuts]
 
     def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
@@ -111,8 +114,9 @@ class Delivery:
         if not len(lengths) or (lengths != lengths[0]).any() or lengths[0] < skip:
             return None
         length = int(lengths[0]) - skip
-        if self._whole is not None:
-            start = int(self.plan.starts[0, field]) + skip
+        firsts = self.plan.starts[:, field]
+        if self._whole is not None and (firsts == firsts[0]).all():
+            start = int(firsts[0]) + skip
             return np.ascontiguousarray(self._whole[:, start : start + length])
         return self._gathered(starts + skip, slice(None), length)
 
@@ -146,9 +150,10 @@ class Delivery:
         for field in range(fields):
             starts, lengths = self._cuts(came, field)
             absent = lengths < 0
-            if together is not None and (lengths == lengths[0]).all():
-                first = int(plan.starts[came[0], field])
-                found = list(map(xxhash.xxh3_64_intdigest, together[:, first : first + max(int(lengths[0]), 0)]))
+            firsts = plan.starts[came, field]
+            if together is not None and (lengths == lengths[0]).all() and (firsts == firsts[0]).all():
+                first, length = int(firsts[0]), max(int(lengths[0]), 0)
+                found = list(map(xxhash.xxh3_64_intdigest, together[:, first : first + length]))
             else:
                 found = self._hashed(xxhash.xxh3_64_intdigest, came, starts, np.where(absent, 0, lengths))
             right &= absent | (np.asarray(found, np.uint64) == expected[:, field])
