@@ -16,7 +16,7 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from quiver.manifest import KEY_FIELD, Field
-from quiver_client.dataset import Dataset
+from quiver_client.dataset import Dataset, as_values
 from quiver_client.delivery import Delivery
 
 Rows = npt.NDArray[np.intp]
@@ -74,7 +74,7 @@ def _stacked(delivery: Delivery, field: Field, at: int) -> torch.Tensor | None:
     rows = delivery.rows(at, field.skip)
     if rows is None:  # some sample lacks it
         return None
-    return torch.from_numpy(rows.view(field.dtype).reshape(len(rows), *field.shape))
+    return torch.from_numpy(as_values(rows, field).reshape(len(rows), *field.shape))
 
 
 def _scalars(column: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -35,10 +36,12 @@ class Dataset(TorchDataset[Any]):
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
     ``"off"`` nothing (shards are verified when they are filled in any case). ``copy=False`` hands byte fields out as
     read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps what
-    it is part of in memory, and is for a ``transform`` or a collate function of this process: it cannot be pickled.
+    it is part of in memory, and is for a ``transform`` or a collate function: sent to another process, as by a loader's
+    worker, it arrives as ``bytes``.
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
-    column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a sample; ``Unavailable`` if neither cache nor origin answers.
+    column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
+    sample; ``Unavailable`` if neither cache nor origin answers.
     """
 
     def __init__(
@@ -63,21 +66,23 @@ class Dataset(TorchDataset[Any]):
         self._owner = 0
         self._lock = threading.Lock()
         self._choose(fields)
+        self._let_views_be_sent()
         self._open(introduce=True)
 
     def __len__(self) -> int:
         return len(self.manifest)
 
     def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
+        return (self._batch if self._makes_samples() else self.__getitems__)([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples at ``indices``: one plan, one request per peer, every sample checked."""
-        rows = self.checked(indices)
-        if not len(rows):
-            return []
-        samples = self._samples(rows, self.read(rows))
-        return list(samples if self._transform is None else map(self._transform, samples))
+        """Return the samples at ``indices``: one plan, one request per peer, every sample checked.
+
+        A subclass that overrides ``__getitem__`` alone is asked for each sample by itself, which takes a request each;
+        one that overrides this method, or a ``transform``, is asked once.
+        """
+        alone = self._makes_samples() and type(self).__getitems__ is Dataset.__getitems__
+        return [self[int(index)] for index in indices] if alone else self._batch(indices)
 
     def __repr__(self) -> str:
         return f"Dataset({str(self._path)!r}, {len(self)} samples, cache={self._cache})"
@@ -139,8 +144,20 @@ class Dataset(TorchDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=threading.Lock())
+        self._let_views_be_sent()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _makes_samples(self) -> bool:
+        """Whether this is of a subclass with a ``__getitem__`` of its own, which may call ours."""
+        return type(self).__getitem__ is not Dataset.__getitem__
+
+    def _batch(self, indices: Sequence[int]) -> list[Any]:
+        rows = self.checked(indices)
+        if not len(rows):
+            return []
+        samples = self._samples(rows, self.read(rows))
+        return list(samples if self._transform is None else map(self._transform, samples))
 
     def _choose(self, fields: Sequence[str] | None) -> None:
         header = self.manifest.header
@@ -162,6 +179,12 @@ class Dataset(TorchDataset[Any]):
         # Each byte field wanted: what it is, and its place among the fields that are read.
         self.blobs = {blobs[at]: (header.blobs[at], at - self._span[0]) for at in chosen} if self._span else {}
 
+    def _let_views_be_sent(self) -> None:
+        """Have ``multiprocessing`` pickle views: a worker that cannot pickle a batch says so on stderr only, and the
+        training loop would wait for that batch for ever."""
+        if not self._copy:
+            ForkingPickler.register(memoryview, _as_bytes)
+
     def _open(self, *, introduce: bool = False) -> Session:
         if self._session is None or self._owner != os.getpid():
             with self._lock:
@@ -171,7 +194,7 @@ class Dataset(TorchDataset[Any]):
         return self._session
 
     def checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
-        """Return indices, negative ones too, as rows in ``0 .. len(self) - 1``. Raises ``IndexError``, ``TypeError``."""
+        """Return indices, negative ones too, as rows of ``len(self)`` samples. Raises ``IndexError``, ``TypeError``."""
         rows = np.asarray(indices)
         if rows.size == 0:
             return np.empty(0, np.intp)
@@ -215,6 +238,18 @@ class Dataset(TorchDataset[Any]):
         return (None if view is None else bytes(view) for view in views) if self._copy else views
 
 
+def _as_bytes(view: memoryview) -> tuple[type[bytes], tuple[bytes]]:
+    return bytes, (view.tobytes(),)
+
+
+def as_values(data: npt.NDArray[np.uint8], field: Field) -> npt.NDArray[Any]:
+    """Return bytes as the values that they are, the last dimension being that of a sample's; copied only if they must.
+
+    A bool is any byte but 0, in numpy as in a file that somebody else wrote; torch wants it to be 1.
+    """
+    return data != 0 if field.dtype == "|b1" else data.view(field.dtype)
+
+
 def _array(view: memoryview, field: Field) -> npt.NDArray[Any]:
     """Return the values of an array field, as an array of its own that may be written to."""
-    return np.frombuffer(bytearray(view), field.dtype).reshape(field.shape or -1)
+    return as_values(np.frombuffer(bytearray(view), np.uint8), field).reshape(field.shape or -1)
