@@ -1,0 +1,68 @@
+"""Bytes that lie anywhere, copied together: what slicing gives."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quiver.store import OpenFile
+from quiver_client.gather import Buffer, gather
+
+contents = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(contents=contents, cuts=st.lists(st.tuples(st.integers(0), st.integers(0)), max_size=40), length=st.integers(0))
+def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
+    contents: list[bytes], cuts: list[tuple[int, int]], length: int
+) -> None:
+    length %= min(map(len, contents)) + 1
+    buffers = [Buffer.of(bytearray(content)) for content in contents]
+    which = [one % len(buffers) for one, _ in cuts]
+    at = [start % (len(contents[one]) - length + 1) for one, (_, start) in zip(which, cuts, strict=True)]
+    addresses = np.asarray([buffers[one].address for one in which], np.int64) + np.asarray(at, np.int64)
+    rows = gather(addresses, length)
+    assert rows.shape == (len(cuts), length)
+    assert rows.dtype == np.uint8
+    assert [row.tobytes() for row in rows] == [
+        contents[one][start : start + length] for one, start in zip(which, at, strict=True)
+    ]
+
+
+def test_what_was_gathered_is_a_copy_that_may_be_written_to() -> None:
+    content = np.arange(100, dtype=np.uint8)
+    rows = gather(np.asarray([Buffer.of(content).address] * 2, np.int64), 10)
+    rows[0] = 7
+    assert rows[1].tolist() == list(range(10)), "equal addresses give rows of their own"
+    assert content[:10].tolist() == list(range(10))
+    content[:] = 9
+    assert rows[1].tolist() == list(range(10))
+
+
+def test_the_first_and_the_last_bytes_of_a_mapped_file_are_within_reach(tmp_path: Path) -> None:
+    content = np.random.default_rng(0).bytes(3 * mmap.PAGESIZE)  # its end is that of the map: what is past it is fatal
+    (tmp_path / "shard").write_bytes(content)
+    buffer = Buffer.of(OpenFile(tmp_path / "shard").map())
+    for length in (1, 100, len(content)):
+        rows = gather(buffer.address + np.asarray([0, len(content) - length]), length)
+        assert [row.tobytes() for row in rows] == [content[:length], content[-length:]]
+
+
+@pytest.mark.parametrize(
+    "data", [b"abc", bytearray(b"abc"), memoryview(b"xabc")[1:], np.asarray([25185, 99], "<u2"), np.empty((2, 0)), b""]
+)
+def test_a_buffer_of_anything_holds_its_bytes_and_keeps_them(data: Any) -> None:
+    buffer = Buffer.of(data)
+    expected = data.tobytes() if hasattr(data, "tobytes") else bytes(data)
+    assert bytes(buffer.view) == expected
+    del data
+    if expected:
+        assert gather(np.asarray([buffer.address]), len(expected))[0].tobytes() == expected
+    else:
+        assert buffer.address == 0
