@@ -15,6 +15,7 @@ import uvloop
 from quiver import __version__
 from quiver.errors import Misconfigured, QuiverError
 from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.memory import give_back_what_is_freed
 from quiver_cacheserver.serve import serve
 
 EXAMPLE = """\b
@@ -79,6 +80,7 @@ def command(**values: Any) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    give_back_what_is_freed()
     uvloop.run(serve(config))
 
 

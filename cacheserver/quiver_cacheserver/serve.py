@@ -10,9 +10,9 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -25,6 +25,7 @@ from quiver.store import Kind, Store
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.handoff import Handoff, bound
+from quiver_cacheserver.memory import let_go_of_row_groups
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
 
@@ -112,13 +113,17 @@ async def _serve(
             if started is not None:
                 await started(node)
             async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(_scrub(node)), tasks.create_task(node.residency.run())]
+                running = [tasks.create_task(work) for work in _background(node)]
                 await stop.wait()
                 for task in running:
                     task.cancel()
             await _drain(config, node)
     finally:
         await runner.cleanup()
+
+
+def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
+    return [_scrub(node), node.residency.run(), let_go_of_row_groups(node)]
 
 
 def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:

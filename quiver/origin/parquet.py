@@ -1,7 +1,7 @@
 """Samples in Parquet files. Their bytes are compressed in pages, so what is read is a row group's columns, decoded.
 
 Neighbouring shards cut from one row group would each read it whole; the last few decoded ones are kept for them
-(``KEPT_BYTES_MAX``), so that shards filled in origin order read each row group once.
+(``kept``), so that shards filled in origin order read each row group once.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quiver.errors import Changed
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import NullInside, array_type, as_bytes
 from quiver.origin.base import Extent, ObjectStore
+from quiver.origin.kept import kept
 from quiver.origin.samples import naming_samples
 
-KEPT_BYTES_MAX: Final = 256 << 20
 FILES_OPEN_MAX: Final = 64
 
 
@@ -35,8 +35,7 @@ class ParquetOrigin:
         self._store = store
         self._columns = [field.column for field in manifest.header.blobs]
         self._files: OrderedDict[int, _File] = OrderedDict()
-        self._groups: OrderedDict[tuple[int, int], list[pa.Array[Any]]] = OrderedDict()
-        self._lock = threading.Lock()  # one reader at a time: decoding is where the time goes, and the cache is shared
+        self._lock = threading.Lock()  # one reader at a time: what one decodes the next one finds
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
         rows = np.asarray(blobs, np.intp)
@@ -58,6 +57,7 @@ class ParquetOrigin:
         return read_bytes
 
     def close(self) -> None:
+        kept.let_go(self)
         self._store.close()
 
     def _value(self, column: pa.Array[Any], row: int, size: int, number: int) -> memoryview:
@@ -78,18 +78,12 @@ class ParquetOrigin:
         group = int(np.searchsorted(file.firsts, row, "right")) - 1
         if row >= file.rows:
             raise Changed(file.url, "lost rows")
-        columns = self._groups.get((number, group))
+        columns = kept.get((self, number, group))
         if columns is None:
             columns = file.columns(group, self._columns)
             delivered += file.take_read_bytes()
-            self._groups[number, group] = columns
-            while len(self._groups) > 1 and self._kept_bytes() > KEPT_BYTES_MAX:
-                self._groups.popitem(last=False)
-        self._groups.move_to_end((number, group))
+            kept.put((self, number, group), columns)
         return columns, row - int(file.firsts[group]), delivered
-
-    def _kept_bytes(self) -> int:
-        return sum(column.nbytes for columns in self._groups.values() for column in columns)
 
 
 class _File:
@@ -173,13 +167,13 @@ class _ObjectFile(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
-    def read(self, size: int | None = -1) -> bytes:  # pyarrow wants the bytes, never None
+    def read(self, size: int | None = -1) -> Any:  # pyarrow takes any buffer, without a copy, and never None
         left = max(self._size - self._at, 0)
         take = left if size is None or size < 0 else min(size, left)
         data = bytearray(take)
         self.read_bytes += self._store.read([Extent(self._path, self._at, take)], memoryview(data)) if take else 0
         self._at += take
-        return bytes(data)
+        return data
 
     def readinto(self, buffer: Any) -> int:
         data = self.read(len(buffer))

@@ -1,0 +1,39 @@
+"""The memory of a daemon: what a fill took goes back to the system when the fill is done.
+
+Serving takes none: bytes go from the page cache to the socket. A fill takes its shard, and for Parquet a row group as
+it lies in the file and as it is decoded; so ``FILL_THREADS`` times that is the most, and the row groups that are kept
+(``quiver.origin.kept``) for neighbouring shards as long as fills go on. See docs/adr/0010.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Final
+
+import pyarrow as pa
+
+from quiver.malloc import M_MMAP_THRESHOLD, tune
+from quiver.origin.kept import kept
+from quiver_cacheserver.node import Node
+
+LARGE_BYTES: Final = 128 << 10  # where glibc begins; by itself it goes up to 32 MiB with what it sees freed
+KEPT_SECONDS: Final = 10.0  # without a fill that read a row group: then no neighbour follows
+
+
+def give_back_what_is_freed() -> None:
+    """Have large pieces of memory mapped one by one, so that each is gone when it is freed. Once, as a process begins.
+
+    For Arrow as well, whose own allocator keeps what it had at its most, for each thread. What the user set holds.
+    """
+    tune({M_MMAP_THRESHOLD: LARGE_BYTES})
+    if "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
+        pa.set_memory_pool(pa.system_memory_pool())
+
+
+async def let_go_of_row_groups(node: Node) -> None:
+    """Drop decoded row groups once fills are done, for ever."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(KEPT_SECONDS / 4)
+        await loop.run_in_executor(node.disk_threads, kept.let_go_if_idle, KEPT_SECONDS)

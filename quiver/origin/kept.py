@@ -1,0 +1,72 @@
+"""The last few decoded row groups of Parquet files, kept between fills: one bounded place for all origins of a process.
+
+Neighbouring shards cut from one row group would each read and decode it whole. What is kept is of use while fills go
+on; a daemon lets go of it afterwards, since serving needs none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import OrderedDict
+from typing import Any, Final
+
+KEPT_BYTES_MAX: Final = 256 << 20  # fills at the same time, of shards side by side, need a few large row groups
+
+Columns = list[Any]  # arrays of pyarrow's, one for each field of blobs
+Key = tuple[object, int, int]  # whose it is (compared by identity), the number of the file, the number of the row group
+
+
+class Kept:
+    """Row groups by last use. Safe from threads; in a child that was forked it is empty."""
+
+    def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self.forget()
+
+    def __repr__(self) -> str:
+        return f"Kept({len(self._groups)} row groups, {self.size_bytes} bytes)"
+
+    def forget(self) -> None:
+        """Begin anew, with a lock that nobody holds."""
+        self._lock = threading.RLock()  # the collector of garbage may close an origin inside any of this
+        self._groups: OrderedDict[Key, tuple[Columns, int]] = OrderedDict()
+        self._used = time.monotonic()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(size_bytes for _, size_bytes in list(self._groups.values()))
+
+    def get(self, key: Key) -> Columns | None:
+        with self._lock:
+            columns, size_bytes = self._groups.pop(key, (None, 0))
+            if columns is not None:
+                self._groups[key] = columns, size_bytes
+                self._used = time.monotonic()
+            return columns
+
+    def put(self, key: Key, columns: Columns) -> None:
+        """Keep it; let go of what was used longest ago, but never of the last one, however large it is."""
+        with self._lock:
+            self._groups[key] = columns, sum(column.nbytes for column in columns)
+            self._used = time.monotonic()
+            while len(self._groups) > 1 and self.size_bytes > self._bytes_max:
+                self._groups.popitem(last=False)
+
+    def let_go(self, owner: object) -> None:
+        """Drop what is one owner's."""
+        with self._lock:
+            for key in list(self._groups):
+                if key[0] is owner:
+                    self._groups.pop(key, None)
+
+    def let_go_if_idle(self, seconds: float) -> None:
+        """Drop everything if nobody asked for any of it in that time."""
+        with self._lock:
+            if time.monotonic() - self._used >= seconds:
+                self._groups.clear()
+
+
+kept: Final = Kept()
+os.register_at_fork(after_in_child=kept.forget)
