@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-import io
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quiver.manifest import Manifest
-from quiver.manifest.schema import ARRAY_DTYPES
 from quiver.store import Kind
-from quiver.store.inventory import file_of
+from quiver.store.inventory import FolderInventory, file_of
 from quiver_client import DataLoader, Dataset, index
 from quiver_client import delivery as delivery_module
 from quiver_client.columns import Columns
@@ -217,40 +216,6 @@ def test_a_dataset_that_makes_its_samples_itself_is_not_read_by_columns(
     made.close()
 
 
-# -- arrays in files --------------------------------------------------------------------------------------------------
-
-
-def write_arrays(where: Path, arrays: list[np.ndarray[Any, Any]]) -> Path:
-    (where / "data").mkdir(parents=True)
-    for number, array in enumerate(arrays):
-        np.save(where / "data" / f"{number:03}.npy", array)
-    index(where / "data", where / "arrays.quiver", format="files")
-    return where / "arrays.quiver"
-
-
-@pytest.mark.parametrize("dtype", ARRAY_DTYPES)
-@pytest.mark.parametrize("shape", [(3, 2), ()], ids=str)
-def test_arrays_in_files_are_stacked_as_numpy_loads_them(
-    dataset: Make, tmp_path: Path, dtype: str, shape: tuple[int, ...]
-) -> None:
-    rng = np.random.default_rng(0)
-    arrays = [np.asarray(rng.integers(0, 2 if dtype == "|b1" else 100, shape)).astype(dtype) for _ in range(12)]
-    made = dataset(write_arrays(tmp_path, arrays), f"file://{tmp_path}/cache?capacity=1MiB")
-    rows = [3, 0, 11, 3]
-    ((name, stacked),) = Columns(made).__getitems__(rows).items()
-    loaded = np.stack([np.load(tmp_path / "data" / f"{row:03}.npy") for row in rows])
-    assert same(stacked, torch.from_numpy(loaded))
-    assert [np.load(io.BytesIO(made[row][name])).tolist() for row in rows] == loaded.tolist()
-
-
-def test_a_bool_that_somebody_wrote_as_another_byte_than_one_is_true(dataset: Make, tmp_path: Path) -> None:
-    odd = [np.asarray([0, 1, 2, 255], np.uint8).view(bool), np.asarray([1, 0, 0, 128], np.uint8).view(bool)]
-    made = dataset(write_arrays(tmp_path, odd), f"file://{tmp_path}/cache?capacity=1MiB")
-    ((_, stacked),) = Columns(made).__getitems__([0, 1]).items()
-    assert stacked.dtype == torch.bool
-    assert stacked.view(torch.uint8).tolist() == [[0, 1, 1, 1], [1, 0, 0, 1]]
-
-
 # -- views ------------------------------------------------------------------------------------------------------------
 
 
@@ -343,28 +308,35 @@ def test_wrong_bytes_of_small_samples_are_found_gathered_or_not(
     with Daemon(tmp_path / "data", origins=[manifest.parent], capacity="64MiB") as daemon:
         root = tmp_path / ("data" if where == "rack" else "cache")
         cache = daemon.url if where == "rack" else f"file://{root}?capacity=64MiB"
-        made, trusting = (dataset(manifest, cache, fields=EVEN, verify=verify) for verify in ("fast", "off"))
-        rows = list(range(SAMPLES))
-        expected = batch_of(truth, rows, EVEN)
-        for each in (made, trusting):
-            assert same(Columns(each).__getitems__(rows), expected)
-        flipped = [0, 17, 18, 90]
-        for row in flipped:
-            plan = made.read(made.checked([row])).plan  # type: ignore[union-attr]
-            path = file_of(root, Kind.SHARD, made.manifest.shard_digest(int(plan.shards[0])))
-            path.chmod(0o600)
-            with path.open("r+b") as file:
-                file.seek(int(plan.offsets[0]) + 3)
-                (byte,) = file.read(1)
-                file.seek(-1, 1)
-                file.write(bytes([byte ^ 1]))
-        odd = Columns(trusting).__getitems__(rows)["tokens"] != expected["tokens"]
-        assert odd.any(1).nonzero().flatten().tolist() == flipped, "the fault is really there"
-        batch, samples = Columns(made).__getitems__(rows), made.__getitems__(rows)
-        assert same(batch, expected)
-        assert all(same(sample["tokens"], truth["tokens"][row]) for row, sample in enumerate(samples))
-        assert made.stats()["corruptions"] >= len(flipped)
-        assert trusting.stats()["corruptions"] == 0
+        made = dataset(manifest, cache, fields=EVEN)
+        expected = batch_of(truth, range(SAMPLES), EVEN)
+        assert same(Columns(made).__getitems__(range(SAMPLES)), expected)
+        for flipped in ([40], [0, 17, 18, 90]):
+            flip(made, root, flipped)
+            trusting = dataset(manifest, cache, fields=EVEN, verify="off")
+            odd = Columns(trusting).__getitems__(range(SAMPLES))["tokens"] != expected["tokens"]
+            assert odd.any(1).nonzero().flatten().tolist() == flipped, "the fault is really there"
+            before = made.stats()["corruptions"]
+            assert same(Columns(made).__getitems__(range(SAMPLES)), expected)
+            assert made.stats()["corruptions"] >= before + len(flipped)
+            samples = made.__getitems__(range(SAMPLES))
+            assert all(same(sample["tokens"], truth["tokens"][row]) for row, sample in enumerate(samples))
+        if where == "host":
+            assert made.stats()["samples_origin"] == 0, "the shards were mended"
+
+
+def flip(made: Dataset, root: Path, rows: list[int]) -> None:
+    """Change a byte of each of these samples in the files of a cache."""
+    for row in rows:
+        delivery = made.read(made.checked([row]))
+        assert delivery is not None
+        path = file_of(root, Kind.SHARD, made.manifest.shard_digest(int(delivery.plan.shards[0])))
+        path.chmod(0o600)
+        with path.open("r+b") as file:
+            file.seek(int(delivery.plan.offsets[0]) + 3)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
 
 
 def test_maps_are_bounded_and_closed(
@@ -376,5 +348,30 @@ def test_maps_are_bounded_and_closed(
         assert same(Columns(made).__getitems__(rows), batch_of(truth, list(rows), EVEN)), "of more shards than maps"
         assert mapped_under(tmp_path / "cache") <= 3
     assert mapped_under(tmp_path / "cache") == 3
+    tier = tier_of(made)
     made.close()
     assert mapped_under(tmp_path / "cache") == 0
+    assert not len(tier._maps), "and not only because nobody has the tier any more"
+
+
+@pytest.mark.parametrize("then", ["read", "close"])
+def test_what_is_read_through_maps_counts_as_read_for_those_who_share_the_folder(
+    dataset: Make, manifest: Path, tmp_path: Path, then: str
+) -> None:
+    made = dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=EVEN)
+    Columns(made).__getitems__(range(SAMPLES))
+    tier, (used, unused) = tier_of(made), shards_of(made)[:2]
+    tier._tidied = 0.0
+    Columns(made).__getitems__(range(SAMPLES))  # which tells of all that was read until now
+    files = [file_of(tier.store.root, Kind.SHARD, digest) for digest in (used, unused)]
+    for file in files:
+        os.utime(file, (1, 1))
+    cast(FolderInventory, tier.store.inventory)._touched.clear()
+    list(tier._maps.mapped())
+    Columns(made).__getitems__([0])
+    if then == "read":
+        tier._tidied = 0.0
+        Columns(made).__getitems__([0])
+    else:
+        made.close()
+    assert [file.stat().st_mtime > 1 for file in files] == [True, False]
