@@ -14,7 +14,6 @@ from typing import Final
 
 # <malloc.h>
 M_TRIM_THRESHOLD: Final = -1  # bytes free at the top of an arena, past which they go back to the system
-M_TOP_PAD: Final = -2  # bytes that are left there, and taken beyond what is asked for
 M_MMAP_THRESHOLD: Final = -3  # from this size on a piece is a mapping of its own, which is gone when it is freed
 MMAP_THRESHOLD_BYTES_MAX: Final = 32 << 20  # glibc refuses more: half a heap of a thread's arena
 

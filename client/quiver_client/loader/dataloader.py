@@ -21,6 +21,7 @@ from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
+from quiver_client.memory import keep_what_is_freed
 
 PREFETCH_BATCHES: Final = 2
 Batches = ThreadedBatches | NumberedBatches
@@ -149,6 +150,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self.num_workers:
             batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
         else:
+            keep_what_is_freed()
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
         passing = _Pass(self.order, epoch, batches)
         self._passing = weakref.ref(passing)
