@@ -94,8 +94,7 @@ class ReadStream:
         """
         body = request.encode()
         patience = self._silence_seconds + request.wait_ms / 1000
-        self._wait("SNDTIMEO", patience)
-        self._socket.sendall(SIZE.pack(len(body)) + body)
+        self._send(memoryview(SIZE.pack(len(body)) + body), time.monotonic() + patience)
         count = len(request.ranges)
         deadline = time.monotonic() + patience
         head = bytearray(FRAME.size)
@@ -131,6 +130,15 @@ class ReadStream:
             raise BadRequest(f"{self._name}: {told.message}")
         raise Unavailable(self._name, f"answers {told.error}: {told.message}")
 
+    def _send(self, data: memoryview, deadline: float) -> None:
+        """Send all of it by the deadline: ``sendall`` has none while a byte goes now and then."""
+        while data:
+            self._wait("SNDTIMEO", max(deadline - time.monotonic(), 0.0))
+            try:
+                data = data[self._socket.send(data) :]
+            except BlockingIOError:
+                raise TimeoutError("takes no request") from None
+
     def _receive(self, out: memoryview, deadline: float, silence_seconds: float) -> None:
         """Fill ``out`` in as few calls as the kernel makes of it. Neither silence nor a trickle is waited for long."""
         while out:
@@ -157,7 +165,8 @@ def _head(sock: socket.socket) -> bytes:
     """Return an answer's head, and whatever a daemon that is none sends behind it."""
     head = b""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
-    while b"\r\n\r\n" not in head and len(head) < HEAD_BYTES_MAX and time.monotonic() < deadline:
+    while b"\r\n\r\n" not in head and len(head) < HEAD_BYTES_MAX and (left := deadline - time.monotonic()) > 0:
+        sock.settimeout(left)
         more = sock.recv(HEAD_BYTES_MAX)
         if not more:
             break

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from aiohttp import web
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity
+from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     FORGO,
@@ -153,19 +153,20 @@ async def respond(
     if transport is None:
         raise ConnectionResetError("the reader is gone")
     transport.set_write_buffer_limits(0)  # what is drained has left the process: the rest goes past the transport
-    writer = await response.prepare(request)
-    assert writer is not None
-    if first:
-        await writer.write(first)
-    await writer.drain()
-    if payload is not None and payload.size_bytes:
-        try:
+    try:
+        async with asyncio.timeout(SEND_SECONDS_MAX):
+            writer = await response.prepare(request)
+            assert writer is not None
+            if first:
+                await writer.write(first)
+            await writer.drain()
+        if payload is not None and payload.size_bytes:
             with Line(transport) as line:
                 await _send(line, node, payload)
-        except (OSError, TimeoutError) as error:
-            log.warning("an answer was cut off: %s", error or "the reader does not take it")
-            transport.abort()
-            raise ConnectionResetError("cut off") from error
+    except (OSError, QuiverError) as error:
+        log.warning("an answer was cut off: %s", str(error) or "the reader does not take it")
+        transport.abort()
+        raise ConnectionResetError("cut off") from error
     await response.write_eof()
     return response
 

@@ -14,7 +14,7 @@ import os
 import select
 import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Final
 
 from aiohttp import web
@@ -23,7 +23,8 @@ from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
 from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import BODY_SECONDS_MAX, SEND_SECONDS_MAX, at_hand, gather, under_way
+from quiver_cacheserver.reads import BODY_SECONDS_MAX, SEND_SECONDS_MAX, Answer, at_hand, gather, under_way
+from quiver_cacheserver.sending import Payload
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class Streams:
         try:
             while self._one(sock, loop):
                 pass
-        except (OSError, TimeoutError) as error:
+        except (OSError, CancelledError) as error:
             log.debug("a stream ended: %s", error)
         finally:
             self._sockets.discard(sock)
@@ -103,13 +104,14 @@ class Streams:
             return False
         try:
             with under_way(self._node):
-                self._answer(sock, loop, ReadRequest.decode(body))
+                statuses, payload = self._answer(loop, ReadRequest.decode(body))
+                payload.head = ranges_frame(statuses, payload.size_bytes)
+                return self._send(sock, payload)
         except QuiverError as error:
             sock.sendall(refusal_frame(error))
             return not isinstance(error, BadRequest)
-        return True
 
-    def _answer(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, asked: ReadRequest) -> None:
+    def _answer(self, loop: asyncio.AbstractEventLoop, asked: ReadRequest) -> Answer:
         answer = at_hand(self._node, asked)
         if answer is None:
             asking = asyncio.run_coroutine_threadsafe(gather(self._node, asked), loop)
@@ -118,13 +120,22 @@ class Streams:
             except TimeoutError:
                 asking.cancel()
                 raise Unavailable(self._node.url, "is not done with a request; ask again") from None
-        statuses, payload = answer
-        payload.head = ranges_frame(statuses, payload.size_bytes)
-        while not payload.done:
-            count, slow = payload.push(sock, [])
-            self._node.counters.add("served_bytes", count)
-            if slow and not _ready(sock, select.POLLOUT, SEND_SECONDS_MAX):
-                raise TimeoutError("the reader does not take it")
+        return answer
+
+    def _send(self, sock: socket.socket, payload: Payload) -> bool:
+        """Send an answer; return whether it went out whole. What fails here can only cut it off: see ``respond``."""
+        uncounted = len(payload.head)
+        try:
+            while not payload.done:
+                count, slow = payload.push(sock, [])
+                self._node.counters.add("served_bytes", max(count - uncounted, 0))
+                uncounted = max(uncounted - count, 0)
+                if slow and not _ready(sock, select.POLLOUT, SEND_SECONDS_MAX):
+                    raise TimeoutError("the reader does not take it")
+        except (OSError, QuiverError) as error:
+            log.warning("an answer was cut off: %s", error)
+            return False
+        return True
 
 
 def _receive(sock: socket.socket, size: int, seconds: float) -> bytearray | None:
