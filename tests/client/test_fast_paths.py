@@ -67,9 +67,10 @@ def tier_of(made: Dataset) -> EmbeddedTier:
     return cast(EmbeddedTier, made._open().tiers[0])
 
 
-def mapped_under(folder: Path) -> int:
+def mapped_under(folder: Path, of_these: str = "") -> int:
+    """How many files under a folder are mapped, removed ones too, or ``(deleted)`` ones only."""
     gc.collect()
-    return sum(str(folder) in line for line in Path("/proc/self/maps").read_text().splitlines())
+    return sum(str(folder) in line and of_these in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 # -- batches by columns -----------------------------------------------------------------------------------------------
@@ -297,6 +298,21 @@ def test_a_shard_that_was_evicted_while_mapped_is_read_on_and_filled_again_once_
     assert same(Columns(made).__getitems__(rows), expected)
     assert made.stats()["fills"] == 2 * count
     assert mapped_under(tmp_path / "cache") == count, "the old maps are gone, the new ones are there"
+
+
+def test_a_map_of_a_file_in_whose_place_there_is_another_keeps_no_room(
+    dataset: Make, manifest: Path, truth: Truth, tmp_path: Path
+) -> None:
+    made, theirs = (dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=EVEN) for _ in range(2))
+    Columns(made).__getitems__(range(SAMPLES))
+    evict(theirs)
+    Columns(theirs).__getitems__(range(SAMPLES))  # which brings all of it in again
+    theirs.close()
+    assert mapped_under(tmp_path / "cache", "(deleted)") == made.manifest.shard_count
+    tier_of(made)._tidied = 0.0
+    assert same(Columns(made).__getitems__(range(SAMPLES)), batch_of(truth, range(SAMPLES), EVEN))
+    assert mapped_under(tmp_path / "cache", "(deleted)") == 0
+    assert mapped_under(tmp_path / "cache") == made.manifest.shard_count
 
 
 @pytest.mark.parametrize("gathered", [True, False])

@@ -112,7 +112,7 @@ class EmbeddedTier:
         self._manifest = manifest
         self._origin = origin
         self.stats = stats
-        self._maps: Maps[None] = Maps()
+        self._maps: Maps[int] = Maps()  # with the inodes: a shard that was brought in again is another file
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = threading.Event()
         self._tidied = time.monotonic()
@@ -178,6 +178,7 @@ class EmbeddedTier:
     def _mapped(self, shard: int) -> Buffer | None:
         """Map what the folder has under the shard's name, in place of a map that there may be."""
         digest = self._manifest.shard_digest(shard)
+        inode = _inode(file_of(self.store.root, Kind.SHARD, digest))  # first: one that is too old is not kept for long
         try:
             view = self.store.map_file(Kind.SHARD, digest)
         except NotFound:
@@ -189,7 +190,7 @@ class EmbeddedTier:
             self.stats.add("corruptions")
             self.store.quarantine(Kind.SHARD, digest)
             return None
-        return self._maps.put(shard, view, None)
+        return self._maps.put(shard, view, inode)
 
     def _filled(self, shard: int) -> Buffer | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
@@ -256,12 +257,20 @@ class EmbeddedTier:
 
     def _attend(self, *, drop: bool) -> None:
         """Tell the folder what was used, since what was read long ago makes way first; let go of what is gone."""
-        for shard, _, used in self._maps.mapped():
+        for shard, inode, used in self._maps.mapped():
             digest = self._manifest.shard_digest(shard)
             if used:
                 self.store.inventory.touched(Kind.SHARD, digest)
-            if drop and not file_of(self.store.root, Kind.SHARD, digest).exists():
-                self._maps.drop(shard)
+            if drop and inode != (_inode(file_of(self.store.root, Kind.SHARD, digest)) or -1):
+                self._maps.drop(shard, inode)
+
+
+def _inode(path: Path) -> int:
+    """Return which file has this name, 0 if none has."""
+    try:
+        return path.stat(follow_symlinks=False).st_ino
+    except OSError:
+        return 0
 
 
 @contextlib.contextmanager
