@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -96,6 +96,23 @@ class Pace:
         )
 
 
+class _File(NamedTuple):
+    """Which file a map is of: a shard that made way and was brought in again is another one by the same name."""
+
+    path: str
+    inode: int  # 0: it was not there
+
+    @classmethod
+    def at(cls, path: str) -> _File:
+        try:
+            return cls(path, os.lstat(path).st_ino)
+        except OSError:
+            return cls(path, 0)
+
+    def is_there(self) -> bool:
+        return self.inode != 0 and self == _File.at(self.path)
+
+
 class EmbeddedTier:
     """Shards in a local folder. One per process and dataset."""
 
@@ -112,7 +129,7 @@ class EmbeddedTier:
         self._manifest = manifest
         self._origin = origin
         self.stats = stats
-        self._maps: Maps[int] = Maps()  # with the inodes: a shard that was brought in again is another file
+        self._maps: Maps[_File] = Maps()
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = threading.Event()
         self._tidied = time.monotonic()
@@ -178,7 +195,7 @@ class EmbeddedTier:
     def _mapped(self, shard: int) -> Buffer | None:
         """Map what the folder has under the shard's name, in place of a map that there may be."""
         digest = self._manifest.shard_digest(shard)
-        inode = _inode(file_of(self.store.root, Kind.SHARD, digest))  # first: one that is too old is not kept for long
+        file = _File.at(str(file_of(self.store.root, Kind.SHARD, digest)))  # first: one that is too old is let go of
         try:
             view = self.store.map_file(Kind.SHARD, digest)
         except NotFound:
@@ -190,7 +207,7 @@ class EmbeddedTier:
             self.stats.add("corruptions")
             self.store.quarantine(Kind.SHARD, digest)
             return None
-        return self._maps.put(shard, view, inode)
+        return self._maps.put(shard, view, file)
 
     def _filled(self, shard: int) -> Buffer | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
@@ -257,20 +274,11 @@ class EmbeddedTier:
 
     def _attend(self, *, drop: bool) -> None:
         """Tell the folder what was used, since what was read long ago makes way first; let go of what is gone."""
-        for shard, inode, used in self._maps.mapped():
-            digest = self._manifest.shard_digest(shard)
+        for shard, file, used in self._maps.mapped():
             if used:
-                self.store.inventory.touched(Kind.SHARD, digest)
-            if drop and inode != (_inode(file_of(self.store.root, Kind.SHARD, digest)) or -1):
-                self._maps.drop(shard, inode)
-
-
-def _inode(path: Path) -> int:
-    """Return which file has this name, 0 if none has."""
-    try:
-        return path.stat(follow_symlinks=False).st_ino
-    except OSError:
-        return 0
+                self.store.inventory.touched(Kind.SHARD, self._manifest.shard_digest(shard))
+            if drop and not file.is_there():
+                self._maps.drop(shard, file)
 
 
 @contextlib.contextmanager
