@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -22,6 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver.errors import DiskFailed
 from quiver.store import OpenFile
 
 SLICES_MAX: Final = 1024  # of one call: the kernel's IOV_MAX
@@ -54,8 +56,8 @@ class Payload:
     def push(self, sock: socket.socket, stopped: list[bool]) -> tuple[int, bool]:
         """In a thread: send what the reader takes; return how many bytes that were, and whether he is to be waited for.
 
-        ``stopped`` ends it at the next turn once there is something in it. Raises ``OSError``: of the reader's socket,
-        or ``EFAULT`` of a disk that does not give out what it holds.
+        ``stopped`` ends it at the next turn once there is something in it. Raises ``OSError`` of the reader's socket,
+        and ``DiskFailed`` of a disk that does not give out what it holds.
         """
         poller = select.poll()
         poller.register(sock, select.POLLOUT)
@@ -70,6 +72,10 @@ class Payload:
                 if not poller.poll(PATIENCE_MS):
                     return total, True
                 continue
+            except OSError as error:
+                if error.errno == errno.EFAULT:  # a page that cannot be had is told of as an address that is none
+                    raise DiskFailed("a shard's file cannot be read, or became shorter") from error
+                raise
             self._sent += count
             total += count
         return total, False
@@ -122,7 +128,7 @@ class Line:
             return await asyncio.shield(pushing)
         except asyncio.CancelledError:
             stopped.append(True)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, DiskFailed):
                 await pushing
             raise
 
