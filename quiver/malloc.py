@@ -31,8 +31,9 @@ def _glibc() -> ctypes.CDLL | None:
     try:
         glibc, process = ctypes.CDLL("libc.so.6"), ctypes.CDLL(None)
         glibc.gnu_get_libc_version  # noqa: B018 - another C library has none
-        addresses = {ctypes.cast(library.malloc, ctypes.c_void_p).value for library in (glibc, process)}
-        return glibc if len(addresses) == 1 else None
+        # Whoever replaces malloc replaces this too. An interpreter may have an address of its own for malloc itself.
+        of_both = [ctypes.cast(library.malloc_usable_size, ctypes.c_void_p).value for library in (glibc, process)]
+        return glibc if of_both[0] == of_both[1] else None
     except (OSError, AttributeError):
         return None
 

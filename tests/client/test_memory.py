@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ PAGES = BATCH * SAMPLE_BYTES // os.sysconf("SC_PAGE_SIZE")  # 1,718 of a batch
 READS = """
 import resource, sys
 from quiver_client import DataLoader, Dataset
-loader = DataLoader(Dataset(sys.argv[1], cache=sys.argv[2], fields=["image"]), batch_size=int(sys.argv[3]), shuffle=True)
+dataset = Dataset(sys.argv[1], cache=sys.argv[2], fields=["image"])
+loader = DataLoader(dataset, batch_size=int(sys.argv[3]), shuffle=True)
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):
@@ -80,6 +82,11 @@ def test_malloc_keeps_what_it_is_told_to_keep() -> None:
     tuned, faults = faults_of(TUNES)
     assert tuned == "True"
     assert float(faults) < 50
+
+
+@pytest.mark.skipif(find_library("jemalloc") is None, reason="no other malloc is installed")
+def test_another_malloc_is_left_alone() -> None:
+    assert faults_of(TUNES, LD_PRELOAD=str(find_library("jemalloc")))[0] == "False"
 
 
 @pytest.mark.parametrize(("name", "value"), USERS_OWN.items(), ids=list(USERS_OWN))
