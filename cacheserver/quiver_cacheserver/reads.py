@@ -128,7 +128,9 @@ def _answer(
         if count:
             node.counters.count("ranges", RangeStatus(status).name.lower(), count)
     which = place[numbers[present]] if len(files) else np.zeros(0, np.int64)
-    return statuses, Payload(opened, which, offsets[present].astype(np.int64), lengths[present].astype(np.int64))
+    payload = Payload(opened, which, offsets[present].astype(np.int64), lengths[present].astype(np.int64))
+    payload.shards = [digest for digest, file in zip(asked.shards, files, strict=True) if file is not None]
+    return statuses, payload
 
 
 def _open_all(node: Node, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
@@ -165,6 +167,8 @@ async def respond(
                 await _send(line, node, payload)
     except (OSError, QuiverError) as error:
         log.warning("an answer was cut off: %s", str(error) or "the reader does not take it")
+        if payload is not None and isinstance(error, DiskFailed):
+            node.suspect(payload.shards)  # or every reader of them would be cut off
         transport.abort()
         raise ConnectionResetError("cut off") from error
     await response.write_eof()

@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver.digest import Digest
 from quiver.errors import DiskFailed
 from quiver.store import OpenFile
 
@@ -39,6 +40,7 @@ class Payload:
     def __init__(self, files: Sequence[OpenFile], numbers: Ints, offsets: Ints, lengths: Ints) -> None:
         self.size_bytes = int(lengths.sum())
         self.head = b""  # sent before the ranges, and not counted
+        self.shards: Sequence[Digest] = ()  # that the files are, to be verified again if one cannot be read
         self._files = files
         self._views: dict[int, memoryview] = {}
         # What is asked for back to back is one range.

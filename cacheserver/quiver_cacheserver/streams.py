@@ -19,7 +19,7 @@ from typing import Final
 
 from aiohttp import web
 
-from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BadRequest, DiskFailed, OverCapacity, QuiverError, Unavailable
 from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.node import Node
@@ -106,7 +106,7 @@ class Streams:
             with under_way(self._node):
                 statuses, payload = self._answer(loop, ReadRequest.decode(body))
                 payload.head = ranges_frame(statuses, payload.size_bytes)
-                return self._send(sock, payload)
+                return self._send(sock, loop, payload)
         except QuiverError as error:
             sock.sendall(refusal_frame(error))
             return not isinstance(error, BadRequest)
@@ -122,7 +122,7 @@ class Streams:
                 raise Unavailable(self._node.url, "is not done with a request; ask again") from None
         return answer
 
-    def _send(self, sock: socket.socket, payload: Payload) -> bool:
+    def _send(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, payload: Payload) -> bool:
         """Send an answer; return whether it went out whole. What fails here can only cut it off: see ``respond``."""
         uncounted = len(payload.head)
         try:
@@ -134,6 +134,8 @@ class Streams:
                     raise TimeoutError("the reader does not take it")
         except (OSError, QuiverError) as error:
             log.warning("an answer was cut off: %s", error)
+            if isinstance(error, DiskFailed):
+                loop.call_soon_threadsafe(self._node.suspect, payload.shards)
             return False
         return True
 

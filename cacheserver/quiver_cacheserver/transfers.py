@@ -47,6 +47,7 @@ class Transfers:
             )
         headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
         whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
+        whole.shards = [digest] if kind is Kind.SHARD else []
         return await respond(request, self._node, headers, b"", whole if request.method == "GET" else None)
 
     async def put(self, request: web.Request, kind: Kind) -> web.Response:
