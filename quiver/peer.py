@@ -302,6 +302,8 @@ class PeerClient:
     def _own(self) -> None:
         """After a fork: the parent's connections are the parent's."""
         if self._owner != os.getpid():
+            for stream in self._streams:
+                stream.close()  # this process's end of it: a thread of the daemon's waits until nobody has one
             self._idle, self._streams, self._owner = [], [], os.getpid()
 
     def _stream(self) -> tuple[ReadStream | None, bool]:

@@ -576,6 +576,7 @@ def test_a_child_does_not_use_its_parents_stream(daemon: Daemon) -> None:
             slices(peer, 1, 100)
             assert peer._streams
             assert stream not in peer._streams
+            assert stream._socket.fileno() == -1, "the daemon would not see the parent close it"
 
         process = context.Process(target=child)
         process.start()
