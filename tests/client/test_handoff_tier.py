@@ -605,13 +605,30 @@ def test_a_user_who_may_not_use_the_socket_reads_over_tcp(dataset: Make, small: 
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-def test_a_socket_that_a_stranger_put_into_somebody_elses_folder_is_not_used(
-    dataset: Make, small: Files, own: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("uids", [(321, 0), (321, 4321), (4321, 0), (4321, 4321), (1000, 1000), (65534, 65534)])
+def test_a_socket_that_a_stranger_put_there_is_not_used(
+    dataset: Make,
+    small: Files,
+    own: Daemon,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    uids: tuple[int, int],
 ) -> None:
-    os.chown(tmp_path / "s", 4321, 4321)
+    """Neither in somebody else's folder nor in his own: he could change a file after it was checked."""
+    owner, of_folder = uids
+    os.chown(tmp_path / "s", owner, owner)
+    os.chown(tmp_path, of_folder, of_folder)
     read_over_tcp(dataset(small.manifest, own.url, fields=FIELDS), small)
-    assert "4321" in caplog.text
-    os.chown(tmp_path, 4321, 4321)  # the folder is the daemon's user's as well: all right
+    assert f"belongs to user {owner}" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize(("owner", "of_folder"), [(0, 4321), (321, 321), (999, 999)])
+def test_a_socket_of_root_or_of_a_system_account_in_its_own_folder_is_used(
+    dataset: Make, small: Files, own: Daemon, tmp_path: Path, owner: int, of_folder: int
+) -> None:
+    os.chown(tmp_path / "s", owner, owner)
+    os.chown(tmp_path, of_folder, of_folder)
     made = dataset(small.manifest, own.url, fields=FIELDS)
     read_all(made, small)
     assert made.stats()["samples_host"] == 60

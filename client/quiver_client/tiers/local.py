@@ -28,6 +28,7 @@ ASKED_MAX: Final = 16  # daemons asked what their sockets are
 ASK_SECONDS: Final = 60.0
 SILENT_SECONDS: Final = 5.0
 SILENT_SECONDS_MAX: Final = 60.0
+SYSTEM_UID_MAX: Final = 999  # SYS_UID_MAX: accounts that an administrator made for services
 
 
 class LocalDaemon:
@@ -137,8 +138,9 @@ class LocalDaemons:
     def _is_trusted(self, path: str) -> bool:
         """Whether a socket is there, and not one that just anybody put there.
 
-        What a stranger passes may be wrong, which is found, and may be shortened while it is mapped, which ends this
-        process. So the socket is root's, this user's, or that of the folder's owner.
+        Who passes a file can change it after it was checked here, which nobody finds, and shorten it while it is
+        mapped, which ends this process. So whoever runs the daemon is trusted as the machine's administrator is: he is
+        root, this user, or a system account whose folder it is. Any other account may have made a folder of its own.
         """
         try:
             found, folder = os.lstat(path), Path(path).parent.stat()
@@ -146,9 +148,13 @@ class LocalDaemons:
             return False  # the usual case: a daemon of another host
         if not stat.S_ISSOCK(found.st_mode):
             return False
-        if found.st_uid in (0, os.geteuid(), folder.st_uid):
+        if found.st_uid in (0, os.geteuid()) or (found.st_uid == folder.st_uid and found.st_uid <= SYSTEM_UID_MAX):
             return True
-        self._stats.warn("socket", f"{path}: belongs to user {found.st_uid}, and its folder to another; not used")
+        self._stats.warn(
+            "socket",
+            f"{path}: belongs to user {found.st_uid}, who is neither root, nor you, nor a system account in a folder "
+            "of its own; not used, reading over TCP",
+        )
         return False
 
     def _ask_for_sockets(self, ring: Ring) -> None:
