@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -18,6 +19,7 @@ from aiohttp import web
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
+from quiver.peer import SLOWEST_BYTES_PER_SECOND
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     FORGO,
@@ -35,7 +37,7 @@ log = logging.getLogger(__name__)
 
 READS_AT_ONCE: Final = 128
 BODY_SECONDS_MAX: Final = 10.0
-SEND_SECONDS_MAX: Final = 60.0  # a reader that does not take a block in that time is gone
+SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``patience``
 
 
 Answer = tuple[npt.NDArray[np.uint8], Payload]  # a status per range, and what is to be sent
@@ -78,8 +80,11 @@ def at_hand(node: Node, asked: ReadRequest) -> Answer | None:
     """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
     if asked.flags or not all(map(node.resident, asked.shards)):
         return None
-    files = _open_all(node, asked.shards)
-    return None if None in files else _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+    read_from = _read_from(asked)
+    files = _open_all(node, read_from)
+    if files.count(None) > read_from.count(None):
+        return None
+    return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
 
 
 async def gather(node: Node, asked: ReadRequest) -> Answer:
@@ -93,8 +98,7 @@ async def gather(node: Node, asked: ReadRequest) -> Answer:
             node.fills.forgo(digest)
     await node.bring(wanted, manifest, asked.wait_ms / 1000)
     loop = asyncio.get_running_loop()
-    read_from = set(asked.ranges["shard"].tolist())
-    here = [digest if at in read_from and node.resident(digest) else None for at, digest in enumerate(wanted)]
+    here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
     files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
 
     statuses: list[RangeStatus] = []
@@ -133,6 +137,12 @@ def _answer(
     return statuses, payload
 
 
+def _read_from(asked: ReadRequest) -> list[Digest | None]:
+    """Return the shards that a range is of; ``None`` for the others, which need no open file however many are named."""
+    read_from = set(asked.ranges["shard"].tolist())
+    return [digest if at in read_from else None for at, digest in enumerate(asked.shards)]
+
+
 def _open_all(node: Node, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
     files: list[OpenFile | None] = []
     for digest in digests:
@@ -153,7 +163,7 @@ async def respond(
     response = web.StreamResponse(headers=headers)
     transport = request.transport
     if transport is None:
-        raise ConnectionResetError("the reader is gone")
+        return response  # the reader is gone, as the server finds when it starts to send
     transport.set_write_buffer_limits(0)  # what is drained has left the process: the rest goes past the transport
     try:
         async with asyncio.timeout(SEND_SECONDS_MAX):
@@ -166,19 +176,43 @@ async def respond(
             with Line(transport) as line:
                 await _send(line, node, payload)
     except (OSError, QuiverError) as error:
-        log.warning("an answer was cut off: %s", str(error) or "the reader does not take it")
-        if payload is not None and isinstance(error, DiskFailed):
+        if cut_off(error) and payload is not None:
             node.suspect(payload.shards)  # or every reader of them would be cut off
         transport.abort()
-        raise ConnectionResetError("cut off") from error
+        response.force_close()
+        return response  # an error raised here would be logged once more, with a traceback for each reader who goes
     await response.write_eof()
     return response
 
 
 async def _send(line: Line, node: Node, payload: Payload) -> None:
+    began, sent = time.monotonic(), 0
     while not payload.done:
         count, slow = await line.push(payload, node.send_threads)
         node.counters.add("served_bytes", count)
-        if slow:
-            async with asyncio.timeout(SEND_SECONDS_MAX):
-                await line.writable()
+        sent += count
+        if not payload.done:
+            seconds = patience(began, sent)
+            if slow:
+                async with asyncio.timeout(seconds):
+                    await line.writable()
+
+
+def patience(began: float, sent_bytes: int) -> float:
+    """Return how many seconds a reader is waited for now. Raises ``TimeoutError`` if he has had them.
+
+    One who takes a little now and then would otherwise hold one of the reads that may be under way for as long as he
+    likes. So whatever was sent, it took no longer than it takes at the rate at which readers themselves give up.
+    """
+    left = began + SEND_SECONDS_MAX + sent_bytes / SLOWEST_BYTES_PER_SECOND - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the reader takes it too slowly")
+    return min(left, SEND_SECONDS_MAX)
+
+
+def cut_off(error: OSError | QuiverError) -> bool:
+    """Log why an answer ends early; return whether its shards are to be verified again."""
+    gone = isinstance(error, ConnectionError)  # a reader who ended, of which there may be thousands, and no fault here
+    level = logging.DEBUG if gone else logging.WARNING
+    log.log(level, "an answer was cut off: %s", str(error) or "the reader does not take it")
+    return isinstance(error, DiskFailed)

@@ -14,6 +14,7 @@ import errno
 import os
 import select
 import socket
+import time
 from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import Executor
@@ -29,6 +30,7 @@ from quiver.store import OpenFile
 
 SLICES_MAX: Final = 1024  # of one call: the kernel's IOV_MAX
 STINT_BYTES: Final = 16 << 20  # then it is the next reader's turn
+STINT_SECONDS: Final = 1.0  # or then: a reader may take little at a time without ever being waited for
 PATIENCE_MS: Final = 20  # of a thread; a reader who is slower is waited for without one
 
 Ints = npt.NDArray[np.int64]
@@ -63,8 +65,8 @@ class Payload:
         """
         poller = select.poll()
         poller.register(sock, select.POLLOUT)
-        total = 0
-        while total < STINT_BYTES and not stopped and self._prepare():
+        total, ends_at = 0, time.monotonic() + STINT_SECONDS
+        while total < STINT_BYTES and time.monotonic() < ends_at and not stopped and self._prepare():
             first = bisect_right(self._ends, self._sent)
             vector = self._slices[first:]
             vector[0] = vector[0][self._sent - (self._ends[first - 1] if first else 0) :]

@@ -17,19 +17,20 @@ import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Final
 
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
-from quiver.errors import BadRequest, DiskFailed, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
 from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import BODY_SECONDS_MAX, SEND_SECONDS_MAX, Answer, at_hand, gather, under_way
+from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, at_hand, cut_off, gather, patience, under_way
 from quiver_cacheserver.sending import Payload
 
 log = logging.getLogger(__name__)
 
 STREAMS_MAX: Final = 256  # each is a thread, which mostly sleeps; further readers are served by HTTP
 IDLE_SECONDS: Final = 120.0
+PIECE_BYTES: Final = 64 << 10  # what a request may take up before it has come
 ANSWER_SECONDS_MAX: Final = 90.0  # the longest wait that a reader may ask for, and what looking a manifest up takes
 
 
@@ -45,8 +46,8 @@ class Streams:
     async def serve(self, request: web.Request) -> web.StreamResponse:
         """Take a connection over for as long as its reader wants it."""
         transport = request.transport
-        if request.headers.get("Upgrade", "").lower() != PROTOCOL:
-            raise BadRequest(f"upgrade the connection to {PROTOCOL}, or POST /v1/read")
+        if not _is_upgrade(request):
+            raise BadRequest(f"upgrade an HTTP/1.1 connection to {PROTOCOL} and send no body, or POST /v1/read")
         if self._closed or transport is None or len(self._sockets) >= STREAMS_MAX:
             raise OverCapacity(f"{STREAMS_MAX} streams are open; POST /v1/read", 60.0)
         transport.set_write_buffer_limits(0)
@@ -125,35 +126,52 @@ class Streams:
     def _send(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, payload: Payload) -> bool:
         """Send an answer; return whether it went out whole. What fails here can only cut it off: see ``respond``."""
         uncounted = len(payload.head)
+        began, sent = time.monotonic(), 0
         try:
             while not payload.done:
                 count, slow = payload.push(sock, [])
                 self._node.counters.add("served_bytes", max(count - uncounted, 0))
                 uncounted = max(uncounted - count, 0)
-                if slow and not _ready(sock, select.POLLOUT, SEND_SECONDS_MAX):
-                    raise TimeoutError("the reader does not take it")
+                sent += count
+                if not payload.done:
+                    seconds = patience(began, sent)
+                    if slow and not _ready(sock, select.POLLOUT, seconds):
+                        raise TimeoutError("the reader does not take it")
         except (OSError, QuiverError) as error:
-            log.warning("an answer was cut off: %s", error)
-            if isinstance(error, DiskFailed):
+            if cut_off(error):
                 loop.call_soon_threadsafe(self._node.suspect, payload.shards)
             return False
         return True
 
 
+def _is_upgrade(request: web.Request) -> bool:
+    """Whether a request asks for a stream: what it says of a body would be taken for the stream's first request."""
+    wishes = ",".join(request.headers.getall("Connection", [])).lower().split(",")
+    has_body = request.body_exists or request.content_length or "Transfer-Encoding" in request.headers
+    return (
+        request.version == HttpVersion11
+        and "upgrade" in [wish.strip() for wish in wishes]
+        and request.headers.get("Upgrade", "").lower() == PROTOCOL
+        and not has_body
+    )
+
+
 def _receive(sock: socket.socket, size: int, seconds: float) -> bytearray | None:
-    """Return so many bytes; ``None`` if the reader is gone, or does not send them in time."""
-    data = bytearray(size)
-    view, deadline = memoryview(data), time.monotonic() + seconds
-    while view:
+    """Return so many bytes; ``None`` if the reader is gone, or does not send them in time.
+
+    Room is made for what comes and not for what was announced: four bytes of a reader's would cost megabytes here.
+    """
+    data, deadline = bytearray(), time.monotonic() + seconds
+    while len(data) < size:
         try:
-            count = sock.recv_into(view)
+            piece = sock.recv(min(size - len(data), PIECE_BYTES))
         except BlockingIOError:
             if not _ready(sock, select.POLLIN, deadline - time.monotonic()):
                 return None
             continue
-        if not count:
+        if not piece:
             return None
-        view = view[count:]
+        data += piece
     return data
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import os
 import re
 import socket
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
@@ -154,6 +156,7 @@ def test_a_read_by_stream_is_the_read_by_http(lone: Daemon, files: Files, filled
         rows += [(shard, offset + i * size, size) for i in range(cuts)]
     rows = data.draw(st.permutations(rows)) if data.draw(st.booleans()) else rows
     rows *= data.draw(st.sampled_from([1, 1, 1, 40]))  # more than one call of the kernel's takes
+    shards += data.draw(st.lists(st.sampled_from(filled), max_size=3))  # named, and no range is of them
     request = asking(shards, rows, 20_000, flags, manifest=manifest)
     with client(lone.url) as peer, client(lone.url, by_http=True) as plain:
         statuses, got = read_by_stream(peer, request)
@@ -283,13 +286,58 @@ def test_an_idle_stream_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch,
         assert rest_of(sock, 1) == b""
 
 
-@pytest.mark.parametrize("headers", [{}, {"Connection": "Upgrade", "Upgrade": "websocket"}, {"Upgrade": "h2c"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Connection": "Upgrade", "Upgrade": "websocket"},
+        {"Upgrade": "h2c"},
+        {"Upgrade": PROTOCOL},
+        {"Connection": "keep-alive, upgrades", "Upgrade": PROTOCOL},
+    ],
+)
 def test_only_an_upgrade_to_this_protocol_is_taken(daemon: Daemon, headers: dict[str, str]) -> None:
     status, body, _ = daemon.ask("GET", PATH, headers=headers)
     assert status == 400
     assert b'"bad_request"' in body
     assert PROTOCOL.encode() in body
     assert daemon.ask("POST", PATH, b"", {"Upgrade": PROTOCOL})[0] == 405
+
+
+@pytest.mark.parametrize(
+    ("version", "more", "status"),
+    [
+        ("1.1", "", 101),
+        ("1.1", "Connection: keep-alive\r\n", 101),
+        ("1.1", "Content-Length: 0\r\n", 101),
+        ("1.0", "", 400),
+        ("1.1", "Content-Length: 30\r\n", 400),
+        ("1.1", "Transfer-Encoding: chunked\r\n", 400),
+    ],
+)
+def test_an_upgrade_is_http_1_1_and_has_no_body(daemon: Daemon, version: str, more: str, status: int) -> None:
+    """A body would be taken for the stream's first request."""
+    with socket.create_connection(daemon.address, 20) as sock:
+        head = f"GET {PATH} HTTP/{version}\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n{more}\r\n"
+        sock.sendall(head.encode())
+        assert rest_of(sock, 12).endswith(b" %d" % status)
+
+
+@contextlib.contextmanager
+def asked_slowly(address: tuple[str, int], request: ReadRequest, by_http: bool) -> Iterator[socket.socket]:
+    """A connection on which so much was asked, and that takes little at a time."""
+    if not by_http:
+        with connected(address, 4096) as sock:
+            ask(sock, request)
+            yield sock
+        return
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(20)
+        sock.connect(address)
+        body = request.encode()
+        sock.sendall(b"POST /v1/read HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        yield sock
 
 
 # -- limits, in a daemon within this process --------------------------------------------------------------------------
@@ -386,6 +434,41 @@ def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(
         assert peer._streams == [kept]
 
 
+def test_a_request_takes_up_what_came_of_it_and_not_what_was_announced(tmp_path: Path) -> None:
+    with in_process(tmp_path) as address, connected(address) as sock:
+        tracemalloc.start()
+        try:
+            sock.sendall(SIZE.pack(READ_REQUEST_BYTES_MAX) + b"QRD1")
+            sock.shutdown(socket.SHUT_WR)
+            assert rest_of(sock, 1) == b""
+            assert tracemalloc.get_traced_memory()[1] < READ_REQUEST_BYTES_MAX / 4
+        finally:
+            tracemalloc.stop()
+
+
+@pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
+def test_a_shard_that_is_named_and_not_read_from_is_not_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_http: bool
+) -> None:
+    opened: list[Digest] = []
+    open_file = Store.open_file
+
+    def noted(self: Store, kind: Kind, digest: Digest) -> OpenFile:
+        opened.append(digest)
+        return open_file(self, kind, digest)
+
+    monkeypatch.setattr(Store, "open_file", noted)
+    request = asking([BIG, SMALL, BIG], [(1, 0, 500), (1, 490, 10), (1, len(SMALL_DATA), 1)])
+    with (
+        in_process(tmp_path, {SMALL: SMALL_DATA, BIG: BIG_DATA}) as address,
+        client(url_of(address), by_http=by_http) as peer,
+    ):
+        statuses, got = peer.read(request)
+    assert statuses.tolist() == [RangeStatus.PRESENT, RangeStatus.PRESENT, RangeStatus.BAD_RANGE]
+    assert got.tobytes() == SMALL_DATA[:500] + SMALL_DATA[490:500]
+    assert opened == [SMALL]
+
+
 @pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
 def test_a_shard_that_cannot_be_mapped_midway_cuts_the_answer_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, by_http: bool
@@ -430,20 +513,43 @@ def test_a_reader_who_takes_nothing_for_long_is_cut_off(
     by_http: bool,
     request_: ReadRequest,
 ) -> None:
-    for module in (reads, streams):
-        monkeypatch.setattr(module, "SEND_SECONDS_MAX", 0.2)
-    body = request_.encode()
-    with in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address:
-        if by_http:
-            with socket.socket() as sock:
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                sock.connect(address)
-                sock.sendall(b"POST /v1/read HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-                until(lambda: "does not take it" in caplog.text)
-        else:
-            with connected(address, 4096) as sock:
-                ask(sock, request_)
-                until(lambda: "does not take it" in caplog.text)
+    monkeypatch.setattr(reads, "SEND_SECONDS_MAX", 0.2)
+    with in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address, asked_slowly(address, request_, by_http):
+        until(lambda: "does not take it" in caplog.text)
+
+
+@pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
+def test_a_reader_who_takes_a_little_now_and_then_is_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, by_http: bool
+) -> None:
+    """Each of them would have one of the reads that may be under way for as long as he likes."""
+    monkeypatch.setattr(reads, "SEND_SECONDS_MAX", 1.0)
+    with (
+        in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address,
+        asked_slowly(address, WHOLE, by_http) as sock,
+    ):
+        taken, began = 0, time.monotonic()
+
+        def is_cut_off() -> bool:
+            nonlocal taken
+            with contextlib.suppress(ConnectionError):
+                taken += len(sock.recv(1_000))
+            return "an answer was cut off: the reader" in caplog.text
+
+        until(is_cut_off)
+        assert time.monotonic() - began > 0.9
+        assert 5_000 < taken < len(BIG_DATA), "it was never waited for long"
+
+
+@pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
+def test_readers_who_hang_up_are_no_warnings(tmp_path: Path, caplog: pytest.LogCaptureFixture, by_http: bool) -> None:
+    """Their number is theirs to choose, and nothing is wrong here."""
+    caplog.set_level(logging.DEBUG)
+    with in_process(tmp_path, {BIG: BIG_DATA}) as address:
+        with asked_slowly(address, WHOLE, by_http) as sock:
+            assert rest_of(sock, 100)
+        until(lambda: "an answer was cut off" in caplog.text)
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # -- the daemon ends, or its disk does --------------------------------------------------------------------------------
