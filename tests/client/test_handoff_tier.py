@@ -623,7 +623,7 @@ def test_a_socket_that_a_stranger_put_there_is_not_used(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
-@pytest.mark.parametrize(("owner", "of_folder"), [(0, 4321), (321, 321), (999, 999)])
+@pytest.mark.parametrize(("owner", "of_folder"), [(0, 4321), (321, 321), (999, 999), (61184, 61184)])
 def test_a_socket_of_root_or_of_a_system_account_in_its_own_folder_is_used(
     dataset: Make, small: Files, own: Daemon, tmp_path: Path, owner: int, of_folder: int
 ) -> None:

@@ -28,7 +28,7 @@ ASKED_MAX: Final = 16  # daemons asked what their sockets are
 ASK_SECONDS: Final = 60.0
 SILENT_SECONDS: Final = 5.0
 SILENT_SECONDS_MAX: Final = 60.0
-SYSTEM_UID_MAX: Final = 999  # SYS_UID_MAX: accounts that an administrator made for services
+SERVICE_UIDS: Final = (range(1, 1000), range(61184, 65520))  # SYS_UID_MAX; and what systemd gives to DynamicUser=
 
 
 class LocalDaemon:
@@ -148,7 +148,8 @@ class LocalDaemons:
             return False  # the usual case: a daemon of another host
         if not stat.S_ISSOCK(found.st_mode):
             return False
-        if found.st_uid in (0, os.geteuid()) or (found.st_uid == folder.st_uid and found.st_uid <= SYSTEM_UID_MAX):
+        is_service = any(found.st_uid in uids for uids in SERVICE_UIDS)
+        if found.st_uid in (0, os.geteuid()) or (is_service and found.st_uid == folder.st_uid):
             return True
         self._stats.warn(
             "socket",
