@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import blake3
 import numpy as np
@@ -18,13 +18,11 @@ import numpy.typing as npt
 import xxhash
 
 from quiver.plan import Ints, Plan
-from quiver_client.gather import Buffer, gather
+from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather
 
 T = TypeVar("T")
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
-
-GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed as fast where it lies
 
 
 class Delivery:
@@ -55,8 +53,7 @@ class Delivery:
         inside = (offsets >= 0) & (offsets + self.plan.sizes[positions] <= len(buffer.view))
         if not inside.all():
             positions, offsets = positions[inside], offsets[inside]
-        self._at[positions] = offsets
-        self._in[positions] = self._added([buffer])
+        self._put(positions, [buffer], 0, offsets)
 
     def put_mapped(self, positions: Positions, shards: Mapping[int, Buffer]) -> None:
         """Say that the samples at ``positions`` lie in these shards, by number. Those of other shards have not come."""
@@ -70,11 +67,9 @@ class Delivery:
         sizes = np.asarray([len(buffer.view) for buffer in shards.values()], np.int64)
         offsets = plan.offsets[positions]
         here = (numbers[which] == wanted) & (offsets + plan.sizes[positions] <= sizes[which])
-        first = self._added(list(shards.values()))
         if not here.all():
             positions, which, offsets = positions[here], which[here], offsets[here]
-        self._at[positions] = offsets
-        self._in[positions] = first + which
+        self._put(positions, list(shards.values()), which, offsets)
 
     def check(self) -> Positions:
         """Check what came since the last call; return the positions that were wrong, now missing again."""
@@ -108,7 +103,8 @@ class Delivery:
     def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
         """Return a field of all samples as one array ``(n, bytes)``, without the first ``skip`` bytes of each.
 
-        ``None`` if they are not of one size, or if some sample lacks the field. The array is nobody else's.
+        ``None`` if they are not of one size, or if some sample lacks the field. The array may be written to; views that
+        were taken of small samples may be of it.
         """
         starts, lengths = self._cuts(slice(None), field)
         if not len(lengths) or (lengths != lengths[0]).any() or lengths[0] < skip:
@@ -122,18 +118,19 @@ class Delivery:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _added(self, buffers: list[Buffer]) -> int:
+    def _put(self, positions: Positions, buffers: list[Buffer], which: Positions | int, offsets: Ints) -> None:
+        """As one step: what one thread puts must not be found with where another one put it."""
         with self._lock:
+            self._at[positions] = offsets
+            self._in[positions] = len(self._buffers) + which
             self._buffers += buffers
-            return len(self._buffers) - len(buffers)
 
     def _cuts(self, positions: Positions | slice, field: int) -> tuple[Ints, Ints]:
         plan = self.plan
         return self._at[positions] + plan.starts[positions, field], plan.lengths[positions, field]
 
     def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> npt.NDArray[np.uint8]:
-        addresses = np.asarray([buffer.address for buffer in self._buffers], np.int64)
-        return gather(addresses[self._in[positions]] + starts, length)
+        return gather(self._buffers, self._in[positions], starts, length)
 
     def _right(self, came: Positions) -> npt.NDArray[np.bool_]:
         plan = self.plan

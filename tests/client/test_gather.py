@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiver.store import OpenFile
-from quiver_client.gather import Buffer, gather
+from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather
 
 contents = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6)
 
@@ -26,8 +26,7 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
     buffers = [Buffer.of(bytearray(content)) for content in contents]
     which = [one % len(buffers) for one, _ in cuts]
     at = [start % (len(contents[one]) - length + 1) for one, (_, start) in zip(which, cuts, strict=True)]
-    addresses = np.asarray([buffers[one].address for one in which], np.int64) + np.asarray(at, np.int64)
-    rows = gather(addresses, length)
+    rows = gather(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), length)
     assert rows.shape == (len(cuts), length)
     assert rows.dtype == np.uint8
     assert [row.tobytes() for row in rows] == [
@@ -37,7 +36,7 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
 
 def test_what_was_gathered_is_a_copy_that_may_be_written_to() -> None:
     content = np.arange(100, dtype=np.uint8)
-    rows = gather(np.asarray([Buffer.of(content).address] * 2, np.int64), 10)
+    rows = gather([Buffer.of(content)], np.zeros(2, np.intp), np.zeros(2, np.int64), 10)
     rows[0] = 7
     assert rows[1].tolist() == list(range(10)), "equal addresses give rows of their own"
     assert content[:10].tolist() == list(range(10))
@@ -50,8 +49,30 @@ def test_the_first_and_the_last_bytes_of_a_mapped_file_are_within_reach(tmp_path
     (tmp_path / "shard").write_bytes(content)
     buffer = Buffer.of(OpenFile(tmp_path / "shard").map())
     for length in (1, 100, len(content)):
-        rows = gather(buffer.address + np.asarray([0, len(content) - length]), length)
+        rows = gather([buffer], np.zeros(2, np.intp), np.asarray([0, len(content) - length]), length)
         assert [row.tobytes() for row in rows] == [content[:length], content[-length:]]
+
+
+@pytest.mark.parametrize("length", [100, GATHERED_BYTES_MAX, GATHERED_BYTES_MAX + 1, 150_528, 1 << 20])
+def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int) -> None:
+    """The heap and what is mapped are some 2^45 bytes apart, and an array has 2^62 bytes at most, all rows counted."""
+    content = np.random.default_rng(0).bytes(length)
+    (tmp_path / "shard").write_bytes(content)
+    mapped = Buffer.of(OpenFile(tmp_path / "shard").map())
+    heap = Buffer.of(bytearray(content[::-1]))
+    held = [Buffer.of(bytearray(64)) for _ in range(100)]  # some of small ones are on the heap
+    heap_or_not = min([heap, *held], key=lambda buffer: buffer.address)
+    size = min(len(heap_or_not.view), length)
+    rows = gather([mapped, heap], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), length)
+    assert [row.tobytes() for row in rows] == [content, content[::-1]]
+    rows = gather([mapped, heap_or_not], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), size)
+    assert rows[0].tobytes() == content[:size]
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 11), (10, 1), (3, 8)])
+def test_nothing_is_read_outside_a_buffer(start: int, length: int) -> None:
+    with pytest.raises(IndexError):
+        gather([Buffer.of(b"0123456789")], np.zeros(1, np.intp), np.asarray([start]), length)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +84,7 @@ def test_a_buffer_of_anything_holds_its_bytes_and_keeps_them(data: Any) -> None:
     assert bytes(buffer.view) == expected
     del data
     if expected:
-        assert gather(np.asarray([buffer.address]), len(expected))[0].tobytes() == expected
+        rows = gather([buffer], np.zeros(1, np.intp), np.zeros(1, np.int64), len(expected))
+        assert rows[0].tobytes() == expected
     else:
         assert buffer.address == 0
