@@ -199,8 +199,9 @@ def test_what_a_consumer_needs_is_brought_in_with_no_read(consumer: Callable[...
     assert made.resident() == {1, 3, 5}
     made.need(everything(made))
     made.until_resident(everything(made))
+    count = made.dataset.manifest.shard_count
+    until(lambda: made.dataset.stats()["fills"] == count, what="the last, which was seen before it was counted, is")
     stats = made.dataset.stats()
-    assert stats["fills"] == made.dataset.manifest.shard_count
     assert stats["bytes_origin"] == made.dataset.manifest.total_bytes
     assert stats["samples"] == stats["misses_host"] == 0
     assert made.seen.max() == 1, "nobody else needs anything"

@@ -66,6 +66,8 @@ def fill(daemons: list[Daemon], files: Files) -> None:
         statuses, _ = peer.read(ReadRequest(manifest.digest, shards, ranges, 20_000))
         assert not statuses.any()
         peer.close()
+    for daemon in daemons:
+        until(lambda daemon=daemon: daemon.metric("quiver_reads_in_flight") == 0, what="what was served is counted")
 
 
 def read_all(made: Dataset, files: Files, batch: int = 7) -> None:
