@@ -12,15 +12,18 @@ no connection to spare, is asked by HTTP.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import time
 from typing import Final
+from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from quiver.connections import CONNECT_SECONDS, SLOWEST_BYTES_PER_SECOND, Idle, no_answer, unreachable
 from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
 from quiver.wire import ErrorBody, RangeStatus, ReadRequest
 
@@ -34,6 +37,7 @@ REFUSAL: Final = 1
 REFUSAL_BYTES_MAX: Final = 1 << 16
 HEAD_BYTES_MAX: Final = 8 << 10
 HANDSHAKE_SECONDS: Final = 1.0  # what stands between may not know how to upgrade, and say nothing at all
+NO_STREAM_SECONDS: Final = 60.0  # a daemon that took no upgrade is asked by HTTP meanwhile
 U8 = npt.NDArray[np.uint8]
 
 
@@ -87,7 +91,7 @@ class ReadStream:
     def close(self) -> None:
         self._socket.close()
 
-    def read(self, request: ReadRequest, slowest_bytes_per_second: int) -> tuple[U8, U8]:
+    def read(self, request: ReadRequest) -> tuple[U8, U8]:
         """Ask for ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
 
         Raises what the daemon refused with; ``Corrupt`` for a wrong answer, and ``OSError``: then the stream is over.
@@ -112,7 +116,7 @@ class ReadStream:
         if size != count + present:
             raise Corrupt(f"an answer of {size} bytes where {count + present} belong", self._name)
         data = np.empty(present, np.uint8)
-        self._receive(data.data, deadline + present / slowest_bytes_per_second, self._silence_seconds)
+        self._receive(data.data, deadline + present / SLOWEST_BYTES_PER_SECOND, self._silence_seconds)
         return statuses, data
 
     def _refused(self, size: int, deadline: float) -> None:
@@ -159,6 +163,70 @@ class ReadStream:
         self._socket.setsockopt(
             socket.SOL_SOCKET, getattr(socket, f"SO_{option}"), struct.pack("ll", *divmod(microseconds, 1_000_000))
         )
+
+
+class ReadStreams:
+    """The streams to one daemon, as long as it takes upgrades. Blocking; safe from threads."""
+
+    def __init__(self, url: str, name: str, silence_seconds: float) -> None:
+        self.idle: Idle[ReadStream] = Idle()
+        self.none_until = 0.0  # monotonic seconds
+        self._url = url
+        self._name = name
+        self._silence_seconds = silence_seconds
+
+    def close(self) -> None:
+        self.idle.close()
+
+    def read(self, request: ReadRequest) -> tuple[U8, U8] | None:
+        """``ReadStream.read``; ``None`` if reads go by HTTP for now. Raises ``Unavailable`` for ``OSError``."""
+        stream = self.idle.take()
+        if stream is not None:
+            with contextlib.suppress(ConnectionError):
+                return self._read_by(stream, request)
+            # The daemon closed an idle connection just then: not its fault, ask once more.
+        elif time.monotonic() < self.none_until:
+            return None
+        stream = self._opened()
+        if stream is None:
+            return None
+        try:
+            return self._read_by(stream, request)
+        except ConnectionError as error:
+            raise no_answer(self._url, error) from error
+
+    def _read_by(self, stream: ReadStream, request: ReadRequest) -> tuple[U8, U8]:
+        """Read, and keep the stream if it can be used again. Lets ``ConnectionError`` through."""
+        good = False
+        try:
+            answer = stream.read(request)
+            good = True
+        except OverCapacity:
+            good = True
+            raise
+        except ConnectionError:
+            raise
+        except OSError as error:
+            raise no_answer(self._url, error) from error
+        finally:
+            if good:
+                self.idle.keep(stream)
+            else:
+                stream.close()
+        return answer
+
+    def _opened(self) -> ReadStream | None:
+        parts = urlsplit(self._url)
+        try:
+            sock = socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS)
+        except OSError as error:
+            raise unreachable(self._url, error) from error
+        stream = None
+        with contextlib.suppress(OSError):
+            stream = ReadStream.upgraded(sock, parts.netloc, self._name, self._silence_seconds)
+        if stream is None:
+            self.none_until = time.monotonic() + NO_STREAM_SECONDS
+        return stream
 
 
 def _head(sock: socket.socket) -> bytes:

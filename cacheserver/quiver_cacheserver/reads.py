@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
+from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
-from quiver.peer import SLOWEST_BYTES_PER_SECOND
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     FORGO,

@@ -125,7 +125,7 @@ def test_who_does_not_upgrade_is_asked_by_http_and_for_a_stream_no_more(upgrade:
 def test_a_stream_is_wanted_again_after_a_while() -> None:
     with served(said(ok(b"", status="404 Not Found"))) as (peer, server):
         check(peer.read(request()))
-        peer._no_stream_until = time.monotonic()
+        peer._streams.none_until = time.monotonic()
         check(peer.read(request()))
         assert [asked.split()[0] for asked in server.requests] == [b"GET", b"POST", b"GET", b"POST"]
 
@@ -188,7 +188,7 @@ def test_a_wrong_answer_is_an_error_in_time_and_ends_the_stream(answer: bytes | 
             peer.read(request())
         assert time.monotonic() - began < LONG_SECONDS
         assert server.url in str(caught.value)
-        assert not peer._streams
+        assert not peer._streams.idle.kept
         assert not [asked for asked in server.requests if asked.startswith(b"POST")], "HTTP is for who cannot upgrade"
 
 
@@ -204,7 +204,7 @@ def test_what_went_wrong_on_a_stream_is_not_met_by_the_next_read(answer: bytes |
 
 def test_a_peer_that_drips_a_large_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes well within the silence that is allowed."""
-    monkeypatch.setattr("quiver.peer.SLOWEST_BYTES_PER_SECOND", 1 << 20)
+    monkeypatch.setattr("quiver.stream.SLOWEST_BYTES_PER_SECOND", 1 << 20)
 
     def drip(connection: socket.socket) -> None:
         connection.sendall(GOOD[:18])
@@ -238,7 +238,7 @@ def test_a_peer_that_takes_a_request_by_the_byte_is_given_up_in_time() -> None:
     try:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="takes no request"):
-            stream.read(many, 1)
+            stream.read(many)
         assert time.monotonic() - began < LONG_SECONDS
     finally:
         over.set()
@@ -276,8 +276,8 @@ def test_a_peer_that_only_ever_hangs_up_is_unavailable_and_asked_twice_at_most()
 def test_a_client_that_was_closed_keeps_no_stream() -> None:
     with served(switched(GOOD)) as (peer, _):
         check(peer.read(request()))
-        assert len(peer._streams) == 1
+        assert len(peer._streams.idle.kept) == 1
         peer.close()
-        assert not peer._streams
+        assert not peer._streams.idle.kept
         check(peer.read(request()))
-        assert not peer._streams
+        assert not peer._streams.idle.kept

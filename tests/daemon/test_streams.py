@@ -71,13 +71,13 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def client(url: str, *, by_http: bool = False) -> Iterator[PeerClient]:
     with contextlib.closing(PeerClient(url)) as peer:
         if by_http:
-            peer._no_stream_until = inf
+            peer._streams.none_until = inf
         yield peer
 
 
 def read_by_stream(peer: PeerClient, request: ReadRequest) -> tuple[U8, U8]:
     answer = peer.read(request)
-    assert peer._streams, "it was read by HTTP"
+    assert peer._streams.idle.kept, "it was read by HTTP"
     return answer
 
 
@@ -396,14 +396,14 @@ def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(
         read_by_stream(second, LITTLE)
         for _ in range(2):
             assert third.read(LITTLE)[1].tobytes() == SMALL_DATA[:500]
-        assert not third._streams
+        assert not third._streams.idle.kept
         first.close()
-        third._no_stream_until = 0.0
+        third._streams.none_until = 0.0
 
         def served_again() -> bool:
-            third._no_stream_until = 0.0
+            third._streams.none_until = 0.0
             third.read(LITTLE)
-            return bool(third._streams)
+            return bool(third._streams.idle.kept)
 
         until(served_again)
 
@@ -422,7 +422,7 @@ def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(
         with pytest.raises(OverCapacity, match="under way") as caught:
             peer.read(LITTLE)
         assert caught.value.retry_after_seconds == 1.0
-        kept = peer._streams[0]
+        kept = peer._streams.idle.kept[0]
         assert rest_of(slow, 1 + len(BIG_DATA)) == b"\0" + BIG_DATA
 
         def served_again() -> bool:
@@ -431,7 +431,7 @@ def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(
             return False
 
         until(served_again)
-        assert peer._streams == [kept]
+        assert peer._streams.idle.kept == [kept]
 
 
 def test_a_request_takes_up_what_came_of_it_and_not_what_was_announced(tmp_path: Path) -> None:
@@ -596,9 +596,9 @@ def test_a_daemon_that_was_started_again_is_asked_anew(tmp_path: Path) -> None:
             end()
             restarted.start()
             restarted.wait_until_serving()
-            old = peer._streams[0]
+            old = peer._streams.idle.kept[0]
             assert read_by_stream(peer, asking([SMALL], [(0, 0, 500)], 20_000))[1].tobytes() == SMALL_DATA[:500]
-            assert old not in peer._streams
+            assert old not in peer._streams.idle.kept
 
 
 @pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
@@ -667,21 +667,21 @@ def test_threads_share_a_client_and_get_their_own_answers(daemon: Daemon) -> Non
     with client(daemon.url) as peer, ThreadPoolExecutor(8) as threads:
         for done in [threads.submit(slices, peer, seed, 40) for seed in range(8)]:
             done.result(60)
-        assert 1 <= len(peer._streams) <= 8
+        assert 1 <= len(peer._streams.idle.kept) <= 8
 
 
 def test_a_child_does_not_use_its_parents_stream(daemon: Daemon) -> None:
     context = multiprocessing.get_context("fork")
     with client(daemon.url) as peer:
         slices(peer, 0, 1)
-        stream = peer._streams[0]
+        stream = peer._streams.idle.kept[0]
         barrier = context.Barrier(2)
 
         def child() -> None:
             barrier.wait(20)
             slices(peer, 1, 100)
-            assert peer._streams
-            assert stream not in peer._streams
+            assert peer._streams.idle.kept
+            assert stream not in peer._streams.idle.kept
             assert stream._socket.fileno() == -1, "the daemon would not see the parent close it"
 
         process = context.Process(target=child)
@@ -690,5 +690,5 @@ def test_a_child_does_not_use_its_parents_stream(daemon: Daemon) -> None:
         slices(peer, 2, 100)
         process.join(60)
         assert process.exitcode == 0
-        assert peer._streams == [stream]
+        assert peer._streams.idle.kept == [stream]
         slices(peer, 3, 5)
