@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 import threading
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -18,8 +19,7 @@ from bench.peers.base import Work
 from bench.peers.nginx import Nginx
 from bench.questions.base import BATCH, Answer, Question, Ratio, Setting, compare, speed_ratio
 from bench.servers import LOOPBACK, CannotRun, Server, free_ports, quiver_rack
-from bench.stall import HOT_SHARD, drop, latencies
-from quiver.manifest import Manifest
+from bench.stall import ONCE, SCAN_BATCH, SCANS, Scan, Shelf
 
 READERS: Final = (1, 2, 4, 8)
 SAMPLED_EVERY_SECONDS: Final = 0.02
@@ -28,13 +28,12 @@ ORIGIN_LATENCY_MS: Final = 10
 
 
 @contextlib.contextmanager
-def warm_rack(setting: Setting, data: Data) -> Iterator[tuple[str, list[Server], Path]]:
-    """Run three daemons that hold the data; yield ``cache=``, the daemons and their folder."""
-    folder = setting.folder / "rack"
-    with quiver_rack(folder, data.folder, 2 * data.total_bytes + (256 << 20)) as (urls, servers):
+def warm_rack(setting: Setting, data: Data) -> Iterator[tuple[str, list[Server]]]:
+    """Run three daemons that hold the data; yield ``cache=`` and the daemons."""
+    with quiver_rack(setting.folder / "rack", data.folder, 2 * data.total_bytes + (256 << 20)) as (urls, servers):
         setting.say("bringing the data into the rack")
         bring_in(",".join(urls), str(data.manifest()))
-        yield ",".join(urls), servers, folder
+        yield ",".join(urls), servers
 
 
 def readers(setting: Setting) -> Answer:
@@ -42,7 +41,7 @@ def readers(setting: Setting) -> Answer:
     seconds = 1.0 if setting.quick else 8.0
     counts = READERS[:2] if setting.quick else READERS
     rounds: dict[int, list[dict[str, Any]]] = {count: [] for count in counts}
-    with warm_rack(setting, data) as (cache, _, _):
+    with warm_rack(setting, data) as (cache, _):
         for at in range(min(setting.rounds, 3)):
             for count in counts:
                 setting.say(f"round {at + 1}, {count} readers")
@@ -61,41 +60,53 @@ def readers(setting: Setting) -> Answer:
 
 
 def stall(setting: Setting) -> Answer:
+    """One daemon, so that the scan is wholly in the way of the hot reads. ``bench.stall`` says what cold is."""
     data = setting.data()
     seconds = 1.0 if setting.quick else 6.0
-    rounds: dict[str, list[dict[str, float]]] = {"none": [], "warm": [], "cold": []}
-    with warm_rack(setting, data) as (cache, servers, folder):
-        hot = Manifest.open(data.manifest()).shard_digest(HOT_SHARD).hex()
-        files = [path for path in folder.glob("node*/data/shards/**/*") if path.is_file() and hot not in path.name]
-        for at in range(setting.rounds):
-            for scan, taken in rounds.items():
-                setting.say(f"round {at + 1}, scan: {scan}")
-                if scan == "warm":
-                    _touch(files)
-                elif scan == "cold":
-                    drop(files)
-                before = _read_from_disk(servers)
-                told = latencies(cache, str(data.manifest()), seconds, scan, files)
-                taken.append(told | {"disk_bytes": _read_from_disk(servers) - before})
-    answer = Answer(configuration={"samples": data.count, "seconds": seconds, "scan_batch": 64})
+    answer = Answer(configuration={"samples": data.count, "seconds": seconds, "scan_batch": SCAN_BATCH})
+    shelf = Shelf(setting.folder / "shelf", data.folder, data.manifest(), 2 * data.total_bytes + (256 << 20))
+    with shelf.daemon() as (url, _):
+        setting.say("bringing the data in")
+        bring_in(url, str(shelf.manifest))
+    rounds: dict[Scan, list[dict[str, float]]] = {scan: [] for scan in SCANS}
+    for at in range(setting.rounds):
+        for scan, taken in rounds.items():
+            setting.say(f"round {at + 1}, scan: {scan}")
+            try:
+                taken.append(shelf.measure(scan, seconds))
+            except CannotRun as error:
+                answer.absent[f"scan: {scan}"] = str(error)
     answer.more["by_scan"] = rounds
     for scan, taken in rounds.items():
-        p50, p99 = (median(one[name] for one in taken) for name in ("p50_ms", "p99_ms"))
-        read = median(one["disk_bytes"] for one in taken) / 1e6
-        answer.ratios.append(
-            Ratio(f"p99 of a hot read, scan: {scan}", p99, unit="ms", note=f"p50 {p50:.2f} ms, {read:.0f} MB from disk")
-        )
-    for figure in ("p50_ms", "p99_ms"):
-        each = tuple(cold[figure] / warm[figure] for cold, warm in zip(rounds["cold"], rounds["warm"], strict=True))
-        name = f"{figure[:3]} of a hot read beside a cold scan ÷ beside a warm one"
-        answer.ratios.append(Ratio(name, median(each), each=each))
+        if taken:
+            answer.ratios += _felt(scan, taken)
+    for name, figure in (("a hot read", "p99_ms"), ("an answer of the loop", "loop_p99_ms")):
+        for scan in ONCE:
+            pairs = zip(rounds[scan], rounds["warm"], strict=False)
+            each = tuple(slow[figure] / warm[figure] for slow, warm in pairs)
+            if each:
+                label = f"p99 of {name} beside a scan that is {scan} ÷ beside a warm one"
+                answer.ratios.append(Ratio(label, median(each), each=each))
     return answer
+
+
+def _felt(scan: Scan, taken: list[dict[str, float]]) -> Iterator[Ratio]:
+    """Say what was felt beside one kind of scan, and how cold it was."""
+    middle = {name: median(one[name] for one in taken) for name in taken[0]}
+    note = f"p50 {middle['p50_ms']:.2f} ms"
+    if scan != "none":
+        absent, scanned, read = (middle[name] / 1e6 for name in ("absent_bytes", "scanned_bytes", "disk_bytes"))
+        note += f"; scan at {middle['scan_bytes_a_second'] / 1e9:.2f} GB/s; of {scanned:.0f} MB {absent:.0f} not in"
+        note += f" memory before, {read:.0f} read from disk"
+    yield Ratio(f"p99 of a hot read, scan: {scan}", middle["p99_ms"], unit="ms", note=note)
+    note = f"p50 {middle['loop_p50_ms']:.2f} ms"
+    yield Ratio(f"p99 of an answer of the daemon's loop, scan: {scan}", middle["loop_p99_ms"], unit="ms", note=note)
 
 
 def memory(setting: Setting) -> Answer:
     data = setting.data()
     seconds = 2.0 if setting.quick else 15.0
-    with warm_rack(setting, data) as (cache, servers, _):
+    with warm_rack(setting, data) as (cache, servers):
         idle = [own_memory(server.pid) for server in servers]
         with Sampler([server.pid for server in servers]) as sampler:
             outcome = put_on(Load(cache, str(data.manifest()), 4, seconds, BATCH))
@@ -146,8 +157,6 @@ def slow_origin(folder: Path, data: Data) -> Iterator[str]:
     with Server(command, folder / "origin.log") as server:
         server.wait_for_port(port)
         url = f"http://{LOOPBACK}:{port}/"
-        import urllib.request
-
         urllib.request.urlopen(f"{url}-/limit/{ORIGIN_BYTES_A_SECOND}/{ORIGIN_LATENCY_MS}").close()
         yield url
 
@@ -197,18 +206,6 @@ def own_memory(pid: int) -> dict[str, int]:
         "anonymous": kib["Anonymous"] << 10,
         "unique": (kib["Private_Clean"] + kib["Private_Dirty"]) << 10,
     }
-
-
-def _touch(files: list[Path]) -> None:
-    for path in files:
-        with path.open("rb") as file:
-            while file.read(1 << 22):
-                pass
-
-
-def _read_from_disk(servers: list[Server]) -> int:
-    texts = [Path(f"/proc/{server.pid}/io").read_text() for server in servers]
-    return sum(int(text.partition("read_bytes: ")[2].split()[0]) for text in texts)
 
 
 QUESTIONS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from bench.arena import Arena, Result
 from bench.data import make_data
 from bench.measure import Consumer, Round, digests_of, measure
 from bench.questions.base import Answer, Ratio, per_round, speed_ratio
+from bench.stall import absent_bytes
 from tests.support.daemon import Daemon
 from tests.support.waiting import until
 
@@ -161,6 +163,16 @@ def test_a_round_counts_what_the_consumer_copied_and_how_long_the_accelerator_wo
     assert (done.samples, done.bytes) == (3, 6)
     assert bytes(consumer.tensor.tolist()) == b"fbcde"
     assert 0.004 <= done.utilisation * done.seconds <= done.seconds
+
+
+def test_what_of_a_file_is_not_in_memory_is_counted_by_pages(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    with path.open("wb") as file:
+        file.truncate(64 * mmap.PAGESIZE + 10)  # a hole, which nobody has read
+        assert absent_bytes(path) == 64 * mmap.PAGESIZE + 10
+        os.pwrite(file.fileno(), b"x" * 3 * mmap.PAGESIZE, 0)
+    assert absent_bytes(path) == 61 * mmap.PAGESIZE + 10
+    assert absent_bytes(path) == 61 * mmap.PAGESIZE + 10, "counting brings nothing in"
 
 
 def test_a_ratio_is_taken_between_rounds_that_ran_side_by_side() -> None:
