@@ -21,15 +21,14 @@ import array
 import contextlib
 import enum
 import errno
-import os
 import socket
 import struct
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from quiver.connections import Idle
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
 from quiver.store import OpenFile
@@ -161,18 +160,13 @@ class HandoffClient:
         self.path = path
         self.node = ""  # as the daemon named itself
         self._answer_seconds = answer_seconds
-        self._idle: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self._owner = os.getpid()
+        self._idle: Idle[socket.socket] = Idle(IDLE_CONNECTIONS_MAX)
 
     def __repr__(self) -> str:
         return f"HandoffClient({self.path!r}, {self.node!r})"
 
     def close(self) -> None:
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        self._idle.close()
 
     def hello(self) -> str:
         """Return the daemon's node id: that this is a member of the ring is for the caller to see."""
@@ -243,23 +237,13 @@ class HandoffClient:
         except BaseException:
             connection.close()
             raise
-        with self._lock:
-            if connection.fileno() >= 0 and len(self._idle) < IDLE_CONNECTIONS_MAX:
-                self._idle.append(connection)
-                return
-        connection.close()
+        if connection.fileno() >= 0:  # not closed meanwhile
+            self._idle.keep(connection)
 
     def _connection(self, deadline: float, anew: bool) -> tuple[socket.socket, bool]:
-        with self._lock:
-            foreign: list[socket.socket] = []
-            if self._owner != os.getpid():  # a fork: the parent's connections are the parent's
-                foreign, self._idle, self._owner = self._idle, [], os.getpid()
-            if anew:
-                foreign += self._idle  # as old as the one that was closed
-                self._idle = []
-            kept = self._idle.pop() if self._idle else None
-        for connection in foreign:
-            connection.close()
+        if anew:
+            self._idle.clear()  # as old as the one that was closed
+        kept = self._idle.take()
         return (kept, False) if kept is not None else (self._connect(deadline), True)
 
     def _connect(self, deadline: float) -> socket.socket:
