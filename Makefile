@@ -19,9 +19,9 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 help:  ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-install: $(STAMP)  ## Create .venv with everything in it; again only when the requirements change
+install: $(STAMP)  ## Create .venv with everything in it; again only when the requirements or the native code change
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py client/quiver_client/native/pieces.c
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; }
 	@echo "Installing into $(VENV), which takes a minute or two ..."
 	@$(PYTHON) -m venv $(VENV)

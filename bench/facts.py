@@ -11,6 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from quiver_client import native
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -22,6 +24,7 @@ def facts() -> dict[str, Any]:
         "memory_kib": int(_line("/proc/meminfo", "MemTotal").split()[0]),
         "kernel": platform.release(),
         "python": platform.python_version(),
+        "native": native.pieces is not None,
         "load_average": list(os.getloadavg()),
         "commit": _told("git", "-C", str(ROOT), "rev-parse", "HEAD"),
         "changed": bool(_told("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no")),

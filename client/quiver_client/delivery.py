@@ -2,25 +2,23 @@
 
 A tier says in which buffer a sample lies and where; only what passed ``check`` counts as there. What did not is taken
 out again, so that the next try or the next tier brings it. Nothing is copied on the way, with one exception: samples
-that are small and of one size are gathered into one array first, since hashing them where they lie waits for memory
-once a sample, and what was hashed is then what is handed out.
+that are small and of one size are gathered into one array first, since a batch of them is wanted as one, and what was
+hashed is then what is handed out.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from typing import Literal, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Literal, Protocol
 
 import blake3
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from quiver.plan import Ints, Plan
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather
+from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather, xxh3_64
 
-T = TypeVar("T")
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
 
@@ -139,44 +137,34 @@ class Delivery:
             return np.ones(len(came), bool)
         tables, blobs = plan.manifest.tables, plan.blobs[came]
         if self._verify == "full":
-            digests = self._hashed(_blake3, came, self._at[came], plan.sizes[came])
-            return np.asarray([a == b.tobytes() for a, b in zip(digests, tables.digests[blobs], strict=True)], bool)
-        together = self._brought_together(came)
+            same: npt.NDArray[np.bool_] = (self._blake3(came) == tables.digests[blobs]).all(axis=1)
+            return same
+        self._bring_together(came)
         expected = tables.xxh3[blobs, plan.first_field : plan.first_field + fields]
         right = np.ones(len(came), bool)
         for field in range(fields):
             starts, lengths = self._cuts(came, field)
-            absent = lengths < 0
-            firsts = plan.starts[came, field]
-            if together is not None and (lengths == lengths[0]).all() and (firsts == firsts[0]).all():
-                first, length = int(firsts[0]), max(int(lengths[0]), 0)
-                found = list(map(xxhash.xxh3_64_intdigest, together[:, first : first + length]))
-            else:
-                found = self._hashed(xxhash.xxh3_64_intdigest, came, starts, np.where(absent, 0, lengths))
-            right &= absent | (np.asarray(found, np.uint64) == expected[:, field])
+            found = xxh3_64(self._buffers, self._in[came], starts, np.maximum(lengths, 0))
+            right &= (lengths < 0) | (found == expected[:, field])
         return right
 
-    def _brought_together(self, came: Positions) -> npt.NDArray[np.uint8] | None:
-        """Gather small samples of one size into an array ``(n, bytes)``, where from now on they lie."""
+    def _bring_together(self, came: Positions) -> None:
+        """Gather small samples of one size into an array, where from now on they lie."""
         sizes = self.plan.sizes[came]
         size = int(sizes[0])
         if not 0 < size <= GATHERED_BYTES_MAX or len(came) < 2 or (sizes != size).any():
-            return None
+            return
         together = self._gathered(self._at[came], came, size)
         self.put(came, Buffer.of(together), np.arange(len(came)) * size)
         self._whole = together if len(came) == len(self.plan) else None
-        return together
 
-    def _hashed(
-        self, algorithm: Callable[[memoryview], T], positions: Positions, starts: Ints, lengths: Ints
-    ) -> list[T]:
+    def _blake3(self, positions: Positions) -> npt.NDArray[np.uint8]:
+        """Return the BLAKE3 of the samples, ``(n, 32)``. It takes so long that the calls do not matter."""
         buffers = [buffer.view for buffer in self._buffers]
-        cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
-        return [algorithm(buffers[which][start:end]) for which, start, end in cuts]
-
-
-def _blake3(view: memoryview) -> bytes:
-    return blake3.blake3(view).digest()
+        starts, sizes = self._at[positions], self.plan.sizes[positions]
+        cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
+        digests = b"".join([blake3.blake3(buffers[which][start:end]).digest() for which, start, end in cuts])
+        return np.frombuffer(digests, np.uint8).reshape(-1, 32)
 
 
 class Tier(Protocol):

@@ -1,8 +1,9 @@
-"""Samples that lie anywhere in memory, copied into one array by one array operation.
+"""Samples that lie anywhere in memory, copied into one array or hashed by one call.
 
 A batch's samples lie in as many buffers as it has shards and peers. An index into an array reaches one buffer; an
-index into the address space reaches them all, so that a batch of small samples costs the same out of one mapped file or
-out of a hundred. Larger ones are copied one by one, which then costs nothing beside the bytes.
+address reaches them all, so that a batch of small samples costs the same out of one mapped file or out of a hundred.
+Native code does it by address, without the interpreter's lock (``quiver_client.native``). Without that, small samples
+are copied by an index into the address space, and larger ones, or hashes, are taken one by one.
 """
 
 from __future__ import annotations
@@ -12,9 +13,13 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
+
+from quiver_client import native
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
+U64 = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.intp]
 GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
 ARRAY_BYTES_MAX: Final = 1 << 62  # of any array: with rows of 16 KiB it reaches 2^48 bytes, which is all that there are
@@ -38,22 +43,41 @@ def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -
 
     Raises ``IndexError`` if any of them is outside its buffer: nothing below would notice.
     """
-    sizes = np.asarray([len(buffer.view) for buffer in buffers], np.int64)
-    if ((starts < 0) | (starts + length > sizes[which])).any():
-        raise IndexError("bytes outside a buffer")
+    addresses = _addresses(buffers, which, starts, np.full(len(which), length))
     if not length or not len(which):
         return np.empty((len(which), length), np.uint8)
+    if native.pieces is not None:
+        return native.pieces.copy(addresses, length)
     if length > GATHERED_BYTES_MAX:
         rows = np.empty((len(which), length), np.uint8)
         views = [buffer.view for buffer in buffers]
         for row, at, start in zip(rows, which.tolist(), starts.tolist(), strict=True):
             row[:] = np.frombuffer(views[at], np.uint8, length, start)
         return rows
-    addresses = np.asarray([buffer.address for buffer in buffers], np.int64)[which] + starts
     lowest = int(addresses.min())
     found: npt.NDArray[np.void] = _Memory(np.dtype(f"V{length}"), lowest).array[addresses - lowest]
     together: U8 = found.view(np.uint8).reshape(len(which), length)
     return together
+
+
+def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> U64:
+    """Return the XXH3-64 ``(n,)`` of ``lengths (n,)`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on.
+
+    Raises ``IndexError`` if any of them is outside its buffer.
+    """
+    addresses = _addresses(buffers, which, starts, lengths)
+    if native.pieces is not None:
+        return native.pieces.xxh3_64(addresses, lengths)
+    views = [buffer.view for buffer in buffers]
+    cuts = zip(which.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
+    return np.asarray([xxhash.xxh3_64_intdigest(views[at][start:end]) for at, start, end in cuts], np.uint64)
+
+
+def _addresses(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> I64:
+    sizes = np.asarray([len(buffer.view) for buffer in buffers], np.int64)
+    if ((starts < 0) | (lengths < 0) | (starts + lengths > sizes[which])).any():
+        raise IndexError("bytes outside a buffer")
+    return np.asarray([buffer.address for buffer in buffers], np.int64)[which] + starts
 
 
 class _Memory:

@@ -1,20 +1,34 @@
-"""Bytes that lie anywhere, copied together: what slicing gives."""
+"""Bytes that lie anywhere, copied together or hashed: what slicing gives, by native code and by Python."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiver.store import OpenFile
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather
+from quiver_client import native
+from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather, xxh3_64
 
 contents = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6)
+
+
+@pytest.fixture(scope="module", params=["native", "python"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Run each test twice."""
+    if request.param == "native" and native.pieces is None:
+        pytest.skip("no native code was built where these tests run: it takes a C compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "python":
+            patch.setattr(native, "pieces", None)
+        yield
 
 
 @settings(deadline=None)
@@ -32,6 +46,33 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
     assert [row.tobytes() for row in rows] == [
         contents[one][start : start + length] for one, start in zip(which, at, strict=True)
     ]
+
+
+@settings(deadline=None)
+@given(contents=contents, cuts=st.lists(st.tuples(st.integers(0), st.integers(0), st.integers(0)), max_size=40))
+def test_the_hashes_of_pieces_of_many_buffers_are_those_of_slices(
+    contents: list[bytes], cuts: list[tuple[int, int, int]]
+) -> None:
+    buffers = [Buffer.of(bytearray(content)) for content in contents]
+    which = [one % len(buffers) for one, _, _ in cuts]
+    at = [start % (len(contents[one]) + 1) for one, (_, start, _) in zip(which, cuts, strict=True)]
+    lengths = [
+        length % (len(contents[one]) - start + 1) for one, start, (_, _, length) in zip(which, at, cuts, strict=True)
+    ]
+    found = xxh3_64(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), np.asarray(lengths, np.int64))
+    assert found.dtype == np.uint64
+    assert found.tolist() == [
+        xxhash.xxh3_64_intdigest(contents[one][start : start + length])
+        for one, start, length in zip(which, at, lengths, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("size", [4096, 110_000, 3 << 20])
+def test_the_hashes_of_larger_pieces_are_those_of_slices(size: int) -> None:
+    content = np.random.default_rng(1).bytes(size + 7)
+    starts = np.arange(8)[::-1]  # as columns of larger arrays come: not contiguous
+    found = xxh3_64([Buffer.of(content)], np.zeros(8, np.intp), starts, np.full(8, size))
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(content[start : start + size]) for start in starts.tolist()]
 
 
 def test_what_was_gathered_is_a_copy_that_may_be_written_to() -> None:
@@ -71,8 +112,16 @@ def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 11), (10, 1), (3, 8)])
 def test_nothing_is_read_outside_a_buffer(start: int, length: int) -> None:
+    buffers, which = [Buffer.of(b"0123456789")], np.zeros(1, np.intp)
     with pytest.raises(IndexError):
-        gather([Buffer.of(b"0123456789")], np.zeros(1, np.intp), np.asarray([start]), length)
+        gather(buffers, which, np.asarray([start]), length)
+    with pytest.raises(IndexError):
+        xxh3_64(buffers, which, np.asarray([start]), np.asarray([length]))
+
+
+def test_no_length_is_taken_from_the_end() -> None:
+    with pytest.raises(IndexError):
+        xxh3_64([Buffer.of(b"0123456789")], np.zeros(1, np.intp), np.asarray([5]), np.asarray([-1]))
 
 
 @pytest.mark.parametrize(

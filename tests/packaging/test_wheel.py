@@ -4,6 +4,7 @@ import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -17,6 +18,7 @@ import pytest
 import quiver
 
 ROOT = Path(__file__).parents[2]
+NATIVE = "quiver_client/native/_pieces.so"
 PACKAGES = ["quiver", "quiver_cacheserver", "quiver_client"]
 # What each extra must not bring: the other side's weight.
 SERVER_ONLY = {"aetcd", "aiohttp", "prometheus-client", "uvloop"}
@@ -27,7 +29,8 @@ CLIENT_ONLY = {"torch", "rich"}
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", folder]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    variables = {name: value for name, value in os.environ.items() if name != "QUIVER_NATIVE"}
+    subprocess.run(build, cwd=ROOT, env=variables, check=True, capture_output=True)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -74,6 +77,14 @@ def test_every_module_of_the_tree_is_in_the_wheel(wheel: Path) -> None:
     sources = {"quiver": ROOT, "quiver_client": ROOT / "client", "quiver_cacheserver": ROOT / "cacheserver"}
     expected = {str(file.relative_to(root)) for name, root in sources.items() for file in (root / name).rglob("*.py")}
     assert {name for name in names_in(wheel) if name.endswith(".py")} == expected
+
+
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="there is no C compiler")
+def test_the_wheel_has_the_native_code_built_and_is_for_this_machine(wheel: Path, environment: Path) -> None:
+    assert [name for name in names_in(wheel) if "_pieces" in name or name.endswith(".c")] == [NATIVE]
+    assert re.search(r"-py3-none-linux_\w+\.whl$", wheel.name)
+    script = "from quiver_client import native; print(native.pieces is not None)"
+    assert in_environment(environment, "-c", script, dependencies=True).stdout == "True\n"
 
 
 def test_every_package_says_that_it_is_typed(wheel: Path) -> None:

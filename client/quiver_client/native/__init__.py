@@ -1,0 +1,80 @@
+"""The two loops over a batch's samples that are worth native code, and when there is none.
+
+Copying and hashing 256 images are 256 calls that each give up the interpreter's lock and fight for it with the training
+loop; 1,024 samples of 4 kB spend more on the calls than on the bytes. ``pieces.c`` is one call a batch, without the
+lock. It is built when this is installed, if there is a C compiler (``hatch_build.py``); without it, or with
+``QUIVER_NATIVE=0``, ``pieces`` is ``None`` and the callers do the same in Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+LIBRARY: Final = Path(__file__).with_name("_pieces.so")
+VERSION: Final = 1  # of the functions in pieces.c
+NATIVE_VARIABLE: Final = "QUIVER_NATIVE"
+# The second is the one that looks for vector instructions when it runs; not every build of the library has it.
+HASHES: Final = ("XXH3_64bits_dispatch", "XXH3_64bits")
+PROVED_WITH: Final = (0, 1, 8, 16, 17, 128, 129, 240, 241, 1024, 5000)  # a size for each of XXH3's ways
+
+U8 = npt.NDArray[np.uint8]
+U64 = npt.NDArray[np.uint64]
+I64 = npt.NDArray[np.int64]
+
+
+class Pieces:
+    """Pieces of memory by address. Nothing here is checked: an address that is wrong ends the process."""
+
+    def __init__(self, library: ctypes.CDLL, hash_function: ctypes.c_void_p) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self._hash_function = hash_function
+        self._copy, self._hash = library.quiver_copy, library.quiver_hash
+        self._copy.argtypes, self._copy.restype = (number, pointer, number, pointer), None
+        self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer), None
+
+    def copy(self, addresses: I64, size: int) -> U8:
+        """Return ``(n, size)``: ``size`` bytes from each address."""
+        addresses = np.ascontiguousarray(addresses)
+        rows = np.empty((len(addresses), size), np.uint8)
+        self._copy(len(addresses), addresses.ctypes.data, size, rows.ctypes.data)
+        return rows
+
+    def xxh3_64(self, addresses: I64, sizes: I64) -> U64:
+        """Return the XXH3-64 ``(n,)`` of ``sizes (n,)`` bytes from each address."""
+        addresses, sizes = np.ascontiguousarray(addresses), np.ascontiguousarray(sizes)
+        found = np.empty(len(addresses), np.uint64)
+        self._hash(self._hash_function, len(found), addresses.ctypes.data, sizes.ctypes.data, found.ctypes.data)
+        return found
+
+
+def load(library: Path = LIBRARY) -> Pieces | None:
+    """Return what was built, if it is of this version and hashes as ``xxhash`` does."""
+    try:
+        built = ctypes.CDLL(str(library))
+        built.quiver_pieces_version.restype = ctypes.c_int64
+        if built.quiver_pieces_version() != VERSION:
+            return None
+        hashes = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
+        name = next(name for name in HASHES if hasattr(hashes, name))
+        found = Pieces(built, ctypes.cast(getattr(hashes, name), ctypes.c_void_p))
+    except (OSError, ImportError, AttributeError, StopIteration):
+        return None
+    return found if _is_right(found) else None
+
+
+def _is_right(pieces: Pieces) -> bool:
+    data = np.arange(max(PROVED_WITH), dtype=np.uint8)
+    sizes = np.asarray(PROVED_WITH, np.int64)
+    expected = [xxhash.xxh3_64_intdigest(data[:size].data) for size in PROVED_WITH]
+    return bool(pieces.xxh3_64(np.full(len(sizes), data.ctypes.data), sizes).tolist() == expected)
+
+
+pieces: Pieces | None = load() if os.environ.get(NATIVE_VARIABLE) != "0" else None

@@ -1,0 +1,68 @@
+"""Builds ``quiver_client/native/pieces.c``, the one piece of native code, where there is a C compiler.
+
+Where there is none, or it fails, what is installed is Python alone: it does the same, slower. ``QUIVER_NATIVE=0`` does
+not try.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+FOLDER = Path("client", "quiver_client", "native")
+NAME = "_pieces.so"
+FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibility=hidden")
+
+
+class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
+    """An editable install has the library beside its source; a wheel has it in its place, and says for what machine."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name != "wheel":
+            return
+        source = Path(self.root) / FOLDER / "pieces.c"
+        if version == "editable":
+            self._compile(source, source.with_name(NAME))
+            return
+        self._scratch = tempfile.TemporaryDirectory()
+        built = Path(self._scratch.name) / NAME
+        if self._compile(source, built):
+            build_data["force_include"][str(built)] = f"quiver_client/native/{NAME}"
+            build_data["pure_python"] = False
+            # No Python is in it: any version's interpreter on such a machine can load it.
+            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        if hasattr(self, "_scratch"):
+            self._scratch.cleanup()
+
+    def _compile(self, source: Path, target: Path) -> bool:
+        """Build a library, in place of an older one at once; return whether that was done."""
+        if os.environ.get("QUIVER_NATIVE") == "0":
+            target.unlink(missing_ok=True)
+            return False
+        found = [name for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and shutil.which(name)]
+        if not found:
+            self.app.display_warning("no C compiler: batches will be copied and hashed by Python, which is slower")
+            target.unlink(missing_ok=True)
+            return False
+        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+            built = Path(folder) / NAME
+            done = subprocess.run(
+                [found[0], *FLAGS, str(source), "-o", str(built)], capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                self.app.display_warning(f"{found[0]} cannot build {source.name}: {done.stderr.strip()}")
+                target.unlink(missing_ok=True)
+                return False
+            built.replace(target)
+        return True
