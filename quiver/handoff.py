@@ -21,10 +21,11 @@ import array
 import contextlib
 import enum
 import errno
+import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -41,6 +42,7 @@ USED: Final = 2  # flag: the reader read these since it last asked: they are in 
 ANSWER_SECONDS: Final = 1.0
 IDLE_CONNECTIONS_MAX: Final = 2
 
+_CREDENTIALS: Final = struct.Struct("iII")  # process, user, group: the kernel's struct ucred
 _HEAD: Final = struct.Struct("<4sIII")
 _EDITION: Final = struct.Struct("<Q")
 _HELD_ENTRY: Final = struct.Struct(f"<{DIGEST_BYTES}sQ")
@@ -151,13 +153,18 @@ class Handed(NamedTuple):
 class HandoffClient:
     """The verbs of the daemon behind one socket. Safe from threads.
 
+    Who listens is asked of the kernel on each connection, and is root, this user or one of ``trusted``: whoever may
+    write to a folder can put a socket of his own under a path that was looked at before.
+
     Raises ``Unavailable`` when it does not answer or is another daemon than before, ``Forbidden`` when the socket's
-    permissions keep this user out, ``OverCapacity`` when it is busy, ``Corrupt`` when it answers nonsense. Whatever
-    it sends, no descriptor is left open.
+    permissions keep this user out or a stranger listens, ``OverCapacity`` when it is busy, ``Corrupt`` when it answers
+    nonsense. Whatever it sends, no descriptor is left open.
     """
 
-    def __init__(self, path: str, *, answer_seconds: float = ANSWER_SECONDS) -> None:
+    def __init__(self, path: str, trusted: Collection[int] = (), *, answer_seconds: float = ANSWER_SECONDS) -> None:
+        """``trusted``: ids of users."""
         self.path = path
+        self.trusted = frozenset(trusted)
         self.node = ""  # as the daemon named itself
         self._answer_seconds = answer_seconds
         self._idle: Idle[socket.socket] = Idle(IDLE_CONNECTIONS_MAX)
@@ -254,6 +261,7 @@ class HandoffClient:
         try:
             connection.settimeout(_left(deadline))
             connection.connect(self.path)
+            self._see_who_listens(connection)
             answer, _ = _exchange(connection, HandoffRequest(Verb.HELLO).encode(), deadline)
             self._greet(answer)
         except BaseException as error:
@@ -262,6 +270,16 @@ class HandoffClient:
                 raise _meaning(self.path, error) from error
             raise
         return connection
+
+    def _see_who_listens(self, connection: socket.socket) -> None:
+        """Raise ``Forbidden`` if it was not somebody trusted who made this a socket to connect to."""
+        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(told)
+        if uid not in (0, os.geteuid()) and uid not in self.trusted:
+            raise Forbidden(
+                f"{self.path}: user {uid} listens there, who is neither root, nor you, nor a system account whose "
+                "socket it is; did somebody put it in the daemon's place?"
+            )
 
     def _greet(self, answer: bytes) -> None:
         """Take the daemon's name, which stays the same from the first connection on."""

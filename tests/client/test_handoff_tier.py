@@ -20,6 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from quiver.errors import Forbidden
 from quiver.handoff import USED, FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
 from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
@@ -29,7 +30,7 @@ from quiver_client.stats import Stats
 from quiver_client.tiers import handoff as handoff_module
 from quiver_client.tiers import local as local_module
 from quiver_client.tiers.handoff import HandoffTier
-from quiver_client.tiers.local import LocalDaemons
+from quiver_client.tiers.local import LocalDaemon, LocalDaemons
 from tests.daemon.test_needs import Consumer
 from tests.kernel.test_handoff import server
 from tests.support.daemon import Daemon, rack_of
@@ -634,6 +635,46 @@ def test_a_socket_of_root_or_of_a_system_account_in_its_own_folder_is_used(
     made = dataset(small.manifest, own.url, fields=FIELDS)
     read_all(made, small)
     assert made.stats()["samples_host"] == 60
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_who_listens_at_a_socket_of_roots_and_is_not_root_is_read_from_over_tcp(
+    dataset: Make, small: Files, own: Daemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """He may have put it there after the path was looked at."""
+    (tmp_path / "s").unlink()
+    asked = []
+
+    def then(connection: socket.socket, request: bytes) -> None:
+        asked.append(request)
+
+    with server(tmp_path / "s", greeting(node_of(own), then), user=4321):
+        made = dataset(small.manifest, own.url, fields=FIELDS)
+        read_over_tcp(made, small)
+        assert "user 4321 listens there" in caplog.text
+        assert not asked
+        made.close()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+def test_a_service_that_comes_back_with_another_dynamic_user_is_found_again(tmp_path: Path) -> None:
+    ring = Ring.of("r", [Member("me", "http://me:1", 2.0, socket=str(tmp_path / "s"))])
+    found = LocalDaemons(cast(Any, None), (), Stats())
+    former: LocalDaemon | None = None
+    for user in (61184, 61185):
+        with server(tmp_path / "s", greeting("me", lambda connection, request: None), user=user) as path:
+            for owned in (path, tmp_path):
+                os.chown(owned, user, user)
+            if former is not None:
+                with pytest.raises(Forbidden):
+                    former.client.held([])
+                former.failed()  # as the tier says of one that cannot be asked
+            found.look(ring)
+            former = found.at("http://me:1")
+            assert former is not None
+            assert former.client.hello() == "me"
+        path.unlink()
+    found.close()
 
 
 def test_a_daemon_that_comes_back_is_found_again(

@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,8 +121,19 @@ def answers(*messages: bytes, fds: list[int] | None = None) -> Callable[[socket.
 
 
 @contextlib.contextmanager
-def server(path: Path, answer: Callable[[socket.socket, int, bytes], None]) -> Iterator[Path]:
-    """Listen at ``path``; every request goes to ``answer``, with its number on its connection."""
+def acting_as(user: int | None) -> Iterator[None]:
+    """Be another user: the kernel notes who it is that begins to listen."""
+    before = os.geteuid()
+    os.seteuid(before if user is None else user)
+    try:
+        yield
+    finally:
+        os.seteuid(before)
+
+
+@contextlib.contextmanager
+def server(path: Path, answer: Callable[[socket.socket, int, bytes], None], user: int | None = None) -> Iterator[Path]:
+    """Listen at ``path``, as this user or another. Requests go to ``answer``, with their number on their connection."""
     over = threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -143,7 +155,8 @@ def server(path: Path, answer: Callable[[socket.socket, int, bytes], None]) -> I
     connections: list[socket.socket] = []
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(str(path))
-        listener.listen()
+        with acting_as(user):
+            listener.listen()
         threads = [threading.Thread(target=accept)]
         threads[0].start()
         try:
@@ -283,6 +296,53 @@ def test_what_is_no_daemons_socket_is_told_apart_from_one_that_may_not_be_used(t
                 os._exit(code)
         tmp_path.chmod(0o755)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
+
+
+@needs_root
+def test_a_stranger_who_listens_under_a_path_of_roots_is_told_nothing(tmp_path: Path) -> None:
+    """The path looks right: the socket and its folder are root's."""
+    asked: list[bytes] = []
+
+    def answer(connection: socket.socket, number: int, request: bytes) -> None:
+        asked.append(request)
+        connection.send(HELLO)
+
+    with server(tmp_path / "s", answer, user=4321) as path:
+        assert path.stat().st_uid == 0
+        for trusted in ([], [0], [4320]):
+            with pytest.raises(Forbidden, match="user 4321 listens there"):
+                HandoffClient(str(path), trusted).hello()
+        assert not asked
+        client = HandoffClient(str(path), [4321])
+        assert client.hello() == "me"
+        client.close()
+
+
+@needs_root
+@pytest.mark.parametrize("user", [0, 4321], ids=["root", "oneself"])
+def test_root_and_oneself_are_trusted(user: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # where others may look for it, unlike in that of a test
+        Path(folder).chmod(0o755)
+        with server(Path(folder, "s"), answers(HELLO), user=user) as path:
+            path.chmod(0o666)
+            with acting_as(4321):
+                client = HandoffClient(str(path))
+                assert client.hello() == "me"
+                client.close()
+
+
+@needs_root
+def test_a_socket_that_a_stranger_puts_in_a_daemons_place_is_not_used_by_a_client_that_knows_it(tmp_path: Path) -> None:
+    with server(tmp_path / "s", answers(HELLO, held_answer([True]))) as path:
+        client = HandoffClient(str(path))
+        assert client.held([Held(NAME, 7)]) == [True]
+    path.unlink()
+    with server(path, answers(HELLO, held_answer([True])), user=4321), pytest.raises(Forbidden, match="user 4321"):
+        client.held([Held(NAME, 7)])
+    client.close()
 
 
 def test_a_daemon_that_changes_its_name_is_another_one(tmp_path: Path) -> None:

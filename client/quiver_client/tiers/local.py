@@ -106,12 +106,15 @@ class LocalDaemons:
 
     def _greet(self, path: str, ids: set[str]) -> None:
         """Hear who is behind a path, if that is not known, and keep it if it is one of whom the ring says so."""
-        if path in self._found and self._found[path].client.node in ids:
+        known, paused = self._found.get(path), self._paused.get(path)
+        if known is not None and known.client.node not in ids:
+            known = None
+        if (known is not None and not known.is_silent) or (paused is not None and paused.is_silent):
             return
-        paused = self._paused.get(path)
-        if (paused is not None and paused.is_silent) or not self._is_trusted(path):
-            return
-        daemon = LocalDaemon(HandoffClient(path))
+        owner = self._owner(path)
+        if owner is None or (known is not None and owner in known.client.trusted):
+            return  # nobody whom one would ask, or the one who is known and silent, and not one who took its place
+        daemon = LocalDaemon(HandoffClient(path, [owner]))
         try:
             if daemon.client.hello() in ids:
                 self._keep(path, daemon)
@@ -135,8 +138,8 @@ class LocalDaemons:
         if former is not None:
             former.client.close()
 
-    def _is_trusted(self, path: str) -> bool:
-        """Whether a socket is there, and not one that just anybody put there.
+    def _owner(self, path: str) -> int | None:
+        """Return whose socket is there, unless just anybody put it there. That he listens is seen on connecting.
 
         Who passes a file can change it after it was checked here, which nobody finds, and shorten it while it is
         mapped, which ends this process. So whoever runs the daemon is trusted as the machine's administrator is: he is
@@ -145,18 +148,18 @@ class LocalDaemons:
         try:
             found, folder = os.lstat(path), Path(path).parent.stat()
         except OSError:
-            return False  # the usual case: a daemon of another host
+            return None  # the usual case: a daemon of another host
         if not stat.S_ISSOCK(found.st_mode):
-            return False
+            return None
         is_service = any(found.st_uid in uids for uids in SERVICE_UIDS)
         if found.st_uid in (0, os.geteuid()) or (is_service and found.st_uid == folder.st_uid):
-            return True
+            return found.st_uid
         self._stats.warn(
             "socket",
             f"{path}: belongs to user {found.st_uid}, who is neither root, nor you, nor a system account in a folder "
             "of its own; not used, reading over TCP",
         )
-        return False
+        return None
 
     def _ask_for_sockets(self, ring: Ring) -> None:
         """Ask daemons that may be here, and of whom no socket is known, what theirs is."""
