@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 READS_AT_ONCE: Final = 128
 BODY_SECONDS_MAX: Final = 10.0
-SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``patience``
+SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``Taking``
 
 
 Answer = tuple[npt.NDArray[np.uint8], Payload]  # a status per range, and what is to be sent
@@ -186,28 +186,38 @@ async def respond(
 
 
 async def _send(line: Line, node: Node, payload: Payload) -> None:
-    began, sent = time.monotonic(), 0
+    taking = Taking(node, payload)
     while not payload.done:
         count, slow = await line.push(payload, node.send_threads)
-        node.counters.add("served_bytes", count)
-        sent += count
-        if not payload.done:
-            seconds = patience(began, sent)
-            if slow:
-                async with asyncio.timeout(seconds):
-                    await line.writable()
+        seconds = taking.took(count)
+        if slow:
+            async with asyncio.timeout(seconds):
+                await line.writable()
 
 
-def patience(began: float, sent_bytes: int) -> float:
-    """Return how many seconds a reader is waited for now. Raises ``TimeoutError`` if he has had them.
+class Taking:
+    """How a reader takes an answer: what he took is counted, and what he leaves is waited for, though not for ever.
 
     One who takes a little now and then would otherwise hold one of the reads that may be under way for as long as he
     likes. So whatever was sent, it took no longer than it takes at the rate at which readers themselves give up.
     """
-    left = began + SEND_SECONDS_MAX + sent_bytes / SLOWEST_BYTES_PER_SECOND - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("the reader takes it too slowly")
-    return min(left, SEND_SECONDS_MAX)
+
+    def __init__(self, node: Node, payload: Payload) -> None:
+        self._counters = node.counters
+        self._payload = payload
+        self._head_bytes = len(payload.head)  # which are not counted
+        self._until = time.monotonic() + SEND_SECONDS_MAX
+
+    def took(self, count: int) -> float:
+        """Count it; return for how many seconds more he is waited for. Raises ``TimeoutError`` if that is none."""
+        of_head = min(count, self._head_bytes)
+        self._head_bytes -= of_head
+        self._counters.add("served_bytes", count - of_head)
+        self._until += count / SLOWEST_BYTES_PER_SECOND
+        left = self._until - time.monotonic()
+        if left <= 0 and not self._payload.done:
+            raise TimeoutError("the reader takes it too slowly")
+        return min(left, SEND_SECONDS_MAX)
 
 
 def cut_off(error: OSError | QuiverError) -> bool:

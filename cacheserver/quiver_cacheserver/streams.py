@@ -23,7 +23,7 @@ from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
 from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, at_hand, cut_off, gather, patience, under_way
+from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather, under_way
 from quiver_cacheserver.sending import Payload
 
 log = logging.getLogger(__name__)
@@ -125,18 +125,13 @@ class Streams:
 
     def _send(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, payload: Payload) -> bool:
         """Send an answer; return whether it went out whole. What fails here can only cut it off: see ``respond``."""
-        uncounted = len(payload.head)
-        began, sent = time.monotonic(), 0
+        taking = Taking(self._node, payload)
         try:
             while not payload.done:
                 count, slow = payload.push(sock, [])
-                self._node.counters.add("served_bytes", max(count - uncounted, 0))
-                uncounted = max(uncounted - count, 0)
-                sent += count
-                if not payload.done:
-                    seconds = patience(began, sent)
-                    if slow and not _ready(sock, select.POLLOUT, seconds):
-                        raise TimeoutError("the reader does not take it")
+                seconds = taking.took(count)
+                if slow and not _ready(sock, select.POLLOUT, seconds):
+                    raise TimeoutError("the reader does not take it")
         except (OSError, QuiverError) as error:
             if cut_off(error):
                 loop.call_soon_threadsafe(self._node.suspect, payload.shards)
