@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -12,6 +14,29 @@ from tests.support.data import Files, make_files, random_files
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Two workers take a file at a time. The one that is taken last is waited for, so the longest are taken first, from the
+# one of a minute down to those of ten seconds; pytest-xdist itself would begin with those of most tests.
+LONGEST: Final = (
+    *("client/test_handoff_tier.py", "end_to_end/test_jobs.py", "client/test_faults.py", "client/test_dataset.py"),
+    *("daemon/test_rack.py", "client/test_loader_state.py", "examples/test_demo.py", "client/test_loader.py"),
+    *("daemon/test_needs.py", "client/test_fast_paths.py", "client/test_folder_needs.py", "bench/test_commands.py"),
+    *("end_to_end/test_s3.py", "membership/test_registry.py", "daemon/test_streams.py", "cli/test_cache_commands.py"),
+    *("daemon/test_socket.py", "daemon/test_process.py", "docs/test_readme.py", "bench/test_peers.py"),
+    *("contract/test_sources.py", "cli/test_index_info.py", "kernel/test_cooperation.py", "client/test_memory.py"),
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    places = {folder / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import json
-import os
 import pickle
-import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +21,10 @@ from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
 from quiver_client.loader.epoch import Deal
 from quiver_client.loader.state import make_state, pack, unpack
-from tests.support.daemon import clean_environment
 from tests.support.data import Files, make_files, random_files
 from tests.support.residency import scripted
+from tests.support.scripts import Script
+from tests.support.waiting import until
 
 SAMPLES = 150
 Make = Callable[..., Dataset]
@@ -443,10 +440,10 @@ def test_bits_come_back_as_they_were(bits: list[bool]) -> None:
 # -- kill -9 ----------------------------------------------------------------------------------------------------------
 
 TRAINING = """
-import json, os, sys
+import json, os, signal, sys
 from quiver_client import DataLoader, Dataset
 
-manifest, cache, folder, workers, rank, world_size = sys.argv[1:]
+manifest, cache, folder, workers, rank, world_size, held_at = sys.argv[1:]
 ds = Dataset(manifest, cache, fields=["__key__"])
 loader = DataLoader(ds, 4, shuffle=True, num_workers=int(workers), rank=int(rank), world_size=int(world_size))
 state = f"{folder}/state.{rank}"
@@ -457,6 +454,9 @@ if os.path.exists(state):
     loader.load_state_dict({**saved, **bits})
 before = loader.state_dict()["batches"]
 for number, batch in enumerate(loader, before):
+    print(number, flush=True)
+    if number == int(held_at):
+        signal.pause()
     # A checkpoint and what it covers are one file: with the step done both are there or neither.
     took = loader.state_dict()
     bits = {name: took[name] and took[name].hex() for name in ("done", "own")}
@@ -468,7 +468,6 @@ for number, batch in enumerate(loader, before):
     if os.path.lexists(state):
         os.unlink(state)
     os.symlink(path, state)
-    print(number, flush=True)
 print("end", flush=True)
 loader.close()
 """
@@ -480,30 +479,19 @@ def test_a_training_process_that_is_killed_goes_on_exactly(
 ) -> None:
     chance = np.random.default_rng(workers + rank)
     cache = f"file://{tmp_path}/cache?capacity=1GiB"
-    script = tmp_path / "training.py"
-    script.write_text(TRAINING)
     batches = -(-SAMPLES // world_size // 4)
     stops = sorted(chance.choice(np.arange(1, batches), 2, replace=False).tolist())
     for stop in [*stops, None]:
-        command = [sys.executable, "-W", "error", str(script), str(files.manifest), cache, str(tmp_path)]
-        with subprocess.Popen(
-            [*command, str(workers), str(rank), str(world_size)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=clean_environment(),
-            start_new_session=True,
-        ) as process:
-            assert process.stdout is not None
-            last = ""
-            for line in process.stdout:
-                last = line.strip()
-                if last != "end" and stop is not None and int(last) >= stop:
-                    break
-            if stop is not None:
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                assert last == "end"
-                assert process.wait(30) == 0
+        held_at = -1 if stop is None else batches - 1  # one that is to be killed does not come to the end before
+        arguments = [files.manifest, cache, tmp_path, workers, rank, world_size, held_at]
+        script = Script(TRAINING, arguments, tmp_path / f"training.{stop}.log")
+        if stop is None:
+            assert script.wait() == 0
+            assert script.lines()[-1] == "end"
+        else:
+            until(lambda: script.ended or (script.lines() and int(script.lines()[-1]) >= stop), 30)  # noqa: B023
+            assert not script.ended
+            script.kill()
     steps = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("step.*[0-9]"))]
     keys = [key for step in steps for key in step["keys"]]
     manifest = files.opened()

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files, rebased
+from tests.support.scripts import Script
 from tests.support.servers import counting_origin
 from tests.support.waiting import until
 
@@ -46,26 +47,17 @@ class Job:
 
     def __init__(self, files: Files, rack: list[Daemon], log: Path, *, epochs: int = 2, step: float = 0.01) -> None:
         self.log = log
-        arguments = [str(files.manifest), rack[0].url, log.stem, str(epochs), str(step), str(LEASE_SECONDS)]
-        with log.open("w") as output:
-            self.process = subprocess.Popen([sys.executable, "-W", "error", "-c", JOB, *arguments], stdout=output)
+        self.script = Script(JOB, [files.manifest, rack[0].url, log.stem, epochs, step, LEASE_SECONDS], log)
 
     def lines(self) -> list[dict[str, object]]:
-        whole = self.log.read_text().rpartition("\n")[0]  # a killed process may have torn the last
-        return [json.loads(line) for line in whole.splitlines()]
+        return [json.loads(line) for line in self.script.lines()]
 
     def keys(self, epoch: int) -> list[str]:
         assert all(line.get("good", True) for line in self.lines())
         return [key for line in self.lines() if line.get("epoch") == epoch for key in line["keys"]]  # type: ignore[attr-defined]
 
     def ended(self) -> bool:
-        return self.process.poll() is not None
-
-    def stop(self) -> None:
-        if not self.ended():
-            self.process.send_signal(signal.SIGCONT)
-            self.process.kill()
-        self.process.wait()
+        return self.script.ended
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +90,7 @@ def origin_bytes(rack: list[Daemon]) -> int:
 def test_two_jobs_read_through_a_cache_that_holds_a_third(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
     jobs = [Job(files, daemons, tmp_path / f"{'job' + 'x' * number}.log", step=0.03) for number in range(2)]
     until(lambda: all(job.ended() for job in jobs), 60)
-    assert [job.process.returncode for job in jobs] == [0, 0]
+    assert [job.script.wait() for job in jobs] == [0, 0]
     for job in jobs:
         exactly_once(job, files, 2)
         stats = job.lines()[-1]["stats"]
@@ -117,8 +109,8 @@ def test_a_job_that_is_killed_and_one_that_stands_still_hold_nobody_up(
     going = Job(files, daemons, tmp_path / "going.log", epochs=3)
     try:
         until(lambda: all(len(job.lines()) > 20 for job in (killed, still, going)), 60)
-        killed.process.kill()
-        still.process.send_signal(signal.SIGSTOP)
+        killed.script.kill()
+        still.script.signal(signal.SIGSTOP)
         stopped_at = time.monotonic()
         until(
             lambda: max(daemon.metric("quiver_consumers") for daemon in daemons) <= 1,
@@ -127,15 +119,15 @@ def test_a_job_that_is_killed_and_one_that_stands_still_hold_nobody_up(
         )
         assert time.monotonic() - stopped_at < LEASE_SECONDS + 8
         until(going.ended, 60)
-        assert going.process.returncode == 0
+        assert going.script.wait() == 0
         exactly_once(going, files, 3)
         taken = len(still.lines())
-        still.process.send_signal(signal.SIGCONT)
+        still.script.signal(signal.SIGCONT)
         until(lambda: len(still.lines()) > taken + 80, 60, "it goes on where it stood")
         exactly_once(still, files, 1)
     finally:
         for job in (killed, still, going):
-            job.stop()
+            job.script.kill()
 
 
 def test_a_job_goes_on_while_a_daemon_dies(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
@@ -145,8 +137,8 @@ def test_a_job_goes_on_while_a_daemon_dies(files: Files, daemons: list[Daemon], 
     try:
         until(job.ended, 90)
     finally:
-        job.stop()
-    assert job.process.returncode == 0
+        job.script.kill()
+    assert job.script.wait() == 0
     exactly_once(job, files, 2)
     daemons[1].start()
     daemons[1].wait_until_serving()
@@ -160,7 +152,7 @@ def test_jobs_put_into_the_rack_what_its_daemons_may_not_read(files: Files, tmp_
             until(lambda: all(job.ended() for job in jobs), 60)
         finally:
             for job in jobs:
-                job.stop()
+                job.script.kill()
         assert origin_bytes(rack) == 0
         stats = [job.lines()[-1]["stats"] for job in jobs]
         for job in jobs:
