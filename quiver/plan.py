@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from quiver.manifest import ABSENT, Manifest
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Plan:
     """Where the n samples of a batch are, of which the byte fields ``first_field`` .. ``last_field`` are wanted.
 
@@ -32,6 +33,17 @@ class Plan:
     def __len__(self) -> int:
         return len(self.blobs)
 
+    @cached_property
+    def _by_shard(self) -> tuple[Ints, Ints]:
+        return _distinct(self.shards)
+
+    def by_shard(self, positions: npt.NDArray[np.intp]) -> tuple[Ints, Ints]:
+        """Return the shards ``(s,)`` that the samples at these positions are in, ascending, each once; and for each of
+        the positions which of them it is."""
+        if len(positions) == len(self):  # all of them, since each is given once: every tier asks for that
+            return self._by_shard
+        return _distinct(self.shards[positions])
+
     def take(self, positions: npt.NDArray[np.intp]) -> Plan:
         """Return the plan of some of the samples."""
         return Plan(
@@ -44,6 +56,11 @@ class Plan:
             self.lengths[positions],
             self.first_field,
         )
+
+
+def _distinct(shards: Ints) -> tuple[Ints, Ints]:
+    distinct, which = np.unique(shards, return_inverse=True)
+    return distinct, which
 
 
 def plan_batch(manifest: Manifest, indices: npt.NDArray[np.intp], fields: tuple[int, int] | None = None) -> Plan:

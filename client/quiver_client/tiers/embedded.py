@@ -146,7 +146,7 @@ class EmbeddedTier:
     def fetch(self, delivery: Delivery) -> None:
         self._tidy()
         plan, missing = delivery.plan, delivery.missing()
-        shards = np.unique(plan.shards[missing]).tolist()
+        shards = plan.by_shard(missing)[0].tolist()
         here = self._maps.get_all(shards)
         if len(here) < len(shards):
             here.update(self._brought([shard for shard in shards if shard not in here]))

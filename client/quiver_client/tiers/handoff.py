@@ -66,7 +66,7 @@ class HandoffTier:
         if ring is not None:
             self._attend(ring)
         missing = delivery.missing()
-        shards = np.unique(delivery.plan.shards[missing]).tolist()
+        shards = delivery.plan.by_shard(missing)[0].tolist()
         here = self._maps.get_all(shards)
         if self._locals and len(here) < len(shards):
             here.update(self._mapped([shard for shard in shards if shard not in here]))

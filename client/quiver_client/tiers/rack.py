@@ -22,6 +22,7 @@ from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
 from quiver.peer import PeerClient
+from quiver.plan import Ints
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_client.delivery import Delivery, Positions
@@ -120,16 +121,13 @@ class RackTier:
     def _jobs(self, state: _Round, positions: Positions) -> list[tuple[PeerClient, Positions]]:
         """Group positions by the best peer not yet tried for their shard, cut into requests of bounded size."""
         plan = state.delivery.plan
-        shards, which = np.unique(plan.shards[positions], return_inverse=True)
+        shards, which = plan.by_shard(positions)
         peers, urls = self._choose(state, shards)
+        of_samples = peers[which]
         jobs = []
-        for peer in np.unique(peers[peers >= 0]).tolist():
-            run = positions[(peers == peer)[which]]
-            ends = np.cumsum(plan.sizes[run])
-            cuts = np.searchsorted(ends, np.arange(READ_BYTES_MAX, int(ends[-1]), READ_BYTES_MAX), "right")
-            at_most = np.arange(RANGES_MAX, len(run), RANGES_MAX)
-            parts = np.split(run, np.unique(np.concatenate([cuts, at_most])))
-            jobs += [(self._members.peer(urls[peer]), part) for part in parts if len(part)]
+        for peer in sorted(set(peers[peers >= 0].tolist())):
+            run = positions[of_samples == peer]
+            jobs += [(self._members.peer(urls[peer]), part) for part in _parts(run, plan.sizes[run])]
         return jobs
 
     def _choose(self, state: _Round, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
@@ -154,7 +152,7 @@ class RackTier:
 
     def _ask(self, state: _Round, peer: PeerClient, positions: Positions) -> None:
         plan = state.delivery.plan
-        shards, numbers = np.unique(plan.shards[positions], return_inverse=True)
+        shards, numbers = plan.by_shard(positions)
         ranges = np.zeros(len(positions), RANGE)
         ranges["shard"], ranges["offset"], ranges["length"] = numbers, plan.offsets[positions], plan.sizes[positions]
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
@@ -245,3 +243,14 @@ class RackTier:
         if isinstance(error, Unavailable):
             self._members.is_silent(peer.url)
         self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
+
+
+def _parts(positions: Positions, sizes: Ints) -> list[Positions]:
+    """Cut what is asked of one peer into requests of bounded size."""
+    ends = np.cumsum(sizes)
+    if len(positions) <= RANGES_MAX and ends[-1] <= READ_BYTES_MAX:
+        return [positions]
+    cuts = np.searchsorted(ends, np.arange(READ_BYTES_MAX, int(ends[-1]), READ_BYTES_MAX), "right")
+    at_most = np.arange(RANGES_MAX, len(positions), RANGES_MAX)
+    parts = np.split(positions, np.unique(np.concatenate([cuts, at_most])))
+    return [part for part in parts if len(part)]
