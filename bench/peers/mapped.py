@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
+import numpy.typing as npt
 
 from bench.measure import Batch
 from bench.peers.base import Peer
+from bench.servers import CannotRun
+from quiver_client import native
 
 
 class MappedSlices(Peer):
@@ -29,6 +34,43 @@ class MappedSlices(Peer):
     def batches(self, way: str) -> Iterable[Batch]:
         view = self._view
         return ([view[begin:end] for begin, end in cuts] for cuts in self._cuts)
+
+
+class MappedVerified(MappedSlices):
+    """The same loop, and a thread that hashes each batch before it: what reading each byte once more takes here."""
+
+    name = "mapped-verified"
+    settings = "mapped, and one thread ahead that compares the XXH3 of a batch's samples by one native call"
+
+    def check(self) -> None:
+        super().check()
+        if native.pieces is None:
+            raise CannotRun("no native code was built; install with a C compiler")
+
+    def prepare(self) -> None:
+        super().prepare()
+        starts, ends = self.data.offsets[:-1], self.data.offsets[1:]
+        self._address = np.frombuffer(self._view, np.uint8).ctypes.data
+        self._numbers = [np.asarray(batch) for batch in self.data.batches(self.work.batch_size)]
+        self._starts, self._sizes = starts.astype(np.int64), (ends - starts).astype(np.int64)
+        self._expected = self._hashed(np.arange(len(starts)))
+
+    def batches(self, way: str) -> Iterator[Batch]:
+        with ThreadPoolExecutor(1) as ahead:
+            checked = ahead.submit(self._is_right, self._numbers[0])
+            for batch, following in zip(super().batches(way), chain(self._numbers[1:], [None]), strict=True):
+                if not checked.result():
+                    raise ValueError("bytes that changed while they were read")
+                if following is not None:
+                    checked = ahead.submit(self._is_right, following)
+                yield batch
+
+    def _is_right(self, numbers: npt.NDArray[np.int64]) -> bool:
+        return bool((self._hashed(numbers) == self._expected[numbers]).all())
+
+    def _hashed(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
+        assert native.pieces is not None
+        return native.pieces.xxh3_64(self._address + self._starts[numbers], self._sizes[numbers])
 
 
 class MappedGather(Peer):

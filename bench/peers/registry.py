@@ -19,6 +19,7 @@ PEERS: Final = {
     "files-decoded": "files:DecodedFiles",
     "origin": "origin:Origin",
     "mapped": "mapped:MappedSlices",
+    "mapped-verified": "mapped:MappedVerified",
     "gather": "mapped:MappedGather",
     "webdataset": "webdataset:WebDataset",
     "litdata": "litdata:LitData",

@@ -31,10 +31,13 @@ def entries(*names: str) -> list[Entry]:
 
 
 def host(setting: Setting) -> Answer:
-    answer = compare(setting, setting.data(), BATCH, entries(*HOST, *dict.fromkeys(ON_DISK + ANY_ORDER), "mapped"))
+    others = entries(*dict.fromkeys(ON_DISK + ANY_ORDER), "mapped", "mapped-verified")
+    answer = compare(setting, setting.data(), BATCH, [*entries(*HOST), *others])
     speed_ratio(answer, "host tier ÷ best of formats on disk", HOST, ON_DISK, 5.0)
     speed_ratio(answer, "host tier ÷ best of them in an order of its own every epoch", HOST, ANY_ORDER)
     speed_ratio(answer, "host tier ÷ slices of a mapped file", HOST, ["mapped"], 0.8)
+    speed_ratio(answer, "host tier ÷ the same slices, verified by a thread ahead", HOST, ["mapped-verified"])
+    speed_ratio(answer, "those verified ÷ not: the most there is", ["mapped-verified"], ["mapped"])
     speed_ratio(answer, "slices of a mapped file ÷ best of formats on disk: the most there is", ["mapped"], ON_DISK)
     return answer
 
