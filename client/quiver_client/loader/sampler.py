@@ -298,7 +298,9 @@ class BatchSampler(Sampler[list[int]]):
         rows = np.fromiter(self._sampler, np.int64)
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.deal.samples:
             raise ValueError(f"sampler: it gives indices that the dataset's {self.deal.samples} samples do not have")
-        self._repeats = len(np.unique(rows)) < len(rows)
+        given = np.zeros(self.deal.samples, bool)
+        given[rows] = True
+        self._repeats = int(np.count_nonzero(given)) < len(rows)
         return rows[~done[rows]]
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
