@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 
 from quiver.origin.kept import Kept
 from quiver_client import Dataset, index
-from tests.support.daemon import Daemon
+from tests.support.daemon import FreshDaemon as Daemon
 from tests.support.waiting import until
 
 ROWS, GROUP, SAMPLE_BYTES = 800, 100, 100_000  # 80 MB

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from quiver_cacheserver.cli import main
-from tests.support.daemon import Daemon, clean_environment
+from tests.support.daemon import FreshDaemon as Daemon
+from tests.support.daemon import clean_environment
 from tests.support.etcd import free_ports
 
 

@@ -1,10 +1,16 @@
-"""Real daemons in processes of their own: started on free ports, waited for by what they log, ended for certain."""
+"""Real daemons in processes of their own: started on free ports, waited for by what they log, ended for certain.
+
+Most are forked from a server that has imported all that a daemon does (multiprocessing's ``forkserver``), which takes
+a second of a core; they run the command's ``main`` with its arguments all the same. ``FreshDaemon`` is for what depends
+on how an interpreter is started, ends, or takes memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -12,9 +18,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.reduction import DupFd
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import IO, Any, Final, Self
 
 from tests.support.etcd import free_ports
 from tests.support.waiting import until
@@ -24,12 +31,61 @@ END_SECONDS_MAX: Final = 40.0
 _SERVES = re.compile(r"serves rack (\S+) at (\S+)")
 
 
+_FORKED: Final = multiprocessing.get_context("forkserver")
+PRELOADED: Final = ("quiver_cacheserver.cli", "quiver_cacheserver.serve", "quiver_cacheserver.app")
+_FORKED.set_forkserver_preload([*PRELOADED])
+
+
 def clean_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("QUIVER_")}
 
 
+class Process:
+    """A forked daemon, which writes what it logs to ``stderr``; as ``subprocess.Popen`` has it."""
+
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+        self.stderr: IO[str]
+        reading, writing = os.pipe()
+        self.stderr = os.fdopen(reading)
+        self._process = _FORKED.Process(target=_serve, args=(DupFd(writing), arguments, environment))
+        self._process.start()
+        os.close(writing)
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def wait(self, seconds: float) -> int:
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, "the daemon does not end"
+        return self._process.exitcode
+
+
+def _serve(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
+    fd = stderr.detach()
+    os.dup2(fd, 2)
+    os.close(fd)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["quiver-cacheserver", *arguments]
+    from quiver_cacheserver.cli import main
+
+    main()
+
+
 class Daemon:
     """One daemon process. Entering waits until it serves; leaving kills it if it still runs."""
+
+    fresh = False
 
     def __init__(
         self,
@@ -51,7 +107,7 @@ class Daemon:
             *flags,
         ]
         self._environment = {**clean_environment(), **(environment or {})}
-        self.process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | Process | None = None
         self._reader: threading.Thread | None = None
 
     def __enter__(self) -> Self:
@@ -68,7 +124,11 @@ class Daemon:
 
     def start(self) -> None:
         self._serving.clear()
-        process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=self._environment)
+        process: subprocess.Popen[str] | Process
+        if self.fresh:
+            process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=self._environment)
+        else:
+            process = Process(self._command[3:], self._environment)
         self.process = process
         self._reader = threading.Thread(target=self._read, args=(process,))
         self._reader.start()
@@ -77,7 +137,7 @@ class Daemon:
         assert self._serving.wait(START_SECONDS_MAX), f"the daemon does not start: {self.log}"
         assert self._url, f"the daemon ended: {self.log}"
 
-    def _read(self, process: subprocess.Popen[str]) -> None:
+    def _read(self, process: subprocess.Popen[str] | Process) -> None:
         assert process.stderr is not None
         with process.stderr:
             for line in process.stderr:
@@ -157,6 +217,12 @@ class Daemon:
 
     def files(self, kind: str = "shards") -> list[Path]:
         return sorted(path for path in (self.data_dir / kind).rglob("*") if path.is_file())
+
+
+class FreshDaemon(Daemon):
+    """A daemon that is started as an operator starts it: an interpreter of its own."""
+
+    fresh = True
 
 
 @contextlib.contextmanager

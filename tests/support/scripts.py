@@ -16,8 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tests.support.daemon import PRELOADED
+
 _CONTEXT: Final = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["quiver_client.dataset", "quiver_client.loader", "torch.utils.data"])
+# There is one such server to a process of tests, which serves ``tests.support.daemon`` too.
+_CONTEXT.set_forkserver_preload(["quiver_client.dataset", "quiver_client.loader", "torch.utils.data", *PRELOADED])
 
 
 class Script:
