@@ -7,8 +7,10 @@ not try.
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -47,22 +49,24 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
 
     def _compile(self, source: Path, target: Path) -> bool:
         """Build a library, in place of an older one at once; return whether that was done."""
-        if os.environ.get("QUIVER_NATIVE") == "0":
-            target.unlink(missing_ok=True)
+        if os.environ.get("QUIVER_NATIVE") == "0" or sys.platform == "darwin":  # where it may be for two architectures
             return False
-        found = [name for name in (os.environ.get("CC", ""), "cc", "gcc", "clang") if name and shutil.which(name)]
-        if not found:
-            self.app.display_warning("no C compiler: batches will be copied and hashed by Python, which is slower")
-            target.unlink(missing_ok=True)
-            return False
-        with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            built = Path(folder) / NAME
-            done = subprocess.run(
-                [found[0], *FLAGS, str(source), "-o", str(built)], capture_output=True, text=True, check=False
-            )
-            if done.returncode:
-                self.app.display_warning(f"{found[0]} cannot build {source.name}: {done.stderr.strip()}")
-                target.unlink(missing_ok=True)
+        try:
+            target.unlink(missing_ok=True)  # of an older source: none is better
+            asked = shlex.split(os.environ.get("CC", ""))
+            compiler = next((one for one in (asked, ["cc"], ["gcc"], ["clang"]) if one and shutil.which(one[0])), None)
+            if compiler is None:
+                self.app.display_warning("no C compiler: batches will be copied and hashed by Python, which is slower")
                 return False
-            built.replace(target)
-        return True
+            with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+                built = Path(folder) / NAME
+                command = [*compiler, *FLAGS, str(source), "-o", str(built)]
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                if not done.returncode:
+                    built.replace(target)
+                    return True
+                why = done.stderr.strip()
+        except OSError as error:
+            why = str(error)
+        self.app.display_warning(f"{source.name} is not built, and Python does its work, slower: {why}")
+        return False

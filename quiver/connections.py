@@ -28,7 +28,11 @@ C = TypeVar("C", bound=Connection)
 
 
 class Idle(Generic[C]):
-    """Connections that nobody uses just now, to be used again. Safe from threads, and after a fork."""
+    """Connections that nobody uses just now, to be used again. Safe from threads.
+
+    A child that was forked leaves its parent's alone. It may not be forked while another thread is in here, whose lock
+    would be held for ever: what lives across forks (a ``Dataset``) makes its clients anew in each process.
+    """
 
     def __init__(self, kept_max: int = IDLE_CONNECTIONS_MAX) -> None:
         self.kept: list[C] = []

@@ -39,8 +39,8 @@ class Plan:
 
     def by_shard(self, positions: npt.NDArray[np.intp]) -> tuple[Ints, Ints]:
         """Return the shards ``(s,)`` that the samples at these positions are in, ascending, each once; and for each of
-        the positions which of them it is."""
-        if len(positions) == len(self):  # all of them, since each is given once: every tier asks for that
+        the positions which of them it is. The positions are ascending too, and each once."""
+        if len(positions) == len(self):  # all of them then, which is what every tier asks for first
             return self._by_shard
         return _distinct(self.shards[positions])
 

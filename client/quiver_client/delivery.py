@@ -48,7 +48,7 @@ class Delivery:
 
     def put(self, positions: Positions, buffer: Buffer, offsets: Ints) -> None:
         """Say that the samples at ``positions`` begin at ``offsets`` of a buffer. One that would end past it is not."""
-        inside = (offsets >= 0) & (offsets + self.plan.sizes[positions] <= len(buffer.view))
+        inside = (offsets >= 0) & (offsets <= len(buffer.view) - self.plan.sizes[positions])
         if not inside.all():
             positions, offsets = positions[inside], offsets[inside]
         self._put(positions, [buffer], 0, offsets)
@@ -64,7 +64,7 @@ class Delivery:
         which = order[np.minimum(rank, len(order) - 1)]
         sizes = np.asarray([len(buffer.view) for buffer in shards.values()], np.int64)
         offsets = plan.offsets[positions]
-        here = (numbers[which] == wanted) & (offsets + plan.sizes[positions] <= sizes[which])
+        here = (numbers[which] == wanted) & (offsets >= 0) & (offsets <= sizes[which] - plan.sizes[positions])
         if not here.all():
             positions, which, offsets = positions[here], which[here], offsets[here]
         self._put(positions, list(shards.values()), which, offsets)

@@ -43,7 +43,7 @@ def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -
 
     Raises ``IndexError`` if any of them is outside its buffer: nothing below would notice.
     """
-    addresses = _addresses(buffers, which, starts, np.full(len(which), length))
+    addresses = _addresses(buffers, which, starts, np.full(len(which), length, np.int64))
     if not length or not len(which):
         return np.empty((len(which), length), np.uint8)
     if native.pieces is not None:
@@ -74,8 +74,14 @@ def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64)
 
 
 def _addresses(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> I64:
+    """Return where pieces begin ``(n,)``, all of them int64 and inside their buffers: nobody asks after this."""
+    if not which.shape == starts.shape == lengths.shape == (len(which),):
+        raise IndexError(f"pieces of unlike numbers: {which.shape}, {starts.shape}, {lengths.shape}")
+    if not starts.dtype == lengths.dtype == np.int64:
+        raise TypeError(f"starts and lengths are int64, not {starts.dtype} and {lengths.dtype}")
     sizes = np.asarray([len(buffer.view) for buffer in buffers], np.int64)
-    if ((starts < 0) | (lengths < 0) | (starts + lengths > sizes[which])).any():
+    # The sum of a start and a length could wrap.
+    if (which < 0).any() or ((starts < 0) | (lengths < 0) | (starts > sizes[which] - lengths)).any():
         raise IndexError("bytes outside a buffer")
     return np.asarray([buffer.address for buffer in buffers], np.int64)[which] + starts
 

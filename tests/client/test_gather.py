@@ -110,13 +110,31 @@ def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int
     assert rows[0].tobytes() == content[:size]
 
 
-@pytest.mark.parametrize(("start", "length"), [(-1, 2), (0, 11), (10, 1), (3, 8)])
+@pytest.mark.parametrize(
+    ("start", "length"), [(-1, 2), (0, 11), (10, 1), (3, 8), (2**63 - 5, 10), (2**62, 2**62), (0, 2**63 - 1)]
+)
 def test_nothing_is_read_outside_a_buffer(start: int, length: int) -> None:
     buffers, which = [Buffer.of(b"0123456789")], np.zeros(1, np.intp)
     with pytest.raises(IndexError):
         gather(buffers, which, np.asarray([start]), length)
     with pytest.raises(IndexError):
         xxh3_64(buffers, which, np.asarray([start]), np.asarray([length]))
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    buffers, two = [Buffer.of(b"0123456789")], np.zeros(2, np.int64)
+    for which, starts, lengths in (
+        (np.zeros(2, np.intp), two[:1], two),
+        (np.zeros(2, np.intp), two, two[:1]),
+        (np.full(2, -1), two, two),
+        (np.zeros((2, 1), np.intp), two[:, None], two[:, None]),
+    ):
+        with pytest.raises(IndexError):
+            xxh3_64(buffers, which, starts, lengths)
+    with pytest.raises(TypeError, match="uint64"):
+        gather(buffers, np.zeros(2, np.intp), two.astype(np.uint64), 1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="int32"):
+        xxh3_64(buffers, np.zeros(2, np.intp), two, two.astype(np.int32))  # type: ignore[arg-type]
 
 
 def test_no_length_is_taken_from_the_end() -> None:

@@ -58,8 +58,9 @@ def test_what_is_installed_here_has_it() -> None:
         lambda source: source.replace("return 1;", "return 2;"),
         lambda source: source.replace("quiver_pieces_version", "quiver_version"),
         lambda source: source.replace("(size_t)sizes[i]);\n    }", "(size_t)sizes[i]) + (sizes[i] > 1000);\n    }"),
+        lambda source: source.replace("out + i * size", "out"),
     ],
-    ids=["another version", "no version", "wrong hashes"],
+    ids=["another version", "no version", "wrong hashes", "wrong copies"],
 )
 def test_what_is_of_another_version_or_wrong_is_not_used(
     built: Callable[..., Path], change: Callable[[str], str]
@@ -160,12 +161,33 @@ def test_without_a_compiler_it_is_python_alone_and_no_older_library_stays(
     monkeypatch.setenv("PATH", "/nonexistent")
     monkeypatch.delenv("CC", raising=False)
     assert build_of(hook, version) == {"force_include": {}}
-    assert older.exists() == (version == "standard")
+    assert older.exists() == (version == "standard"), "a wheel is built without touching the tree"
     assert "no C compiler" in hook.app.warnings[0]
+
+
+@needs_compiler
+def test_a_compiler_may_be_named_with_its_options(hook: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"{COMPILER} -DNAMED")
+    source = next(Path(hook.root).rglob("pieces.c"))
+    source.write_text(f"#ifndef NAMED\n#error the options are not passed on\n#endif\n{source.read_text()}")
+    assert "tag" in build_of(hook, "standard")
+
+
+@pytest.mark.parametrize("version", ["editable", "standard"])
+@pytest.mark.parametrize("content", ["#!/bin/true\n", "\0 not a program"], ids=["builds nothing", "is no program"])
+def test_a_compiler_that_is_none_does_not_fail_the_install(
+    hook: Any, version: str, content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(content)
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert build_of(hook, version) == {"force_include": {}}
+    assert "pieces.c is not built" in hook.app.warnings[0]
 
 
 @needs_compiler
 def test_a_source_that_cannot_be_built_is_said_and_left_out(hook: Any) -> None:
     next(Path(hook.root).rglob("pieces.c")).write_text("this is not C")
     assert build_of(hook, "standard") == {"force_include": {}}
-    assert "cannot build pieces.c" in hook.app.warnings[0]
+    assert "pieces.c is not built" in hook.app.warnings[0]

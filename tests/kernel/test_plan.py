@@ -54,6 +54,10 @@ def test_a_plan_says_what_the_reference_says(manifest: Manifest, indices: list[i
         assert got == cuts
     some = np.array(sorted(draw.draw(st.sets(st.integers(0, len(indices) - 1)))), np.intp)
     assert plan.take(some).offsets.tolist() == plan.offsets[some].tolist()
+    for positions in (some, np.arange(len(indices))):
+        shards, which = plan.by_shard(positions)
+        assert shards.tolist() == sorted(set(plan.shards[positions].tolist()))
+        assert shards[which].tolist() == plan.shards[positions].tolist()
 
 
 def test_a_plan_of_nothing_is_empty(manifest: Manifest) -> None:

@@ -42,21 +42,21 @@ class Pieces:
 
     def copy(self, addresses: I64, size: int) -> U8:
         """Return ``(n, size)``: ``size`` bytes from each address."""
-        addresses = np.ascontiguousarray(addresses)
+        addresses = np.ascontiguousarray(addresses, np.int64)
         rows = np.empty((len(addresses), size), np.uint8)
         self._copy(len(addresses), addresses.ctypes.data, size, rows.ctypes.data)
         return rows
 
     def xxh3_64(self, addresses: I64, sizes: I64) -> U64:
         """Return the XXH3-64 ``(n,)`` of ``sizes (n,)`` bytes from each address."""
-        addresses, sizes = np.ascontiguousarray(addresses), np.ascontiguousarray(sizes)
+        addresses, sizes = np.ascontiguousarray(addresses, np.int64), np.ascontiguousarray(sizes, np.int64)
         found = np.empty(len(addresses), np.uint64)
         self._hash(self._hash_function, len(found), addresses.ctypes.data, sizes.ctypes.data, found.ctypes.data)
         return found
 
 
 def load(library: Path = LIBRARY) -> Pieces | None:
-    """Return what was built, if it is of this version and hashes as ``xxhash`` does."""
+    """Return what was built, if it is of this version, copies rightly and hashes as ``xxhash`` does."""
     try:
         built = ctypes.CDLL(str(library))
         built.quiver_pieces_version.restype = ctypes.c_int64
@@ -72,9 +72,11 @@ def load(library: Path = LIBRARY) -> Pieces | None:
 
 def _is_right(pieces: Pieces) -> bool:
     data = np.arange(max(PROVED_WITH), dtype=np.uint8)
-    sizes = np.asarray(PROVED_WITH, np.int64)
+    address, sizes = data.ctypes.data, np.asarray(PROVED_WITH, np.int64)
     expected = [xxhash.xxh3_64_intdigest(data[:size].data) for size in PROVED_WITH]
-    return bool(pieces.xxh3_64(np.full(len(sizes), data.ctypes.data), sizes).tolist() == expected)
+    rows = pieces.copy(np.asarray([address + 7, address, address + 3]), 100)
+    copied = all((row == data[at : at + 100]).all() for row, at in zip(rows, (7, 0, 3), strict=True))
+    return copied and bool(pieces.xxh3_64(np.full(len(sizes), address), sizes).tolist() == expected)
 
 
 pieces: Pieces | None = load() if os.environ.get(NATIVE_VARIABLE) != "0" else None

@@ -17,6 +17,8 @@
 
 enum { LINE_BYTES = 64, AHEAD = 2, AHEAD_BYTES_MAX = 4096 };
 
+_Static_assert(sizeof(uintptr_t) == 8 && sizeof(size_t) == 8, "addresses and sizes come as 64 bits");
+
 typedef uint64_t (*Hash)(const void *data, size_t size);
 
 /* Raised when a signature changes, so that a library that was built from another version of this file is not used. */
