@@ -68,22 +68,22 @@ def stall(setting: Setting) -> Answer:
     with shelf.daemon() as (url, _):
         setting.say("bringing the data in")
         bring_in(url, str(shelf.manifest))
-    rounds: dict[Scan, list[dict[str, float]]] = {scan: [] for scan in SCANS}
+    rounds: dict[Scan, dict[int, dict[str, float]]] = {scan: {} for scan in SCANS}
     for at in range(setting.rounds):
         for scan, taken in rounds.items():
             setting.say(f"round {at + 1}, scan: {scan}")
             try:
-                taken.append(shelf.measure(scan, seconds))
+                taken[at] = shelf.measure(scan, seconds)
             except CannotRun as error:
                 answer.absent[f"scan: {scan}"] = str(error)
-    answer.more["by_scan"] = rounds
+    answer.more["by_scan"] = {scan: list(taken.values()) for scan, taken in rounds.items()}
     for scan, taken in rounds.items():
         if taken:
-            answer.ratios += _felt(scan, taken)
+            answer.ratios += _felt(scan, list(taken.values()))
     for name, figure in (("a hot read", "p99_ms"), ("an answer of the loop", "loop_p99_ms")):
         for scan in ONCE:
-            pairs = zip(rounds[scan], rounds["warm"], strict=False)
-            each = tuple(slow[figure] / warm[figure] for slow, warm in pairs)
+            warm = rounds["warm"]
+            each = tuple(slow[figure] / warm[at][figure] for at, slow in rounds[scan].items() if at in warm)
             if each:
                 label = f"p99 of {name} beside a scan that is {scan} ÷ beside a warm one"
                 answer.ratios.append(Ratio(label, median(each), each=each))
