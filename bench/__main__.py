@@ -148,7 +148,12 @@ def plots(out: Path) -> None:
 
 @main.command()
 @click.option("--cache", required=True, metavar="URL", help="The rack, as in cache=: http://node1:7717,node2:7717")
-@click.option("--manifest", metavar="PATH", default="", help="What to read. [default: random data, made for it]")
+@click.option(
+    "--manifest",
+    metavar="PATH",
+    default="",
+    help="What to read. [default: random data, made for it, which stay in the rack until others need the room]",
+)
 @click.option("--readers", type=click.IntRange(1), default=4, show_default=True, help="Processes that read.")
 @click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True, help="How long.")
 @click.option("--batch-size", type=click.IntRange(1), default=256, show_default=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from bench.facts import facts
 from bench.load import Load, Outcome
@@ -59,9 +59,9 @@ def show_load(load: Load, outcome: Outcome, console: Console) -> None:
 
 
 def _contenders(answer: Answer) -> Table:
-    table = Table("contender", "way", *(_right(name) for name in ("GB/s", "of rounds")))
-    for name in ("wait p50 ms", "p99 ms", "CPU s/GB"):
-        table.add_column(name, justify="right")
+    table = Table(Column("contender", overflow="fold"), Column("way", overflow="fold"))
+    for name in ("GB/s", "of rounds", "wait p50 ms", "p99 ms", "CPU s/GB"):
+        table.add_column(name, justify="right", overflow="fold")
     for name, result in sorted(
         answer.contenders.items(), key=lambda item: -item[1].median("bytes_a_second") if item[1].rounds else 0
     ):
@@ -83,16 +83,12 @@ def _contenders(answer: Answer) -> Table:
 
 
 def _ratios(answer: Answer) -> Table:
-    table = Table("what", *(_right(name) for name in ("figure", "of rounds", "reach", "met")))
+    table = Table("what")
+    for name in ("figure", "of rounds", "reach", "met"):
+        table.add_column(name, justify="right")
     for ratio in answer.ratios:
         spread = f"{min(ratio.each):.2f}–{max(ratio.each):.2f}" if ratio.each else ratio.note
         reach = f"{ratio.sense} {ratio.reach:g}" if ratio.reach is not None else ""
         met = {None: "", True: "[green]yes[/green]", False: "[red]no[/red]"}[ratio.met]
         table.add_row(ratio.name, f"{ratio.value:.2f}{' ' * bool(ratio.unit)}{ratio.unit}", spread, reach, met)
     return table
-
-
-def _right(name: str) -> Any:
-    from rich.table import Column
-
-    return Column(name, justify="right")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from quiver import __version__
 from quiver.manifest import Manifest
 from tests.indexing.support import shard_names, write_tar, write_tree
 
@@ -33,6 +34,11 @@ def quiver(*arguments: str | Path, **variables: str) -> subprocess.CompletedProc
 @pytest.fixture
 def images(tmp_path: Path) -> Path:
     return write_tree(tmp_path / "d", {"cat/1.png": b"1", "cat/2.png": b"1", "dog/3.png": b"333", "README": b"-"})
+
+
+def test_the_version_says_whether_there_is_native_code() -> None:
+    assert f"version {__version__} (" in quiver("--version").stdout
+    assert "by Python" in quiver("--version", QUIVER_NATIVE="0").stdout
 
 
 def test_index_then_info_in_words_and_in_json(tmp_path: Path, images: Path) -> None:

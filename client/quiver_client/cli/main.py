@@ -44,12 +44,28 @@ class _Commands(click.Group):
             formatter.write_dl(sorted(COMMANDS.items()))
 
 
+def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
+    """Say the version, and whether there is native code in use."""
+    if asked and not ctx.resilient_parsing:
+        from quiver_client import native
+
+        how = (
+            "batches by native code"
+            if native.pieces is not None
+            else "batches by Python, since no native code was built"
+        )
+        click.echo(f"quiver, version {__version__} ({how})")
+        ctx.exit()
+
+
 @click.command(
     cls=_Commands,
     context_settings={"auto_envvar_prefix": "QUIVER", "help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Example: quiver index /data/imagenet/train -o imagenet.quiver",
 )
-@click.version_option(__version__, prog_name="quiver")
+@click.option(
+    "--version", help="Show the version and exit.", is_flag=True, is_eager=True, expose_value=False, callback=_version
+)
 def quiver() -> None:
     """A cache that keeps GPUs fed with training data."""
 
