@@ -79,8 +79,9 @@ def test_every_flag_that_the_readme_names_exists() -> None:
     helps = ""
     for command in ("index", "info", "verify", "warm", "status"):
         helps += subprocess.run([*CLI, command, "--help"], capture_output=True, text=True, check=True).stdout
-    daemon = [sys.executable, "-m", "quiver_cacheserver.cli", "--help"]
-    helps += subprocess.run(daemon, capture_output=True, text=True, check=True).stdout
+    for module in (["quiver_cacheserver.cli"], ["bench", "load"]):
+        asked = [sys.executable, "-m", *module, "--help"]
+        helps += subprocess.run(asked, capture_output=True, text=True, check=True).stdout
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", README))
     assert named
     assert {flag for flag in named if flag not in helps} == set()
