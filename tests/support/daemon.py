@@ -1,7 +1,7 @@
 """Real daemons in processes of their own: started on free ports, waited for by what they log, ended for certain.
 
-Most are forked from a server that has imported all that a daemon does (multiprocessing's ``forkserver``), which takes
-a second of a core; they run the command's ``main`` with its arguments all the same. ``FreshDaemon`` is for what depends
+Most are forked from a server that has imported all that a daemon does (``tests.support.forking``), which saves each a
+second of a core; they run the command's ``main`` with its arguments all the same. ``FreshDaemon`` is for what depends
 on how an interpreter is started, ends, or takes memory.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -24,16 +23,12 @@ from types import TracebackType
 from typing import IO, Any, Final, Self
 
 from tests.support.etcd import free_ports
+from tests.support.forking import FORKED
 from tests.support.waiting import until
 
 START_SECONDS_MAX: Final = 30.0
 END_SECONDS_MAX: Final = 40.0
 _SERVES = re.compile(r"serves rack (\S+) at (\S+)")
-
-
-_FORKED: Final = multiprocessing.get_context("forkserver")
-PRELOADED: Final = ("quiver_cacheserver.cli", "quiver_cacheserver.serve", "quiver_cacheserver.app")
-_FORKED.set_forkserver_preload([*PRELOADED])
 
 
 def clean_environment() -> dict[str, str]:
@@ -47,7 +42,7 @@ class Process:
         self.stderr: IO[str]
         reading, writing = os.pipe()
         self.stderr = os.fdopen(reading)
-        self._process = _FORKED.Process(target=_serve, args=(DupFd(writing), arguments, environment))
+        self._process = FORKED.Process(target=_serve, args=(DupFd(writing), arguments, environment))
         self._process.start()
         os.close(writing)
         assert self._process.pid is not None

@@ -1,26 +1,21 @@
 """Training scripts in processes of their own, which need not import torch first: that takes longer than most tests.
 
-Each is forked from a server that has imported it (multiprocessing's ``forkserver``), and not from the test's process.
+Each is forked from a server that has imported it (``tests.support.forking``), and not from the test's process.
 It ends without taking its interpreter down: a test that is about that starts an interpreter.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from tests.support.daemon import PRELOADED
-
-_CONTEXT: Final = multiprocessing.get_context("forkserver")
-# There is one such server to a process of tests, which serves ``tests.support.daemon`` too.
-_CONTEXT.set_forkserver_preload(["quiver_client.dataset", "quiver_client.loader", "torch.utils.data", *PRELOADED])
+from tests.support.forking import FORKED
 
 
 class Script:
@@ -29,7 +24,7 @@ class Script:
     def __init__(self, text: str, arguments: Sequence[object], log: Path) -> None:
         self.log = log
         log.touch()
-        self._process = _CONTEXT.Process(target=_run, args=(text, [str(each) for each in arguments], str(log)))
+        self._process = FORKED.Process(target=_run, args=(text, [str(each) for each in arguments], str(log)))
         self._process.start()
 
     def lines(self) -> list[str]:

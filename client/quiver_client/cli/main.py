@@ -52,7 +52,7 @@ def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
         how = (
             "batches by native code"
             if native.pieces is not None
-            else "batches by Python, since no native code was built"
+            else "batches by Python: no native code was built, or it is turned off"
         )
         click.echo(f"quiver, version {__version__} ({how})")
         ctx.exit()

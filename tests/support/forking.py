@@ -1,0 +1,14 @@
+"""A server that has imported what daemons and training scripts need, and is forked for each of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Final
+
+FORKED: Final = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    [
+        *("quiver_cacheserver.cli", "quiver_cacheserver.serve", "quiver_cacheserver.app"),
+        *("quiver_client.dataset", "quiver_client.loader", "torch.utils.data"),
+    ]
+)
