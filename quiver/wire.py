@@ -149,6 +149,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     ring_age_seconds: float
     uptime_seconds: float
     disk: str  # "ok", or why nothing can be written
+    ring_problem: str = ""  # what is wrong with its place in the ring, and what to do
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -37,8 +37,9 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
     unknown = sorted(set(values) - known)
     if unknown:
         raise click.UsageError(f"--config {path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    if isinstance(values.get("origin"), str):
-        values["origin"] = [values["origin"]]  # one alone need not be a list
+    for name in ("origin", "etcd"):
+        if isinstance(values.get(name), str):
+            values[name] = [values[name]]  # one alone need not be a list
     if isinstance(values.get("peers"), list):
         values["peers"] = ",".join(str(peer) for peer in values["peers"])
     context.default_map = {key.replace("-", "_"): value for key, value in values.items()}
@@ -55,7 +56,7 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--capacity", metavar="SIZE", default="", help="How much of that disk to use, like 200GiB.")
 @click.option("--rack", metavar="NAME", default=Config().rack, show_default=True, help="Which ring to join.")
 @click.option("--node-id", metavar="ID", default="", help="Its name in the ring. [default: its address]")
-@click.option("--etcd", metavar="URL", default="", help="The etcd that keeps the ring.")
+@click.option("--etcd", metavar="URL", multiple=True, help="The etcd that keeps the ring; repeat for its members.")
 @click.option("--peers", metavar="URL,…", default="", help="A ring without etcd: the URLs of all daemons.")
 @click.option("--origin", metavar="PREFIX", multiple=True, help="An origin that it may read; repeat for several.")
 @click.option("--replicas", metavar="N", type=int, default=1, show_default=True, help="Copies of each shard.")
@@ -72,7 +73,8 @@ def command(**values: Any) -> None:
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
     try:
-        config = check(msgspec.convert({**kebab, "peers": given, "origin": list(values["origin"])}, Config))
+        lists = {"peers": given, "origin": list(values["origin"]), "etcd": ",".join(values["etcd"])}
+        config = check(msgspec.convert({**kebab, **lists}, Config))
     except (Misconfigured, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error
     except QuiverError as error:

@@ -111,6 +111,7 @@ class Node:
             ring_age_seconds=self.registry.age_seconds,
             uptime_seconds=time.monotonic() - self._started,
             disk=self.disk,
+            ring_problem=self.registry.problem,
         )
 
     # -- shards -------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import shutil
@@ -61,8 +62,12 @@ def bind(config: Config) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise Misconfigured(f"--listen {config.listen}: {why}; is another daemon running there?") from error
+        why = {
+            errno.EADDRINUSE: "another process listens there, perhaps another daemon; stop it, or choose another port",
+            errno.EADDRNOTAVAIL: "that is no address of this machine; write 0.0.0.0:PORT to listen on all that it has",
+            errno.EACCES: "this user may not listen there; ports below 1024 are for root",
+        }.get(getattr(error, "errno", None) or 0)
+        raise Misconfigured(f"--listen {config.listen}: {why or getattr(error, 'strerror', None) or error}") from error
     listener.setblocking(False)
     return listener
 

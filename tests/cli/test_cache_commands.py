@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.daemon import Daemon, clean_environment
 from tests.support.data import Files, make_files, random_files
+from tests.support.etcd import free_ports
 
 
 def quiver(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -68,6 +69,28 @@ def test_what_cannot_be_brought_in_makes_warm_fail(own: Files, tmp_path: Path) -
     assert failed.returncode == 1
     assert "1 of" in failed.stderr
     assert len(failed.stderr.splitlines()) == 1
+
+
+def test_a_member_that_cannot_be_reached_is_named_and_makes_status_fail(tmp_path: Path) -> None:
+    gone = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with Daemon(tmp_path / "d", "--peers", gone) as daemon:
+        told = quiver("status", "--cache", daemon.url)
+        assert told.returncode == 1
+        assert f"{gone}: cannot be reached" in told.stderr
+        as_json = quiver("status", "--cache", daemon.url, "--json")
+        assert as_json.returncode == 1
+        states = {member["url"]: member["state"] for member in json.loads(as_json.stdout)["members"]}
+        assert states == {gone: "unreachable", daemon.url: "up"}
+
+
+def test_a_daemon_that_never_reached_etcd_says_so_in_its_status(tmp_path: Path) -> None:
+    absent = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with Daemon(tmp_path / "d", "--etcd", absent) as daemon:
+        told = quiver("status", "--cache", daemon.url)
+        assert told.returncode == 0, told.stderr
+        assert f"etcd at {absent}" in told.stderr
+        assert "a ring of this daemon alone" in told.stderr
+        assert "--etcd" in told.stderr
 
 
 @pytest.mark.parametrize(
