@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -18,12 +18,13 @@ import pyarrow.parquet as pq
 
 from quiver.errors import Changed
 from quiver.manifest import ABSENT, Manifest
-from quiver.origin.arrays import NullInside, array_type, as_bytes
+from quiver.origin.arrays import Rows, array_type, as_bytes
 from quiver.origin.base import Extent, ObjectStore
 from quiver.origin.kept import kept
 from quiver.origin.samples import naming_samples
 
 FILES_OPEN_MAX: Final = 64
+_NONE: Final[Rows] = np.empty(0, np.intp)
 
 
 class ParquetOrigin:
@@ -106,8 +107,8 @@ class _File:
         """Return the byte columns (``image`` or ``image.bytes``) of a row group, each one array of large binary."""
         try:
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
-            return [column_of(table, name) for name in names]
-        except (pa.ArrowException, OSError, KeyError, IndexError, NullInside) as error:
+            return [column_of(table, name)[0] for name in names]
+        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise Changed(self.url, "changed") from error
 
     def take_read_bytes(self) -> int:
@@ -115,33 +116,39 @@ class _File:
         return read_bytes
 
 
-def column_of(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array[Any]:
+def column_of(table: pa.Table | pa.RecordBatch, name: str) -> tuple[pa.Array[Any], Rows]:
     """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary.
 
-    Lists of numbers become the bytes of their values; raises ``NullInside`` where those have a hole.
+    Lists of numbers become the bytes of their values; returned beside them is which rows have a hole, and so none.
     """
+    parts: list[pa.Array[Any]] = []
+    holes: list[Rows] = []
+    rows = 0
+    for chunk in chunks_of(table, name):
+        part, holed = _large_binary(chunk)
+        parts.append(part)
+        holes.append(holed + rows)
+        rows += len(part)
+    if len(parts) == 1:
+        return parts[0], holes[0]
+    return (pa.concat_arrays(parts), np.concatenate(holes)) if parts else (pa.array([], pa.large_binary()), _NONE)
+
+
+def chunks_of(table: pa.Table | pa.RecordBatch, name: str) -> Iterator[pa.Array[Any]]:
+    """Yield the arrays that a column, or a field of a struct column, is made of; of an extension type its storage."""
     exact = name in table.schema.names  # a column may have a dot in its name
     outer, inner = (name, "") if exact else (name.rpartition(".")[0], name.rpartition(".")[2])
     column: Any = table.column(outer)
-    parts: list[pa.Array[Any]] = []
-    rows = 0
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-        try:
-            parts.append(_large_binary(pa.compute.struct_field(chunk, inner) if inner else chunk))
-        except NullInside as error:
-            raise NullInside(rows + error.row) from error
-        rows += len(chunk)
-    if len(parts) == 1:
-        return parts[0]
-    return pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
+        array = pa.compute.struct_field(chunk, inner) if inner else chunk
+        # Whether a process knows the extension must not matter to the bytes.
+        yield array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
-def _large_binary(array: pa.Array[Any]) -> pa.Array[Any]:
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage  # whether a process knows the extension must not matter to the bytes
+def _large_binary(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
     if array.type == pa.large_binary():
-        return array
-    return as_bytes(array) if array_type(array.type) is not None else array.cast(pa.large_binary())
+        return array, _NONE
+    return as_bytes(array) if array_type(array.type) is not None else (array.cast(pa.large_binary()), _NONE)
 
 
 class _ObjectFile(io.RawIOBase):
