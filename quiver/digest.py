@@ -50,8 +50,13 @@ class Digest(bytes):
         hasher.update_mmap(path)
         return cls(hasher.digest())
 
+    @property
+    def short(self) -> str:
+        """Its first twelve digits, for people."""
+        return f"{self.hex()[:12]}…"
+
     def __str__(self) -> str:
         return self.hex()
 
     def __repr__(self) -> str:
-        return f"Digest({self.hex()[:12]}…)"
+        return f"Digest({self.short})"

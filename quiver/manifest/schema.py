@@ -194,7 +194,7 @@ def encode_header(header: Header) -> bytes:
 def arrow_schema(header: Header) -> pa.Schema:
     """Return the one schema that a manifest with this header has."""
     width = len(header.blobs)
-    scalars = [pa.field(field.name, _scalar_type(field.type)) for field in header.scalars]
+    scalars = [pa.field(field.name, scalar_type(field.type)) for field in header.scalars]
     samples: list[pa.Field[Any]] = [_required("key", pa.large_utf8()), _required("blob", pa.uint32())]
     if scalars:
         samples.append(_required("scalars", pa.struct(scalars)))
@@ -222,5 +222,5 @@ def _required(name: str, kind: pa.DataType) -> pa.Field[Any]:
     return pa.field(name, kind, nullable=False)
 
 
-def _scalar_type(name: str) -> pa.DataType:
+def scalar_type(name: str) -> pa.DataType:
     return pa.type_for_alias(name)

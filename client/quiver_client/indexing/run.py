@@ -11,7 +11,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
-import blake3
 import numpy as np
 
 from quiver.errors import BadRequest, Misconfigured
@@ -99,11 +98,11 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     check_output(target, force=force)  # hours may have gone by
     write_manifest(target, assembled.parts)
     reused = assembled.reused_shards
-    del assembled  # before the manifest is mapped and checked: what it says is in memory once
+    del assembled  # before the manifest is read and checked: what it says is in memory once
     manifest = Manifest.open(target)
     return Report(
         manifest=target,
-        digest=_digest(target),
+        digest=str(manifest.digest),
         format=form,
         layout=header.layout,
         shard_bytes=manifest.header.shard_bytes,
@@ -159,15 +158,6 @@ def _require_ranges(form: SourceFormat, listing: Listing, objects: Objects) -> N
     largest = listing.object(int(np.argmax(listing.sizes)))
     if isinstance(objects, RemoteObjects) and (form in ("webdataset", "parquet") or largest.size > RUN_BYTES_MAX):
         objects.require_ranges(largest)
-
-
-def _digest(path: Path) -> str:
-    """Return BLAKE3 of the manifest by plain reads: a map of all of it would be the peak of an index run's memory."""
-    hasher = blake3.blake3()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            hasher.update(piece)
-    return hasher.hexdigest()
 
 
 def _layout(asked: str, form: SourceFormat, base: Manifest | None) -> Layout:
