@@ -7,8 +7,6 @@ go by streams where the peer has them (``quiver.stream``), all else by HTTP (``q
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.exchange import Exchange
@@ -109,8 +107,8 @@ class PeerClient:
         with self._exchange.asked("PUT", f"/v1/shards/{digest}", data, SHARD_TYPE):
             pass
 
-    def put_manifest(self, digest: Digest, path: Path) -> None:
-        with path.open("rb") as file, self._exchange.asked("PUT", f"/v1/manifests/{digest}", file, SHARD_TYPE):
+    def put_manifest(self, digest: Digest, content: Bytes) -> None:
+        with self._exchange.asked("PUT", f"/v1/manifests/{digest}", content, SHARD_TYPE):
             pass
 
     # -- answers ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Misconfigured, NotFound, QuiverError
+from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.residency import IDLE_SECONDS
 from quiver.store import Kind, Store
@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 OPEN_MAX: Final = 256
 MANIFEST_BYTES_MAX: Final = 4 << 30
+OPEN_BYTES_MAX: Final = 4 << 30  # they are in memory: one of the largest, or 17 of 1.3 million samples
 ASK_AGAIN_SECONDS: Final = 2.0  # a manifest that nobody had is not looked for more often than this
 
 
@@ -74,9 +75,12 @@ class Manifests:
             return
         self._open[digest] = manifest
         self._used[digest] = time.monotonic()
-        while len(self._open) > OPEN_MAX:
+        while len(self._open) > OPEN_MAX or (len(self._open) > 1 and self._open_bytes() > OPEN_BYTES_MAX):
             old, _ = self._open.popitem(last=False)
             self._used.pop(old, None)
+
+    def _open_bytes(self) -> int:
+        return sum(len(manifest.content) for manifest in self._open.values())
 
     def _find(self, digest: Digest) -> Manifest | None:
         try:
@@ -98,11 +102,8 @@ class Manifests:
         self._store.open_file(Kind.MANIFEST, digest)  # raises NotFound, and counts as a use
         path = file_of(self._store.root, Kind.MANIFEST, digest)
         try:
-            manifest = Manifest.open(path)
-            if manifest.digest != digest:  # computed here, once: the file may be evicted while the manifest is used
-                raise BadRequest("a manifest on disk does not hash to its name")
-            return manifest
-        except (BadRequest, Misconfigured, NotFound) as error:
+            return Manifest.open(path, digest)
+        except (BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound) as error:
             log.warning("manifest put aside: %s", error)
             self._store.quarantine(Kind.MANIFEST, digest)
             raise NotFound("the manifest on disk was wrong") from error

@@ -7,6 +7,7 @@ and never makes the daemon fill: neighbours ask one another this way, and must n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Final
 
 import numpy as np
@@ -35,6 +36,7 @@ class Transfers:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._uploads = 0
+        self._checking = asyncio.Lock()  # manifests are checked one at a time: each is read into memory for it
 
     async def get(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         digest = Digest.parse(request.match_info["digest"])
@@ -81,7 +83,8 @@ class Transfers:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:
                 await self._receive(request, writing)
-                await loop.run_in_executor(threads, _commit, writing, kind, digest)
+                async with self._checking if kind is Kind.MANIFEST else contextlib.nullcontext():
+                    await loop.run_in_executor(threads, _commit, writing, kind, digest)
             finally:
                 await asyncio.shield(loop.run_in_executor(threads, room.__exit__, None, None, None))
         except Corrupt:
@@ -107,14 +110,13 @@ class Transfers:
 
 
 def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
-    content = memoryview(writing.content())
     if kind is Kind.SHARD:
-        verified(digest, content, "upload")
+        verified(digest, memoryview(writing.content()), "upload")
     else:
-        if Digest.of(content) != digest:
-            raise Corrupt("the manifest does not hash to its name", "upload")
         try:
-            Manifest.open(writing.path)
+            Manifest.open(writing.path, digest)
+        except Corrupt:
+            raise Corrupt("the manifest does not hash to its name", "upload") from None
         except (BadRequest, Misconfigured) as error:
             raise type(error)(str(error).replace(str(writing.path), "the manifest")) from error
     writing.commit()

@@ -76,7 +76,7 @@ def path_of(daemon: Daemon) -> str:
 def fill(daemon: Daemon, files: Files) -> None:
     manifest = files.opened()
     peer = PeerClient(daemon.url)
-    peer.put_manifest(manifest.digest, files.manifest)
+    peer.put_manifest(manifest.digest, files.manifest.read_bytes())
     ranges = np.zeros(manifest.shard_count, RANGE)
     ranges["shard"], ranges["length"] = np.arange(manifest.shard_count), 1
     statuses, _ = peer.read(ReadRequest(manifest.digest, tuple(shards_of(files)), ranges, 20_000))
@@ -142,7 +142,7 @@ def test_a_reader_gets_the_very_files_read_only_and_in_order(
 def test_what_is_not_here_is_not_brought_in(files: Files, tmp_path: Path) -> None:
     with Daemon(tmp_path / "data", "--socket", str(tmp_path / "s"), origins=[files.folder]) as daemon:
         peer = PeerClient(daemon.url)
-        peer.put_manifest(files.opened().digest, files.manifest)
+        peer.put_manifest(files.opened().digest, files.manifest.read_bytes())
         client = HandoffClient(path_of(daemon))
         assert {it.status for it in client.files(shards_of(files))} == {FileStatus.ABSENT}
         assert daemon.status()["shards"] == daemon.status()["fills"] == 0

@@ -136,7 +136,7 @@ def filled(lone: Daemon, files: Files) -> list[Digest]:
     manifest = files.opened()
     shards = [manifest.shard_digest(number) for number in range(manifest.shard_count)]
     with client(lone.url) as peer:
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         rows = [(number, 0, 0) for number in range(len(shards))]
         until(lambda: not read_by_stream(peer, asking(shards, rows, 20_000, manifest=manifest.digest))[0].any())
     return [*shards, Digest.of(b"nobody's")]
@@ -193,7 +193,7 @@ def test_what_is_missing_is_brought_in_while_the_reader_waits(files: Files, tmp_
     request = asking(shards, [(at, 10, 90) for at in range(len(shards))], 20_000, manifest=manifest.digest)
     with Daemon(tmp_path / "data", origins=[files.folder]) as empty, client(empty.url) as peer:
         assert set(read_by_stream(peer, request)[0].tolist()) == {RangeStatus.NO_MANIFEST}
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         statuses, got = read_by_stream(peer, request)
         assert not statuses.any()
         assert empty.status()["fills"] == len(shards)
@@ -567,7 +567,7 @@ def test_a_daemon_that_is_told_to_end_does_so_with_streams_open(files: Files, tm
             connected(ending.address, 4096) as slow,
         ):
             idle.put_shard(BIG, BIG_DATA)
-            idle.put_manifest(manifest.digest, remote.manifest)
+            idle.put_manifest(manifest.digest, remote.manifest.read_bytes())
             read_by_stream(idle, asking([BIG], [(0, 0, 9)]))
             ask(slow, WHOLE)
             head_of(slow)

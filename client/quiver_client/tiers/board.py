@@ -27,6 +27,7 @@ FRESH_SECONDS: Final = 0.5  # how old what the others told may be when room is m
 OPENING_MAX: Final = 4
 UNKNOWN_SECONDS: Final = 30.0  # a manifest that cannot be opened is not tried again sooner
 UNKNOWN_MAX: Final = 1024
+MANIFEST_BYTES_MAX: Final = 4 << 30  # as a daemon's: it is read into memory, and somebody else says which file
 
 
 class Board:
@@ -152,8 +153,7 @@ class Board:
     def _open(self, path: Path, dataset: Digest) -> None:
         manifest = None
         with contextlib.suppress(QuiverError, OSError):  # not there for us, or something else by now
-            opened = Manifest.open(path)
-            manifest = opened if opened.digest == dataset else None
+            manifest = Manifest.open(path, dataset, size_bytes_max=MANIFEST_BYTES_MAX)
         with self._lock:
             self._opening.discard(dataset)
             if manifest is None:

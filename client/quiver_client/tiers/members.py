@@ -162,7 +162,7 @@ class Members:
         """Give a daemon the manifest, unless it has it by now."""
         with self._putting:  # threads of one process need not all send it
             if not peer.has_manifest(manifest.digest):
-                peer.put_manifest(manifest.digest, manifest.path)
+                peer.put_manifest(manifest.digest, manifest.content)
 
     def introduce(self, manifest: Manifest) -> None:
         """Put the manifest where the daemons will look for it first.
