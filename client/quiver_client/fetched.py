@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Final
 
@@ -66,7 +67,7 @@ def _kept(path: Path, location: str) -> Manifest | None:
 
 def _fetched(remote: Download, folder: Path, version: str) -> tuple[Path, Digest]:
     """Write what comes under its own name, complete or not at all; return that, and the digest of what came."""
-    temporary = folder / f".{version}.{os.getpid()}.tmp"
+    temporary = folder / f".{version}.{secrets.token_hex(8)}.tmp"
     hasher = blake3.blake3()
     try:
         with temporary.open("wb") as file:

@@ -9,7 +9,6 @@ of the record batch are taken from the file as they are. Nothing is unpacked: wh
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +27,10 @@ _VERSION: Final = 4  # V5, of Arrow 1.0 and later: V4 has another place to say t
 _SCHEMA, _RECORD_BATCH = 1, 3  # kinds of messages
 _PADDING_BYTES: Final = 64  # Arrow pads a buffer to so many bytes at most
 _FIELDS_MAX: Final = 1 << 10  # of a schema, nested ones too: more than a manifest of FIELDS_MAX fields has
+_BUFFERS_MAX: Final = 4 * _FIELDS_MAX  # each of these becomes an object
+_HEAD_BYTES_MAX: Final = (
+    64 << 20
+)  # of a message's metadata, which is parsed: 60 bytes for each of a million class names
 _DEPTH_MAX: Final = 8
 
 
@@ -76,6 +79,8 @@ def _message(file: memoryview, at: int, kind: int) -> tuple[Table, int]:
     end = at + _PREFIX_BYTES + length
     if prefix[:4] != _CONTINUES or length <= 0 or length % 8 or end > len(file):
         raise BadRequest(f"it is not an Arrow file of today, or is truncated; {INDEX_AGAIN}")
+    if length > _HEAD_BYTES_MAX:
+        raise BadRequest(f"its metadata is of {length} bytes, and {_HEAD_BYTES_MAX} are allowed")
     message = Table.root(file[at + _PREFIX_BYTES : end])
     if message.number(0, "<h") != _VERSION:
         raise BadRequest(f"its metadata is not of Arrow's version V5; {INDEX_AGAIN}")
@@ -90,14 +95,14 @@ def _check_schema(schema: Table) -> None:
     """Refuse what a schema says beside names and types, before Arrow acts on it."""
     if schema.number(0, "<h") or schema.has(3):
         raise BadRequest(f"its schema is of another byte order, or wants more than types; {INDEX_AGAIN}")
-    count, fields = 0, schema.tables(1)
+    count, fields = 0, schema.tables(1, _FIELDS_MAX)
     for _ in range(_DEPTH_MAX):
         count += len(fields)
         if count > _FIELDS_MAX:
             raise BadRequest(f"its schema has more than {_FIELDS_MAX} fields; {INDEX_AGAIN}")
         if any(field.has(4) or field.has(6) for field in fields):
             raise BadRequest(f"a field of its schema has a dictionary or metadata of its own; {INDEX_AGAIN}")
-        fields = [child for field in fields for child in itertools.islice(field.tables(5), _FIELDS_MAX)]
+        fields = [child for field in fields for child in field.tables(5, _FIELDS_MAX)]
     if fields:
         raise BadRequest(f"its schema is nested more than {_DEPTH_MAX} deep; {INDEX_AGAIN}")
 
@@ -110,7 +115,7 @@ def _check_batch(batch: Table, body_bytes: int) -> tuple[list[tuple[int, int]], 
         raise BadRequest(f"it is compressed, which manifests are not; {INDEX_AGAIN}")
     if batch.has(4):
         raise BadRequest(f"its columns are not those of a manifest; {INDEX_AGAIN}")
-    places = batch.structs(2, "<qq")
+    places = batch.structs(2, "<qq", _BUFFERS_MAX)
     end = 0
     for offset, length in places:
         if not end <= offset < end + _PADDING_BYTES or offset % 8 or not 0 <= length <= body_bytes - offset:
@@ -118,7 +123,9 @@ def _check_batch(batch: Table, body_bytes: int) -> tuple[list[tuple[int, int]], 
         end = offset + length
     if not end <= body_bytes < end + _PADDING_BYTES:
         raise BadRequest("its buffers leave a gap")
-    return [(rows, nulls) for rows, nulls in batch.structs(1, "<qq")], [(at, length) for at, length in places]
+    return [(rows, nulls) for rows, nulls in batch.structs(1, "<qq", _BUFFERS_MAX)], [
+        (at, length) for at, length in places
+    ]
 
 
 def _check_footer(file: memoryview, at: int, block: tuple[int, int, int]) -> None:
@@ -130,6 +137,6 @@ def _check_footer(file: memoryview, at: int, block: tuple[int, int, int]) -> Non
     footer = Table.root(file[at : at + length])
     if footer.number(0, "<h") != _VERSION or footer.has(4):
         raise BadRequest(f"its footer is not of Arrow's version V5, or has metadata of its own; {INDEX_AGAIN}")
-    if footer.structs(2, "<qi4xq") or footer.structs(3, "<qi4xq") != [block]:
+    if footer.structs(2, "<qi4xq", 1) or footer.structs(3, "<qi4xq", 1) != [block]:
         raise BadRequest(f"its footer does not name one record batch; {INDEX_AGAIN}")
     _check_schema(footer.table(1))

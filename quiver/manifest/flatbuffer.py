@@ -38,24 +38,26 @@ class Table:
             raise BadRequest("a part of its metadata is missing")
         return Table(self.data, at + _number(self.data, "<I", at))
 
-    def tables(self, slot: int) -> list[Table]:
-        """Return a vector of tables; empty if it is absent."""
-        start, count = self._vector(slot, _ITEM_BYTES)
+    def tables(self, slot: int, most: int) -> list[Table]:
+        """Return a vector of at most so many tables; empty if it is absent."""
+        start, count = self._vector(slot, _ITEM_BYTES, most)
         places = range(start, start + count * _ITEM_BYTES, _ITEM_BYTES)
         return [Table(self.data, at + _number(self.data, "<I", at)) for at in places]
 
-    def structs(self, slot: int, kind: str) -> list[tuple[Any, ...]]:
-        """Return a vector of structs, each as the tuple that ``kind`` makes of it; empty if it is absent."""
+    def structs(self, slot: int, kind: str, most: int) -> list[tuple[Any, ...]]:
+        """Return a vector of at most so many structs, each as ``kind`` unpacks it; empty if it is absent."""
         size = struct.calcsize(kind)
-        start, count = self._vector(slot, size)
+        start, count = self._vector(slot, size, most)
         return list(struct.iter_unpack(kind, self.data[start : start + count * size]))
 
-    def _vector(self, slot: int, item_bytes: int) -> tuple[int, int]:
+    def _vector(self, slot: int, item_bytes: int, most: int) -> tuple[int, int]:
         at = self._place(slot)
         if not at:
             return 0, 0
         at += _number(self.data, "<I", at)
         count = _number(self.data, "<I", at)
+        if count > most:
+            raise BadRequest(f"its metadata lists {count} things where {most} are allowed")
         start = at + 4
         if start + count * item_bytes > len(self.data):
             raise BadRequest("its metadata is damaged")

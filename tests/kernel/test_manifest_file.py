@@ -139,7 +139,19 @@ def test_a_schema_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     batch = pa.record_batch([pa.array([None], kind)], schema=pa.schema([pa.field("samples", kind)]))
     assert "nested" in refused(write(tmp_path / "m.quiver", batch))
     wide = pa.record_batch([pa.array([1])] * 2000, names=[str(i) for i in range(2000)])
-    assert "fields" in refused(write(tmp_path / "m.quiver", wide))
+    assert "2000 things where 1024 are allowed" in refused(write(tmp_path / "m.quiver", wide))
+    wide = pa.record_batch(
+        [pa.StructArray.from_arrays([pa.array([1])] * 600, names=[str(i) for i in range(600)])] * 2, names=["a", "b"]
+    )
+    assert "more than 1024 fields" in refused(write(tmp_path / "m.quiver", wide))
+
+
+def test_a_header_that_is_larger_than_any_is_refused_before_it_is_parsed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quiver.manifest.container._HEAD_BYTES_MAX", 1 << 16)
+    batch = golden_batch().replace_schema_metadata({METADATA_KEY: b" " * (1 << 16)})
+    assert "are allowed" in refused(write(tmp_path / "m.quiver", batch))
 
 
 def test_what_follows_or_comes_between_is_refused(tmp_path: Path) -> None:
