@@ -42,6 +42,8 @@ class Resource(StrEnum):
     REPORTS = "reports"
     STREAMS = "streams"
     LOOKUPS = "lookups"  # manifests that neighbours are asked for
+    SOCKET_CONNECTIONS = "socket_connections"  # at the Unix socket, per user
+    SOCKET_REQUESTS = "socket_requests"
 
 
 class Cost(StrEnum):
@@ -73,6 +75,8 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
     Resource.REPORTS: 64,
     Resource.STREAMS: 256,  # each is a thread, which mostly sleeps
     Resource.LOOKUPS: 32,
+    Resource.SOCKET_CONNECTIONS: 512,  # a process of a training job has one or two
+    Resource.SOCKET_REQUESTS: 64,
 }
 RATES: Final[Mapping[Cost, Rate]] = {
     Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
