@@ -58,7 +58,7 @@ class Connection(Timed):
         )
         self.address = address
         self._listening = listening
-        self._held = True  # of the budget: ``Listening.admit`` took it
+        self._held = True  # of the budget: ``Listening`` took it
         self._arriving = True
         self._idle = False
         self.deadline = self._loop.time() + HEAD_SECONDS
@@ -197,6 +197,10 @@ class Listening:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
         except OSError as error:
             log.debug("a connection was not made: %s", error)
+            connection.end()
+            accepted.close()
+        except Exception:  # a supervisor: a bug costs this connection, and not the daemon
+            log.exception("a connection was not made")
             connection.end()
             accepted.close()
 
