@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from quiver.digest import Digest
-from quiver.errors import QuiverError
+from quiver.errors import OverCapacity, QuiverError
 from quiver.liveness import IN_RACK
 from quiver.peer import PeerClient
 from quiver.ring import Member
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 RUNNERS_UP: Final = 2  # after a join the previous owner is the runner-up
 DRAINING_ASKED_MAX: Final = 4
-MANIFEST_ASKED_MAX: Final = 32  # a rack has 20 to 30 machines; a ring that claims more is not walked to its end
+MANIFEST_ASKED_MAX: Final = 4  # its first owners, to which clients put it: a made-up digest must not cost a whole rack
 # A neighbour has a shard at hand or says that it has not: one that is alive and says nothing for so long is overloaded,
 # and a reader waits here meanwhile. Then it is left alone, and for longer each time.
 # A reader who was turned away by a silent owner has spent its own patience on it already, so this one is shorter: both
@@ -63,7 +63,9 @@ class Neighbours:
         return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
-        """Leave a neighbour alone for a while: it did not answer, or answered wrongly."""
+        """Leave a neighbour alone for a while: it did not answer, or answered wrongly. One that is busy is well."""
+        if isinstance(error, OverCapacity):
+            return
         until, before = self._silent.get(peer.url, (0.0, PAUSE_SECONDS / 2))
         if time.monotonic() >= until:  # and not another thread that met the same silence
             pause = min(before * 2, PAUSE_SECONDS_MAX)

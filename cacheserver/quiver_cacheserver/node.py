@@ -25,6 +25,7 @@ from quiver.peer import PeerClient
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.fills import FILL_THREADS, Fills
@@ -32,6 +33,7 @@ from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
+from quiver_cacheserver.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Node:
         self.store = store
         self.registry = registry
         self.counters = Counters()
+        self.budgets = Budgets()
+        self.turns = Turns(self.budgets, self.counters)
         self.state: str = "up"
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
@@ -61,7 +65,7 @@ class Node:
         self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
-        self.manifests = Manifests(store, self._look_threads, self.neighbours)
+        self.manifests = Manifests(store, self._look_threads, self.neighbours, self.budgets)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
         self._lock = threading.Lock()  # over the origins, which fill threads open

@@ -114,7 +114,7 @@ class Residency:
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    async def take(self, body: bytes) -> NeedsAnswer:
+    async def take(self, body: bytes, client: str) -> NeedsAnswer:
         """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
         head = NeedsReport.head(body)
         consumer, shards = head.consumer, head.shards
@@ -123,7 +123,7 @@ class Residency:
             self._leases.pop(consumer, None)
             self._wake.set()
             return _empty(NeedsStatus.TAKEN)
-        manifest = await self._manifest(head.manifest)
+        manifest = await self._manifest(head.manifest, client)
         if manifest is None:
             return _empty(NeedsStatus.NO_MANIFEST)
         if shards != manifest.shard_count:
@@ -147,9 +147,9 @@ class Residency:
         self._wake.set()
         return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
 
-    async def _manifest(self, name: Digest) -> Manifest | None:
+    async def _manifest(self, name: Digest, client: str) -> Manifest | None:
         known = self._datasets.get(name)
-        return known.manifest if known is not None else await self._node.manifests.get(name)
+        return known.manifest if known is not None else await self._node.manifests.get(name, client)
 
     async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset:
         """Return the dataset, learned from its manifest if it was not known."""
