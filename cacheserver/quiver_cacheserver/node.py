@@ -25,6 +25,7 @@ from quiver.peer import PeerClient
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.fills import FILL_THREADS, Fills
@@ -53,6 +54,7 @@ class Node:
         self.store = store
         self.registry = registry
         self.counters = Counters()
+        self.budgets = Budgets()
         self.state: str = "up"
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
