@@ -14,11 +14,10 @@ import msgspec
 from quiver.errors import Misconfigured
 from quiver.handoff import is_this_host
 from quiver.layout import SHARD_BYTES_MAX
-from quiver.ring import SOCKET_BYTES_MAX, check_url, usable_socket
+from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import parse_size
 from quiver.wire import PORT
 
-REPLICAS_MAX: Final = 8
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 ANY_ADDRESS: Final = ("0.0.0.0", "::", "")  # noqa: S104  recognised here, not bound to
 
