@@ -16,7 +16,9 @@ import fcntl
 import itertools
 import mmap
 import os
+import stat
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +30,7 @@ from quiver.residency import choose_victims
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.files import OpenFile, disk_errors
-from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of
+from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular
 
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
@@ -104,7 +106,7 @@ class Store:
         try:
             return OpenFile(file_of(self.root, kind, digest))
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
                 self.inventory.missed(kind, digest)
                 raise NotFound("the disk does not hold it") from None
             if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -172,6 +174,7 @@ class Store:
         """Make a written file visible and counted, as one step: nobody may drop it in between."""
         final = file_of(self.root, writing.kind, writing.digest)
         with self.inventory.changing():
+            self._put_strays_aside(final)
             final.parent.mkdir(exist_ok=True)
             writing.path.replace(final)
             writing.committed = True
@@ -187,7 +190,9 @@ class Store:
     def drop(self, kind: Kind, digest: Digest) -> None:
         """Remove something. Who has it open or mapped keeps it."""
         with self.inventory.changing():
-            file_of(self.root, kind, digest).unlink(missing_ok=True)
+            place = file_of(self.root, kind, digest)
+            self._put_strays_aside(place)
+            place.unlink(missing_ok=True)
             self._forget(kind, digest)
 
     def quarantine(self, kind: Kind, digest: Digest) -> None:
@@ -203,6 +208,16 @@ class Store:
         with contextlib.suppress(OSError):
             for _, path, _ in _oldest_first(folder)[:-QUARANTINE_FILES_MAX]:
                 path.unlink(missing_ok=True)
+
+    def _put_strays_aside(self, place: Path) -> None:
+        """Move what is no file of ours, though it has the name of one, to the quarantine: it must not stop a fill.
+
+        A folder stays there, since nothing in it is ours to delete.
+        """
+        for path, is_ours in ((place.parent, Path.is_dir), (place, is_regular)):
+            if os.path.lexists(path) and not is_ours(path):
+                with contextlib.suppress(FileNotFoundError):  # another process did so just now
+                    path.rename(self.root / "quarantine" / f"stray.{time.time_ns()}.{next(self._serial)}")
 
     def forget_open(self, kind: Kind, digest: Digest) -> None:
         """Open the file anew next time: there is another one under its name."""
@@ -301,11 +316,13 @@ class Writing:
 
 
 def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
-    """Return time, path and bytes of what is in a folder; another process may be tidying it up meanwhile."""
+    """Return time, path and bytes of the files in a folder; another process may be tidying it up meanwhile."""
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             info = path.lstat()
+            if stat.S_ISDIR(info.st_mode):
+                continue
             found.append((info.st_mtime, path, info.st_size))
     return sorted(found)
 

@@ -13,6 +13,7 @@ import enum
 import fcntl
 import itertools
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,6 +76,14 @@ class Inventory(Protocol):
 def file_of(root: Path, kind: Kind, digest: Digest) -> Path:
     name = digest.hex()
     return root / kind / name[:2] / name
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a file has this name: not a link to one, which somebody else put there."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
@@ -219,7 +228,7 @@ class MemoryInventory:
 
     def missed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:  # under which files appear: it may have done so since
-            if not file_of(self._root, kind, digest).exists():
+            if not is_regular(file_of(self._root, kind, digest)):
                 self.removed(kind, digest)
 
     def touched(self, kind: Kind, digest: Digest) -> None:
