@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Forbidden, OverCapacity
 from quiver.manifest import Manifest
-from quiver.need import GIVEN_UP_SECONDS, Fetch, Needs
+from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.residency import IDLE_SECONDS
 from quiver.ring import Ring
@@ -57,6 +57,14 @@ class _Dataset:
     used: float  # when somebody last reported on it
 
 
+class _Learned(NamedTuple):
+    """What is found out of a dataset in a thread: which shards are held here, which are this daemon's, and ``grown``."""
+
+    held: Mask
+    first: Mask
+    grown: Grown
+
+
 @dataclass(frozen=True, slots=True)
 class _Lease:
     dataset: Digest
@@ -85,6 +93,8 @@ class Residency:
         self._needs = Needs()
         self._pace = Pace()
         self._datasets: dict[Digest, _Dataset] = {}
+        self._learning = asyncio.Lock()
+        self._heard_meanwhile: list[tuple[Digest, bool]] = []  # what came and went since the last one was looked into
         self._leases: dict[bytes, _Lease] = {}
         self._fills: dict[Digest, _Fill] = {}
         self._refused: dict[Digest, float] = {}  # until when a shard is not tried again
@@ -153,26 +163,38 @@ class Residency:
 
     async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset:
         """Return the dataset, learned from its manifest if it was not known."""
-        known = self._datasets.get(name)
-        if known is not None:
-            return known
-        ring = self._node.registry.ring
-        shards, first = await asyncio.get_running_loop().run_in_executor(None, self._described, manifest, ring)
-        if name in self._datasets:  # by another report, meanwhile
+        if name in self._datasets:
             return self._datasets[name]
-        self._listen()  # from before what is held is looked at: nothing is missed, and hearing twice does no harm
-        held = np.fromiter((self._inventory.has(Kind.SHARD, shard) for shard in shards), bool, len(shards))
+        async with self._learning:  # one at a time, as each sorts the shards of all
+            if name in self._datasets:
+                return self._datasets[name]
+            return await self._learn(name, manifest)
+
+    async def _learn(self, name: Digest, manifest: Manifest) -> _Dataset:
+        ring = self._node.registry.ring
+        self._listen()
+        heard = self._heard_meanwhile = []  # from before what is held is looked at: nothing is missed
+        learned = await asyncio.get_running_loop().run_in_executor(None, self._described, manifest, ring)
         sizes = manifest.tables.shard_sizes.astype(np.float64)
-        self._needs.add_dataset(name, shards, sizes, held, first)
-        self._datasets[name] = _Dataset(manifest, sizes, ring, first, time.monotonic())
+        self._needs.add_dataset(name, manifest.tables.shard_digests, sizes, learned.held, learned.first, learned.grown)
+        for digest, held in heard:  # hearing twice does no harm
+            (self._needs.arrived if held else self._needs.gone)(digest)
+        self._datasets[name] = _Dataset(manifest, sizes, ring, learned.first, time.monotonic())
         self._mine_changed = True
         return self._datasets[name]
 
-    def _described(self, manifest: Manifest, ring: Ring) -> tuple[list[Digest], Mask]:
-        """In a thread, since it takes a while for many: return the shards, and which the ring gives to this daemon."""
+    def _described(self, manifest: Manifest, ring: Ring) -> _Learned:
+        """In a thread, since it takes a while for many shards."""
+        held = np.zeros(manifest.shard_count, bool)
+        rows = manifest.shard_numbers.rows_of(self._inventory.digests(Kind.SHARD))
+        held[rows[rows >= 0]] = True
+        return _Learned(held, self._first(manifest, ring), self._needs.grown(manifest.tables.shard_digests))
+
+    def _first(self, manifest: Manifest, ring: Ring) -> Mask:
+        """In a thread: return which shards the ring gives to this daemon first."""
         own = next((at for at, member in enumerate(ring.members) if member.id == self._node.name), -2)
         first: Mask = ring.rank(manifest.tables.shard_digests, 1)[:, 0] == own
-        return list(manifest.shard_numbers), first
+        return first
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -184,6 +206,8 @@ class Residency:
         self._inventory.listener = hear
 
     def _heard(self, digest: Digest, held: bool) -> None:
+        if self._learning.locked():
+            self._heard_meanwhile.append((digest, held))
         if held:
             self._needs.arrived(digest)
             self._wanted.pop(digest, None)
@@ -220,7 +244,7 @@ class Residency:
         loop = asyncio.get_running_loop()
         for dataset in list(self._datasets.values()):
             if dataset.ring is not ring:
-                _, first = await loop.run_in_executor(None, self._described, dataset.manifest, ring)
+                first = await loop.run_in_executor(None, self._first, dataset.manifest, ring)
                 dataset.ring, dataset.first, self._mine_changed = ring, first, True
 
     def _step(self, now: float) -> None:

@@ -20,8 +20,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed, Misconfigured
+from quiver.lookup import as_rows
 from quiver.residency import Held
 
 
@@ -175,6 +179,11 @@ class MemoryInventory:
     def held(self, kind: Kind) -> list[Held]:
         with self._lock:
             return [Held(digest, size, used) for digest, (size, used) in self._held[kind].items()]
+
+    def digests(self, kind: Kind) -> npt.NDArray[np.uint8]:
+        """Return what is held as rows ``(n, 32)``."""
+        with self._lock:
+            return as_rows(self._held[kind])
 
     def count(self, kind: Kind) -> int:
         return len(self._held[kind])
