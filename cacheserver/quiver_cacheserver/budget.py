@@ -49,6 +49,7 @@ class Cost(StrEnum):
     WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
     EVICTIONS = "evictions"
     LOOKUPS = "lookups"  # of manifests, at neighbours
+    RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
 
 
 class Rate(NamedTuple):
@@ -75,6 +76,7 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
 RATES: Final[Mapping[Cost, Rate]] = {
     Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
     Cost.EVICTIONS: Rate(20.0, 1200.0),
+    Cost.RECHECK_BYTES: Rate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
     Cost.LOOKUPS: Rate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
 }
 

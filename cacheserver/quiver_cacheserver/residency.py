@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -22,7 +23,7 @@ from quiver.errors import BadRequest, Forbidden, OverCapacity
 from quiver.manifest import Manifest
 from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
-from quiver.residency import IDLE_SECONDS
+from quiver.residency import IDLE_SECONDS, Held
 from quiver.ring import Ring
 from quiver.store import Kind, MemoryInventory
 from quiver.wire import RangeStatus
@@ -58,7 +59,7 @@ class _Dataset:
 
 
 class _Learned(NamedTuple):
-    """What is found out of a dataset in a thread: which shards are held here, which are this daemon's, and ``grown``."""
+    """What is found out of a dataset in a thread: which shards are held, which are this daemon's, and ``grown``."""
 
     held: Mask
     first: Mask
@@ -115,12 +116,17 @@ class Residency:
     def close(self) -> None:
         self._inventory.listener = lambda digest, held: None
 
-    def needed(self, digest: Digest) -> bool | None:
-        """Whether a shard or manifest must stay; ``None``: nobody said. From any thread: ``Store.needed``."""
-        need = self._needs.needed(digest)
-        if need is None and (digest in self._datasets or self._node.manifests.in_use(digest)):
-            return True
-        return need
+    def needed_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+        """Return of each shard ``(n, 32)``: 1 somebody needs it, 0 nobody does, -1 nobody said. From threads."""
+        return self._needs.needed_of(shards)
+
+    def given_up(self) -> list[Digest]:
+        """Return what is to be evicted although it is needed. From threads."""
+        return list(self._victims)
+
+    def reported_of(self, manifests: Iterable[Held]) -> npt.NDArray[np.int8]:
+        """Return of each manifest 1 if its dataset is known here, else -1. From threads."""
+        return np.asarray([1 if item.digest in self._datasets else -1 for item in manifests], np.int8)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,11 @@ import numpy as np
 from aiohttp import web
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, OverCapacity
-from quiver.manifest import Manifest
+from quiver.errors import BadRequest, Corrupt, DiskFailed, OverCapacity
 from quiver.shard import verified
 from quiver.store import Kind, Writing
 from quiver.wire import SHARD_TYPE
+from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
@@ -113,8 +113,5 @@ def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
     else:
         if Digest.of(content) != digest:
             raise Corrupt("the manifest does not hash to its name", "upload")
-        try:
-            Manifest.open(writing.path)
-        except (BadRequest, Misconfigured) as error:
-            raise type(error)(str(error).replace(str(writing.path), "the manifest")) from error
+        open_manifest(writing.path)
     writing.commit()

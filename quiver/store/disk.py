@@ -20,13 +20,13 @@ import stat
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
-from quiver.residency import choose_victims
+from quiver.residency import Held, choose_victims
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.files import OpenFile, disk_errors
@@ -35,6 +35,10 @@ from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInven
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
+
+
+# What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
+Choose = Callable[[Kind, int, str], Mapping[Kind, Sequence[Held]] | None]
 
 
 class Store:
@@ -46,6 +50,7 @@ class Store:
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
         self.needed: Callable[[Digest], bool | None] = lambda digest: None
+        self.choose: Choose | None = None  # what to evict, instead of going by ``needed`` alone
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = threading.Lock()
         self._serial = itertools.count()
@@ -147,11 +152,14 @@ class Store:
             writing.commit()
 
     @contextlib.contextmanager
-    def reserve(self, kind: Kind, digest: Digest, size_bytes: int) -> Iterator[Writing]:
-        """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays."""
+    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
+        """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays.
+
+        ``client``: on whose behalf, where that decides what may be evicted (``choose``).
+        """
         temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
         with disk_errors(self.root), self.inventory.locked():
-            self._make_room(size_bytes)
+            self._make_room(kind, size_bytes, client)
             fd = _create(temporary, size_bytes)
             self.inventory.reserved(size_bytes)
         writing = Writing(self, kind, digest, size_bytes, temporary, fd)
@@ -250,7 +258,7 @@ class Store:
             total -= size
         return total
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, kind: Kind, size_bytes: int, client: str) -> None:
         if size_bytes > self.capacity_bytes:
             raise OverCapacity(
                 f"{self.root}: {format_size(size_bytes)} do not fit into a capacity of"
@@ -261,13 +269,22 @@ class Store:
         excess += self._quarantined_bytes(at_most=-excess)
         if excess <= 0:
             return
+        victims = self.choose(kind, excess, client) if self.choose is not None else self._unneeded(excess)
+        for of_kind, several in (victims or {}).items():
+            for victim in several:
+                self.drop(of_kind, victim.digest)
+        if victims is None:
+            raise self._full()
+
+    def _unneeded(self, free_bytes: int) -> dict[Kind, list[Held]] | None:
         for kind in (Kind.SHARD, Kind.MANIFEST):  # manifests are small and needed for every fill: last
-            victims = choose_victims(self.inventory.held(kind), excess, self.needed, self.inventory.now())
+            victims = choose_victims(self.inventory.held(kind), free_bytes, self.needed, self.inventory.now())
             if victims is not None:
-                for victim in victims:
-                    self.drop(kind, victim.digest)
-                return
-        raise OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
+                return {kind: victims}
+        return None
+
+    def _full(self) -> OverCapacity:
+        return OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
 
 
 class Writing:

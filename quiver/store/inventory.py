@@ -188,6 +188,10 @@ class MemoryInventory:
     def count(self, kind: Kind) -> int:
         return len(self._held[kind])
 
+    def size(self, kind: Kind, digest: Digest) -> int:
+        """Return the bytes of what is held under a digest, 0 if nothing is."""
+        return self._held[kind].get(digest, (0, 0.0))[0]
+
     def has(self, kind: Kind, digest: Digest) -> bool:
         return digest in self._held[kind]
 
