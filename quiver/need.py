@@ -67,11 +67,15 @@ class Grown(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A shard to bring in now, of which dataset, and what may be dropped for it although somebody needs it."""
+    """A shard to bring in now, of which dataset, and what may be dropped for it although somebody needs it.
+
+    ``starving``: the consumers on whose behalf that is dropped.
+    """
 
     digest: Digest
     dataset: Digest
     victim: Digest | None
+    starving: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +144,7 @@ class Needs:
         self._turn_of_ordered = False
         self._given_up: dict[Digest, float] = {}  # when each victim was chosen, until it is gone
         self._shown = self._shards, self._need  # to other threads, both of one moment
+        self.spent: Set[bytes] = frozenset()  # consumers for whom nothing may be dropped that somebody needs
         self.left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
 
     def __len__(self) -> int:
@@ -358,7 +363,9 @@ class Needs:
 
     def _forced(self, starving: list[_Hungry], present: Mask, free_bytes: float) -> Fetch | None:
         """Return what to bring in for those who starve at the cost of what is needed, on account of all it is for."""
-        starving = [it for it in starving if it.consumer.drops_left > 0]
+        starving = [
+            it for it in starving if it.consumer.drops_left > 0 and it.consumer.report.consumer not in self.spent
+        ]
         best = self._most_needed(starving)
         if best is None:
             return None
@@ -368,10 +375,10 @@ class Needs:
         victim = self._victim(present, self._sizes[slot] - free_bytes)
         if victim is None:
             return None
-        for it in starving:
-            if it.missing[self._datasets[it.consumer.dataset].slots == slot].any():
-                it.consumer.drops_left -= 1
-        return Fetch(self._shards.name(slot), dataset, victim)
+        on_behalf = [it for it in starving if it.missing[self._datasets[it.consumer.dataset].slots == slot].any()]
+        for it in on_behalf:
+            it.consumer.drops_left -= 1
+        return Fetch(self._shards.name(slot), dataset, victim, tuple(it.consumer.report.consumer for it in on_behalf))
 
     def _most_needed(self, hungry: list[_Hungry]) -> tuple[int, Digest] | None:
         """Return the slot that most need of what some of them miss, and of which dataset it is."""

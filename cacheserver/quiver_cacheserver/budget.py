@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from quiver.errors import OverCapacity
 
+LOCAL: Final = "local"  # the address of what comes by a Unix socket
 ADDRESSES_MAX: Final = 4096  # remembered while they hold nothing; the least recently seen is forgotten first
 FREE_SHARE: Final = 3  # times what is still free: so much may one address hold
 RETRY_SECONDS: Final = 1.0
@@ -31,7 +32,8 @@ GIB: Final = 1 << 30
 class Resource(StrEnum):
     """What is held for a time and given back."""
 
-    ARRIVING = "arriving"  # connections whose next request has begun and is not whole, and new ones
+    CONNECTIONS = "connections"
+    ARRIVING = "arriving"  # connections of which no request came yet, and requests whose body is not here
     BODY_BYTES = "body_bytes"  # of requests, in memory
     READS = "reads"  # being answered
     WAITING = "waiting"  # reads that wait for a fill, an upload or a manifest
@@ -62,7 +64,8 @@ class Rate(NamedTuple):
 # A host has 64 readers and more, each with a request or two under way at each daemon, and all have one address; the 30
 # daemons of a rack fill four shards each.
 HELD_MAX: Final[Mapping[Resource, int]] = {
-    Resource.ARRIVING: 512,
+    Resource.CONNECTIONS: 16384,  # 2,000 readers with a few each; half of the open files allowed, if that is less
+    Resource.ARRIVING: 2048,  # a job's processes begin at once; a quarter of the open files allowed, if that is less
     Resource.BODY_BYTES: GIB // 4,  # a read of a batch has some kilobytes
     Resource.READS: 256,
     Resource.WAITING: 1024,  # each is a future and a request's body, and no thread unless it came by a stream
@@ -139,10 +142,10 @@ class Budgets:
     def release(self, address: str, what: Resource, amount: int = 1) -> None:
         with self._lock:
             account = self._accounts[address]  # never forgotten while it holds something
-            account.held[what] -= amount
+            left = account.held.pop(what, 0) - amount
             self.used[what] -= amount
-            if not account.held[what]:
-                del account.held[what]
+            if left:
+                account.held[what] = left
 
     @contextlib.contextmanager
     def holding(self, address: str, what: Resource, amount: int = 1) -> Iterator[None]:
@@ -228,7 +231,7 @@ def address_of(peer: object) -> str:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return "local"  # a Unix socket, or a connection that is gone
+        return LOCAL  # a Unix socket, or a connection that is gone
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     if address.ipv4_mapped is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import tomllib
 from pathlib import Path
@@ -15,6 +14,7 @@ import uvloop
 from quiver import __version__
 from quiver.errors import Misconfigured, QuiverError
 from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.logs import log_to_stderr
 from quiver_cacheserver.memory import give_back_what_is_freed
 from quiver_cacheserver.serve import serve
 
@@ -61,13 +61,13 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--replicas", metavar="N", type=int, default=1, show_default=True, help="Copies of each shard.")
 @click.option("--socket", metavar="PATH", default="", help="Pass open shards to readers on this host by this socket.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,
-              help="How long to serve on after SIGTERM while somebody reads.")  # fmt: skip
+              help="How long to serve on after SIGTERM, SIGINT or SIGHUP while somebody reads.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--config", metavar="FILE.toml", type=click.Path(path_type=Path), is_eager=True, callback=_from_toml,
               expose_value=False, help="TOML with the same names as the flags.")  # fmt: skip
 @click.version_option(__version__, prog_name="quiver-cacheserver")
 def command(**values: Any) -> None:
-    """Run one cache daemon of a rack until SIGTERM."""
+    """Run one cache daemon of a rack until SIGTERM, SIGINT or SIGHUP, which drain it; nohup keeps SIGHUP from it."""
     peers = values.pop("peers")
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
@@ -77,9 +77,7 @@ def command(**values: Any) -> None:
         raise click.UsageError(str(error)) from error
     except QuiverError as error:
         raise click.UsageError(str(error)) from error
-    logging.basicConfig(
-        level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_to_stderr(config.log_level)
     give_back_what_is_freed()
     uvloop.run(serve(config))
 

@@ -20,6 +20,7 @@ from quiver.residency import IDLE_SECONDS, Held
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
+from quiver_cacheserver.budget import Budgets, Cost, Resource
 from quiver_cacheserver.neighbours import Neighbours
 
 log = logging.getLogger(__name__)
@@ -30,36 +31,53 @@ Mask = npt.NDArray[np.bool_]
 OPEN_MAX: Final = 256
 OPEN_BYTES_MAX: Final = 1 << 30  # of manifests open at once; a larger one is open alone
 MANIFEST_BYTES_MAX: Final = 4 << 30
+MISSING_MAX: Final = 4096  # more than all addresses together may have looked for within that time
 ASK_AGAIN_SECONDS: Final = 2.0  # a manifest that nobody had is not looked for more often than this
 
 
 class Manifests:
     """Opened manifests by digest. ``get`` belongs to the event loop, the rest is safe from threads."""
 
-    def __init__(self, store: Store, executor: Executor, neighbours: Neighbours) -> None:
+    def __init__(self, store: Store, executor: Executor, neighbours: Neighbours, budgets: Budgets) -> None:
         self._store = store
         self._executor = executor
         self._neighbours = neighbours
+        self._budgets = budgets
         self._open: OrderedDict[Digest, Manifest] = OrderedDict()
         self._used: dict[Digest, float] = {}
         self._sizes: dict[Digest, int] = {}  # of their files
         self._missing: OrderedDict[Digest, float] = OrderedDict()
         self._fetching: dict[Digest, asyncio.Future[Manifest | None]] = {}
 
-    async def get(self, digest: Digest) -> Manifest | None:
-        """Return the manifest, from disk or from a neighbour; ``None`` if nobody has it."""
-        manifest = self._open.get(digest)
-        if manifest is not None:
+    def known(self, digest: Digest | None) -> Manifest | None:
+        """Return the manifest if it is open."""
+        manifest = self._open.get(digest) if digest is not None else None
+        if manifest is not None and digest is not None:
             self._used[digest] = time.monotonic()
             self._open.move_to_end(digest)
+        return manifest
+
+    async def get(self, digest: Digest, client: str) -> Manifest | None:
+        """Return the manifest, from disk or from a neighbour; ``None`` if nobody has it.
+
+        Also if ``client`` had too many looked for: to be told to put it here costs it more than it costs others.
+        """
+        manifest = self.known(digest)
+        if manifest is not None:
             return manifest
-        if time.monotonic() - self._missing.get(digest, -ASK_AGAIN_SECONDS) < ASK_AGAIN_SECONDS:
+        now = time.monotonic()
+        if now - self._missing.get(digest, -ASK_AGAIN_SECONDS) < ASK_AGAIN_SECONDS:
             return None
         future = self._fetching.get(digest)
         if future is None:
+            if not self._budgets.hold(client, Resource.LOOKUPS):
+                return None
+            if not self._budgets.spend(client, Cost.LOOKUPS, 1, now):
+                self._budgets.release(client, Resource.LOOKUPS)
+                return None
             loop = asyncio.get_running_loop()
             future = self._fetching[digest] = loop.run_in_executor(self._executor, self._find, digest)
-            future.add_done_callback(lambda done: self._found(digest, done))
+            future.add_done_callback(lambda done: self._found(digest, done, client))
         return await asyncio.shield(future)
 
     def forget_missing(self, digest: Digest) -> None:
@@ -82,12 +100,14 @@ class Manifests:
         since = time.monotonic() - IDLE_SECONDS
         return [(digest, it) for digest, it in list(self._open.items()) if self._used.get(digest, 0.0) > since]
 
-    def _found(self, digest: Digest, done: asyncio.Future[Manifest | None]) -> None:
+    def _found(self, digest: Digest, done: asyncio.Future[Manifest | None], client: str) -> None:
+        self._budgets.release(client, Resource.LOOKUPS)
         self._fetching.pop(digest, None)
         manifest = None if done.cancelled() or done.exception() else done.result()
         if manifest is None:
             self._missing[digest] = time.monotonic()
-            while len(self._missing) > OPEN_MAX:
+            self._missing.move_to_end(digest)
+            while len(self._missing) > MISSING_MAX:
                 self._missing.popitem(last=False)
             return
         self._open[digest] = manifest

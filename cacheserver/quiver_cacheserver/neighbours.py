@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 RUNNERS_UP: Final = 2  # after a join the previous owner is the runner-up
 DRAINING_ASKED_MAX: Final = 4
-MANIFEST_ASKED_MAX: Final = 32  # a rack has 20 to 30 machines; a ring that claims more is not walked to its end
+MANIFEST_ASKED_MAX: Final = 4  # its first owners, to which clients put it: a made-up digest must not cost a whole rack
 # A neighbour has a shard at hand or says that it has not: one that says nothing for so long is dead or frozen, and a
 # reader waits here meanwhile. Then it is left alone, and for longer each time.
 SILENCE_SECONDS: Final = 2.0

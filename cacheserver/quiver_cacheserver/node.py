@@ -36,6 +36,7 @@ from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
+from quiver_cacheserver.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Node:
         self.registry = registry
         self.counters = Counters()
         self.budgets = Budgets()
+        self.turns = Turns(self.budgets, self.counters)
         self.state: str = "up"
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
@@ -66,7 +68,7 @@ class Node:
         self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
-        self.manifests = Manifests(store, self._look_threads, self.neighbours)
+        self.manifests = Manifests(store, self._look_threads, self.neighbours, self.budgets)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
         self._lock = threading.Lock()  # over the origins, which fill threads open

@@ -27,6 +27,9 @@ from quiver.residency import IDLE_SECONDS, Held
 from quiver.ring import Ring
 from quiver.store import Kind, MemoryInventory
 from quiver.wire import RangeStatus
+from quiver_cacheserver.bounds import FILL_BYTES_MAX
+from quiver_cacheserver.budget import Cost
+from quiver_cacheserver.consumers import Lease, Leases
 from quiver_cacheserver.fills import FAILURE_SECONDS, FILL_THREADS, UPLOADS_A_READER
 from quiver_cacheserver.pace import Pace
 
@@ -42,7 +45,6 @@ NO_ROOM_SECONDS: Final = 1.0  # for which what nobody reports on is taken to be 
 SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpectedly
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 DATASETS_MAX: Final = 256
-SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
 INLINE_SHARDS_MAX: Final = 1 << 20  # reports of more are unpacked, and their answers packed, in a thread: milliseconds
 UPLOADS_WANTED_MAX: Final = 64  # of one dataset
 
@@ -64,14 +66,6 @@ class _Learned(NamedTuple):
     held: Mask
     first: Mask
     grown: Grown
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    dataset: Digest
-    shards: int
-    at: float
-    seconds: float
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +90,7 @@ class Residency:
         self._datasets: dict[Digest, _Dataset] = {}
         self._learning = asyncio.Lock()
         self._heard_meanwhile: list[tuple[Digest, bool]] = []  # what came and went since the last one was looked into
-        self._leases: dict[bytes, _Lease] = {}
+        self._leases = Leases()
         self._fills: dict[Digest, _Fill] = {}
         self._refused: dict[Digest, float] = {}  # until when a shard is not tried again
         # To be uploaded by some consumer, since the origin is not ours to read; and of which dataset.
@@ -130,16 +124,16 @@ class Residency:
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    async def take(self, body: bytes) -> NeedsAnswer:
+    async def take(self, body: bytes, client: str) -> NeedsAnswer:
         """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
         head = NeedsReport.head(body)
         consumer, shards = head.consumer, head.shards
         if head.leaving:
             self._needs.leave(consumer)
-            self._leases.pop(consumer, None)
+            self._leases.leave(consumer)
             self._wake.set()
             return _empty(NeedsStatus.TAKEN)
-        manifest = await self._manifest(head.manifest)
+        manifest = await self._manifest(head.manifest, client)
         if manifest is None:
             return _empty(NeedsStatus.NO_MANIFEST)
         if shards != manifest.shard_count:
@@ -151,21 +145,22 @@ class Residency:
         report = told.report
         dataset = await self._learned(head.manifest, manifest)
         now = time.monotonic()
-        before = self._leases.pop(consumer, None)
-        room = sum(lease.shards for lease in self._leases.values()) + shards <= SHARDS_MAX
-        if not room or not self._needs.report(told.manifest, report, now):
-            self._needs.leave(consumer)
+        before = self._leases.get(consumer)
+        gone = self._leases.take(consumer, Lease(told.manifest, shards, now, report.lease_seconds, client))
+        for loser in [consumer] if gone is None else gone:
+            self._needs.leave(loser)
+        if gone is None or not self._needs.report(told.manifest, report, now):
+            self._leases.leave(consumer)
             return _empty(NeedsStatus.FULL)
         if before is not None:
             self._pace.reported(now - before.at)
-        self._leases[consumer] = _Lease(told.manifest, shards, now, report.lease_seconds)
         dataset.used = now
         self._wake.set()
         return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
 
-    async def _manifest(self, name: Digest) -> Manifest | None:
+    async def _manifest(self, name: Digest, client: str) -> Manifest | None:
         known = self._datasets.get(name)
-        return known.manifest if known is not None else await self._node.manifests.get(name)
+        return known.manifest if known is not None else await self._node.manifests.get(name, client)
 
     async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset:
         """Return the dataset, learned from its manifest if it was not known."""
@@ -265,16 +260,30 @@ class Residency:
             return
         known = {*self._node.fills.coming(), *self._wanted}
         self._needs.left_out = {name for name in set(self._wanted.values()) if self._wants_enough(name)}
+        self._needs.spent = self._spent(now)
         for fetch in self._needs.fetches(now, known, self._free_bytes(now), self._pace.origin, at_most):
             if fetch.victim is not None:
                 self._victims[fetch.victim] = now + GIVEN_UP_SECONDS
+                self._charge(fetch.starving, now)
             if not self._begin(fetch, now) and fetch.victim is not None:
                 del self._victims[fetch.victim]
                 self._needs.arrived(fetch.victim)  # it stays: what was given up is not any more
 
+    def _spent(self, now: float) -> set[bytes]:
+        """Return the consumers whose addresses may have nothing evicted that somebody needs, for now."""
+        budgets = self._node.budgets
+        clients = {lease.client for lease in self._leases}
+        spent = {client for client in clients if budgets.left(client, Cost.EVICTIONS, now) <= 0}
+        return self._leases.of(spent) if spent else set()
+
+    def _charge(self, consumers: Iterable[bytes], now: float) -> None:
+        leases = filter(None, map(self._leases.get, consumers))
+        for client in {lease.client for lease in leases}:
+            self._node.budgets.charge(client, Cost.EVICTIONS, 1, now)
+
     def _tidy(self, now: float) -> None:
         """Let go of what has run out: leases, refusals, and victims that were not dropped after all."""
-        self._leases = {who: lease for who, lease in self._leases.items() if now - lease.at <= lease.seconds}
+        self._leases.expire(now)
         self._victims = {digest: until for digest, until in self._victims.items() if now < until}
         over = [digest for digest, until in self._refused.items() if now >= until]
         for digest in over:
@@ -287,7 +296,7 @@ class Residency:
         A dataset that is known and not reported on makes way for whatever is needed; of one that is not known, being
         idle decides, and it was read until a moment ago.
         """
-        reported = {lease.dataset for lease in self._leases.values()}
+        reported = {lease.dataset for lease in self._leases}
         idle = [dataset.used for name, dataset in self._datasets.items() if name not in reported]
         for name in reported:
             self._datasets[name].used = now
@@ -299,7 +308,7 @@ class Residency:
         """Say which shards are to be fetched here: those of this daemon that it can have now."""
         self._mine_changed = False
         for name, dataset in self._datasets.items():
-            mine = dataset.first & (dataset.sizes <= self._node.store.capacity_bytes)
+            mine = dataset.first & (dataset.sizes <= min(self._node.store.capacity_bytes, FILL_BYTES_MAX))
             for digest in self._refused:
                 number = dataset.manifest.shard_numbers.get(digest)
                 if number is not None:
@@ -333,10 +342,11 @@ class Residency:
         digest = fetch.digest
         fill = _Fill(self._size_of(digest))
         manifest = self._datasets[fetch.dataset].manifest
+        client = self._leases.client_of(fetch.dataset)
 
         def work() -> None:
             began = time.monotonic()
-            fill.source = self._node.fill(digest, manifest)
+            fill.source = self._node.fill(digest, manifest, client)
             fill.seconds = time.monotonic() - began
 
         begun = self._node.fills.start(digest, work, room=True)
@@ -390,7 +400,7 @@ class Residency:
 
     def _wants_enough(self, dataset: Digest) -> bool:
         """Whether all consumers of a dataset have enough to upload. Other datasets do not wait for them."""
-        consumers = sum(lease.dataset == dataset for lease in self._leases.values())
+        consumers = sum(lease.dataset == dataset for lease in self._leases)
         wanted = sum(name == dataset for name in self._wanted.values())
         return wanted >= min(UPLOADS_A_READER * consumers, UPLOADS_WANTED_MAX)
 
