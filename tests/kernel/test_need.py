@@ -50,7 +50,8 @@ def numbers(fetches: list[Fetch]) -> list[int]:
 def wanted(
     needs: Needs, *, now: float = 0.0, coming: Iterable[int] = (), free: float = 9.0, at_most: int = 9
 ) -> list[Fetch]:
-    return needs.fetches(now, map(shard, coming), free, FAST, at_most)
+    fetches = needs.fetches(now, map(shard, coming), free, FAST, at_most)
+    return [fetch._replace(starving=()) for fetch in fetches]
 
 
 def test_what_somebody_has_left_is_needed_and_of_an_unknown_dataset_nothing_is_known() -> None:
@@ -263,6 +264,28 @@ def test_who_starves_is_given_what_it_needs_and_not_what_others_need() -> None:
         needs.report(A, report(consumer, [FULL, FULL, 0], ahead_bytes=1.0), 0.0)
     needs.report(A, report(1, [0, 0, FULL]), 0.0)
     assert wanted(needs, free=0.0, at_most=1) == [Fetch(shard(2), A, shard(0))]
+
+
+def test_nothing_is_dropped_for_those_who_had_too_much_dropped() -> None:
+    needs = board(4, held=[0, 1])
+    needs.report(A, report(1, [FULL, FULL, 0, 0], ahead_bytes=2.0), 0.0)
+    needs.report(A, report(2, [0, 0, FULL, 0]), 0.0)
+    needs.report(A, report(3, [0, 0, 0, FULL]), 0.0)
+    needs.spent = {(2).to_bytes(16, "big")}
+    forced = needs.fetches(0.0, [], 0.0, FAST, 9)
+    assert [(fetch.digest, fetch.starving) for fetch in forced] == [(shard(3), ((3).to_bytes(16, "big"),))]
+
+
+def test_what_is_needed_is_said_of_many_as_of_each() -> None:
+    needs = board(6, held=range(4))
+    needs.report(A, report(1, [FULL, 1, 0, 0, 0, 0], ahead_bytes=4.0), 0.0)
+    needs.report(A, report(2, [0, 0, 0, 0, FULL, 0]), 0.0)
+    (fetch,) = needs.fetches(0.0, [], 0.0, FAST, 1)
+    assert fetch.victim is not None
+    several = [*range(6), 99]
+    said = {True: 1, False: 0, None: -1}
+    assert needs.needed_of(shards(several)).tolist() == [said[needs.needed(shard(at))] for at in several]
+    assert needs.needed(fetch.victim) is False
 
 
 def test_no_victim_is_chosen_that_makes_too_little_room() -> None:
