@@ -181,6 +181,8 @@ class Node:
 
     def absence(self, digest: Digest, manifest: Manifest | None, *, choose: bool) -> RangeStatus:
         """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it."""
+        if self.resident(digest):  # since a moment ago
+            return RangeStatus.FILLING
         if digest in self._unverified:  # being verified, or on a disk that cannot be read
             return RangeStatus.FILLING if digest in self._verifying else RangeStatus.FAILED
         if manifest is None or digest not in manifest.shard_numbers:
