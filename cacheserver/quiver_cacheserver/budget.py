@@ -21,6 +21,7 @@ from typing import Final, NamedTuple
 
 from quiver.errors import OverCapacity
 
+LOCAL: Final = "local"  # the address of what comes by a Unix socket
 ADDRESSES_MAX: Final = 4096  # remembered while they hold nothing; the least recently seen is forgotten first
 FREE_SHARE: Final = 3  # times what is still free: so much may one address hold
 RETRY_SECONDS: Final = 1.0
@@ -52,6 +53,7 @@ class Cost(StrEnum):
     WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
     EVICTIONS = "evictions"
     LOOKUPS = "lookups"  # of manifests, at neighbours
+    RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
 
 
 class Rate(NamedTuple):
@@ -81,6 +83,7 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
 RATES: Final[Mapping[Cost, Rate]] = {
     Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
     Cost.EVICTIONS: Rate(20.0, 1200.0),
+    Cost.RECHECK_BYTES: Rate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
     Cost.LOOKUPS: Rate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
 }
 
@@ -232,7 +235,7 @@ def address_of(peer: object) -> str:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return "local"  # a Unix socket, or a connection that is gone
+        return LOCAL  # a Unix socket, or a connection that is gone
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     if address.ipv4_mapped is not None:

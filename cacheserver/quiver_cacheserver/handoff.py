@@ -44,7 +44,7 @@ from quiver.handoff import (
     refusal,
 )
 from quiver.store import Kind, MemoryInventory, OpenFile
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import LOCAL, Resource
 from quiver_cacheserver.node import Node
 
 log = logging.getLogger(__name__)
@@ -284,7 +284,7 @@ class Handoff:
             return hello_answer(self._node.name), []
         node, loop = self._node, asyncio.get_running_loop()
         if request.flags & RECHECK:
-            node.suspect(entry.digest for entry in request.entries)
+            node.suspect((entry.digest for entry in request.entries), LOCAL)
         if request.verb is Verb.HELD:
             held = [self._is_held(entry) for entry in request.entries]
             if request.flags & USED:

@@ -2,17 +2,23 @@
 
 Names of objects, URLs and error messages come from outside. Written as they are, a newline in one begins a line that
 reads as if the daemon had said it, and an escape sequence does what it likes with the terminal of whoever reads it.
+
+A digest is the right to read what it names, so none is logged. No message of ours is made with one in it; those of
+libraries and of unforeseen errors may quote a path or a URL, so whatever looks like much of a digest is left out here.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from types import TracebackType
 from typing import Final
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LINE_CHARACTERS_MAX: Final = 2000  # the rest says no more, and a path may have as many as a manifest's bytes
+# Sixteen hexadecimal digits and more with a letter among them: a time in nanoseconds stays.
+_DIGEST: Final = re.compile(r"(?<![0-9a-fA-F])(?=[0-9]*[a-fA-F])[0-9a-fA-F]{16,}")
 
 
 class OneLine(logging.Formatter):
@@ -28,7 +34,8 @@ class OneLine(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """Return the text with control characters, line ends and what turns its direction as ``repr`` would write them."""
+    """Return the text without digests, control characters, line ends and so on as ``repr`` would write them."""
+    text = _DIGEST.sub("[digest]", text)
     if len(text) > LINE_CHARACTERS_MAX:
         text = f"{text[:LINE_CHARACTERS_MAX]}… ({len(text)} characters)"
     if text.isprintable():

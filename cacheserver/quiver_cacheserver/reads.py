@@ -75,7 +75,7 @@ async def body_of(request: web.Request, node: Node, limit_bytes: int) -> AsyncIt
         yield body
 
 
-def at_hand(node: Node, asked: ReadRequest) -> Answer | None:
+def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
     """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
     if asked.flags or not all(map(node.resident, asked.shards)):
         return None
@@ -83,6 +83,7 @@ def at_hand(node: Node, asked: ReadRequest) -> Answer | None:
     files = _open_all(node, read_from)
     if files.count(None) > read_from.count(None):
         return None
+    node.holders.read(asked.shards, client)
     return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
 
 
@@ -90,7 +91,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
     """Bring in what is missing, as long as the reader waits for it, and answer."""
     wanted = asked.shards
     if asked.flags & RECHECK:
-        node.suspect(wanted)
+        node.suspect(wanted, turn.client)
     manifest = node.manifests.known(asked.manifest)
     if asked.flags & FORGO or not all(map(node.resident, wanted)):
         async with turn.waiting():
@@ -99,7 +100,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
             if asked.flags & FORGO:
                 for digest in wanted:
                     node.fills.forgo(digest)
-            await node.bring(wanted, manifest, asked.wait_ms / 1000)
+            await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
     here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
     files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
@@ -115,6 +116,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
             status = node.absence(digest, manifest, choose=uploads < UPLOADS_A_READER)
             uploads += status is RangeStatus.UPLOAD
             statuses.append(status)
+    node.holders.read(wanted if asked.manifest is None else [*wanted, asked.manifest], turn.client)
     return _answer(node, asked, files, statuses)
 
 

@@ -140,7 +140,7 @@ class Streams:
             return not isinstance(error, BadRequest)
 
     def _answer(self, loop: asyncio.AbstractEventLoop, asked: ReadRequest, turn: Turn) -> Answer:
-        answer = at_hand(self._node, asked)
+        answer = at_hand(self._node, asked, turn.client)
         if answer is None:
             asking = asyncio.run_coroutine_threadsafe(gather(self._node, asked, turn), loop)
             try:

@@ -16,11 +16,11 @@ from aiohttp import web
 
 from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured
-from quiver.manifest import Manifest
+from quiver.errors import BadRequest, Corrupt, DiskFailed
 from quiver.shard import verified
 from quiver.store import Kind, Writing
 from quiver.wire import SHARD_TYPE
+from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
@@ -75,17 +75,18 @@ class Transfers:
                 await self._take(arriving, first, kind, digest, size_bytes)
         if kind is Kind.SHARD:
             self._node.fills.arrived(digest)
-            self._node.admitted(digest, "upload")
+            self._node.admitted(digest, "upload", client)
             self._node.counters.uploaded_bytes += size_bytes
         else:
             self._node.manifests.forget_missing(digest)
+            self._node.holders.brought(digest, client)
         return web.Response(status=201)
 
     async def _take(self, arriving: Arriving, first: list[bytes], kind: Kind, digest: Digest, size_bytes: int) -> None:
         """Write the body under the store's recipe. What does not verify leaves nothing."""
         loop = asyncio.get_running_loop()
         threads = self._node.disk_threads
-        room = self._node.store.reserve(kind, digest, size_bytes)
+        room = self._node.store.reserve(kind, digest, size_bytes, arriving.client)
         try:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:
@@ -119,6 +120,7 @@ class Arriving:
     """
 
     def __init__(self, request: web.Request) -> None:
+        self.client = client_of(request)
         self._content = request.content
         self._left_seconds = SILENCE_SECONDS
 
@@ -142,10 +144,5 @@ def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
     if kind is Kind.SHARD:
         verified(digest, memoryview(writing.content()), "upload")
     else:
-        try:
-            Manifest.open(writing.path, digest)
-        except Corrupt:
-            raise Corrupt("the manifest does not hash to its name", "upload") from None
-        except (BadRequest, Misconfigured) as error:
-            raise type(error)(str(error).replace(str(writing.path), "the manifest")) from error
+        open_manifest(writing.path, digest)
     writing.commit()

@@ -16,15 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quiver.errors import Changed
+from quiver.errors import Changed, OverCapacity
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import Rows, array_type, as_bytes
 from quiver.origin.base import Extent, ObjectStore
 from quiver.origin.kept import kept
 from quiver.origin.samples import naming_samples
+from quiver.sizes import format_size
 
 FILES_OPEN_MAX: Final = 64
 _NONE: Final[Rows] = np.empty(0, np.intp)
+PIECE_BYTES: Final = 32 << 20  # about what is decoded at a time where a row group may be too large
+PIECE_ROWS_MAX: Final = 1024
+RETRY_AFTER_SECONDS: Final = 60.0  # it will be as large then
 
 
 class ParquetOrigin:
@@ -93,6 +97,7 @@ class _File:
     def __init__(self, store: ObjectStore, manifest: Manifest, number: int) -> None:
         self._object = manifest.object(number)
         self.url = store.base + self._object.path
+        self._too_large: set[int] = set()  # row groups, as it turned out
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
@@ -106,10 +111,47 @@ class _File:
     def columns(self, group: int, names: list[str]) -> list[pa.Array[Any]]:
         """Return the byte columns (``image`` or ``image.bytes``) of a row group, each one array of large binary."""
         try:
+            if kept.group_bytes_max is not None:
+                return self._bounded(group, names, kept.group_bytes_max)
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
             return [column_of(table, name)[0] for name in names]
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise Changed(self.url, "changed") from error
+
+    def _bounded(self, group: int, names: list[str], bytes_max: int) -> list[pa.ChunkedArray]:
+        """Return the columns, decoded piece by piece. Raises ``OverCapacity`` for what becomes larger than that.
+
+        A few kilobytes can decode to any size: a value that stands in a file once may be that of a million rows.
+        """
+        found = self._parquet.metadata.row_group(group)
+        paths = set(names) | {name.partition(".")[0] for name in names}
+        chunks = (found.column(at) for at in range(found.num_columns))
+        told = sum(
+            it.total_uncompressed_size
+            for it in chunks
+            if paths & {it.path_in_schema, it.path_in_schema.partition(".")[0]}
+        )
+        if group in self._too_large or told > bytes_max:
+            raise self._refusal(bytes_max)
+        # No value is larger than what the file holds of its column, so no piece is much larger than the bound.
+        rows = max(min(PIECE_ROWS_MAX, PIECE_BYTES * found.num_rows // max(told, 1), bytes_max // max(told, 1)), 1)
+        pieces: list[list[pa.Array[Any]]] = []
+        size_bytes = 0
+        for batch in self._parquet.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):
+            pieces.append([column_of(batch, name)[0] for name in names])
+            size_bytes += sum(column.nbytes for column in pieces[-1])
+            if size_bytes > bytes_max:
+                self._too_large.add(group)
+                raise self._refusal(bytes_max)
+        columns = zip(*pieces, strict=True) if pieces else ([] for _ in names)
+        return [pa.chunked_array(list(column), pa.large_binary()) for column in columns]
+
+    def _refusal(self, bytes_max: int) -> OverCapacity:
+        return OverCapacity(
+            f"{self.url}: a row group is larger than {format_size(bytes_max)} when it is decoded;"
+            " write it with smaller row groups",
+            RETRY_AFTER_SECONDS,
+        )
 
     def take_read_bytes(self) -> int:
         read_bytes, self._raw.read_bytes = self._raw.read_bytes, 0

@@ -18,6 +18,7 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.errors import QuiverError
+from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
 from quiver.residency import Held
@@ -170,9 +171,11 @@ class Board:
     def _add(self, manifest: Manifest) -> None:
         if self._needs.knows(manifest.digest):
             return
-        shards = [manifest.shard_digest(shard) for shard in range(manifest.shard_count)]
+        shards = manifest.tables.shard_digests
         sizes = manifest.tables.shard_sizes.astype(np.float64)
-        held = np.fromiter((shard in self._held for shard in shards), bool, len(shards))
+        rows = manifest.shard_numbers.rows_of(as_rows(self._held))
+        held = np.zeros(len(shards), bool)
+        held[rows[rows >= 0]] = True
         self._shard_counts[manifest.digest] = len(shards)
         self._needs.add_dataset(manifest.digest, shards, sizes, held, np.ones(len(shards), bool))
 
