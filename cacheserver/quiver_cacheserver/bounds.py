@@ -38,7 +38,7 @@ Ints = npt.NDArray[np.int64]
 def open_manifest(path: Path, digest: Digest) -> Manifest:
     """Open the manifest of this digest that somebody put here, ready for use on an event loop.
 
-    Raises ``Corrupt``, ``BadRequest``, ``Misconfigured`` and ``NotFound``, none of which names the path, since that holds
+    Raises ``Corrupt``, ``BadRequest``, ``Misconfigured`` and ``NotFound``. None names the path, since that holds
     a digest.
     """
     try:

@@ -103,7 +103,7 @@ def test_a_manifest_with_more_or_larger_shards_than_the_indexer_makes_is_refused
     check_cost(Manifest.open(manifest_of(tmp_path / "two.quiver", [half, half], [0, half], [0, 1, 2], 2 * half)))
     monkeypatch.setattr(bounds, "SHARDS_MAX", files.opened().shard_count - 1)
     with pytest.raises(BadRequest, match="with a larger --shard-size"):
-        open_manifest(files.manifest)
+        open_manifest(files.manifest, files.opened().digest)
 
 
 async def test_shards_are_sorted_in_threads_only(files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def waiting_for_an_upload(
         in_process(where, {SMALL: SMALL_DATA}, held_max=held_max) as address,
         contextlib.closing(PeerClient(url_of(address))) as peer,
     ):
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         waits = read_of(digest, 100, 20_000, manifest.digest)
         status, _, body = asked(address, waits)
         assert (status, body[0]) == (200, RangeStatus.UPLOAD), "the first one who asks is chosen"

@@ -59,7 +59,7 @@ def test_failing_fills_and_hostile_requests_leave_no_digest_in_any_line(small: F
         Daemon(tmp_path / "node", "--log-level", "debug", origins=[small.folder]) as daemon,
         contextlib.closing(PeerClient(daemon.url)) as peer,
     ):
-        peer.put_manifest(manifest.digest, small.manifest)
+        peer.put_manifest(manifest.digest, small.manifest.read_bytes())
         assert read(daemon, [first, second], [(0, 0, 1), (1, 0, 1)], manifest.digest, wait=20_000)[0] == [0, 0]
         # Rot on disk, found by a recheck; a manifest that rots; things in the place of files.
         place = file_of(daemon.data_dir, Kind.SHARD, first)
@@ -90,7 +90,7 @@ def test_failing_fills_and_hostile_requests_leave_no_digest_in_any_line(small: F
         assert daemon.ask("PUT", f"/v1/manifests/{junk}", b"junk")[0] == 400
         for text in (str(bad).upper(), f"{bad}0", f"{bad}%0a", f"../{bad}"):
             daemon.ask("GET", f"/v1/shards/{text}")
-        peer.put_manifest(lying.digest, lying.path)
+        peer.put_manifest(lying.digest, lying.path.read_bytes())
         unknown = Digest.of(b"nobody has it")
         digests.add(unknown)
         read(daemon, [unknown], [(0, 0, 1)], unknown)

@@ -37,7 +37,7 @@ def test_a_resident_shard_that_a_stray_replaced_is_filled_again(
         Daemon(tmp_path / "node", origins=[files.folder]) as daemon,
         contextlib.closing(PeerClient(daemon.url)) as peer,
     ):
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         statuses, data = read(daemon, shards, rows, manifest.digest, wait=20_000)
         assert statuses == [RangeStatus.PRESENT] * 2
         place = file_of(daemon.data_dir, Kind.SHARD, shards[0])
