@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 
 from quiver.errors import OverCapacity
 
-LOCAL: Final = "local"  # the address of what comes by a Unix socket
 ADDRESSES_MAX: Final = 4096  # remembered while they hold nothing; the least recently seen is forgotten first
 FREE_SHARE: Final = 3  # times what is still free: so much may one address hold
 RETRY_SECONDS: Final = 1.0
@@ -43,6 +42,8 @@ class Resource(StrEnum):
     REPORTS = "reports"
     STREAMS = "streams"
     LOOKUPS = "lookups"  # manifests that neighbours are asked for
+    SOCKET_CONNECTIONS = "socket_connections"  # at the Unix socket, per user
+    SOCKET_REQUESTS = "socket_requests"
 
 
 class Cost(StrEnum):
@@ -75,6 +76,8 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
     Resource.REPORTS: 64,
     Resource.STREAMS: 256,  # each is a thread, which mostly sleeps
     Resource.LOOKUPS: 32,
+    Resource.SOCKET_CONNECTIONS: 512,  # a process of a training job has one or two
+    Resource.SOCKET_REQUESTS: 64,
 }
 RATES: Final[Mapping[Cost, Rate]] = {
     Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
@@ -231,7 +234,7 @@ def address_of(peer: object) -> str:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return LOCAL  # a Unix socket, or a connection that is gone
+        return "local"  # a Unix socket, or a connection that is gone
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     if address.ipv4_mapped is not None:

@@ -58,7 +58,7 @@ class Connection(Timed):
         )
         self.address = address
         self._listening = listening
-        self._held = True  # of the budget: ``Listening.admit`` took it
+        self._held = True  # of the budget: ``Listening`` took it
         self._arriving = True
         self._idle = False
         self.deadline = self._loop.time() + HEAD_SECONDS
@@ -199,9 +199,13 @@ class Listening:
             log.debug("a connection was not made: %s", error)
             connection.end()
             accepted.close()
+        except Exception:  # a supervisor: a bug costs this connection, and not the daemon
+            log.exception("a connection was not made")
+            connection.end()
+            accepted.close()
 
     def _run_short(self) -> None:
-        """No descriptor is left: close idle connections, turn one away that waits, and look again in a moment."""
+        """No descriptor is left: close idle connections, turn those away that wait, and look again in a moment."""
         self._counters.overloads += 1
         busiest = max(self._connections, key=lambda address: len(self._connections[address]), default="")
         if len(self._connections.get(busiest, ())) > CLOSED_SHARE:  # or it is not those that take the descriptors
@@ -209,7 +213,8 @@ class Listening:
         if self._spare >= 0:
             os.close(self._spare)
         with contextlib.suppress(OSError):
-            self._listener.accept()[0].close()
+            for _ in range(ACCEPTED_MAX):  # or the last of them would wait for as long as all before it
+                self._listener.accept()[0].close()
         self._spare = _spare()
         self._pause()
         self._resuming = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._resume)

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from quiver.digest import Digest
-from quiver.errors import QuiverError
+from quiver.errors import OverCapacity, QuiverError
 from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver_cacheserver.registry import Registry
@@ -60,7 +60,9 @@ class Neighbours:
         return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
-        """Leave a neighbour alone for a while: it did not answer, or answered wrongly."""
+        """Leave a neighbour alone for a while: it did not answer, or answered wrongly. One that is busy is well."""
+        if isinstance(error, OverCapacity):
+            return
         until, before = self._silent.get(peer.url, (0.0, PAUSE_SECONDS / 2))
         if time.monotonic() >= until:  # and not another thread that met the same silence
             pause = min(before * 2, PAUSE_SECONDS_MAX)

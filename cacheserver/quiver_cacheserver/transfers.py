@@ -20,7 +20,7 @@ from quiver.shard import verified
 from quiver.store import Kind, Writing
 from quiver.wire import SHARD_TYPE
 from quiver_cacheserver.bounds import open_manifest
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
@@ -28,7 +28,8 @@ from quiver_cacheserver.reads import respond
 from quiver_cacheserver.sending import Payload
 from quiver_cacheserver.timed import client_of, unhurried
 
-CHUNK_BYTES: Final = 1 << 20
+PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
+PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte, each is not written by itself
 FIRST_BYTES: Final = 4 << 20  # of an upload are here before room is made for the whole of it, which may evict others
 SILENCE_SECONDS: Final = 10.0  # without anything, and of delay in all: see ``Arriving``
 
@@ -42,20 +43,18 @@ class Transfers:
     async def get(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         unhurried(request)
         digest = Digest.parse(request.match_info["digest"])
-        if kind is Kind.SHARD:
-            file = await self._node.open_shard(digest)
-        else:
-            loop = asyncio.get_running_loop()
-            file = await loop.run_in_executor(
-                self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
-            )
-        headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
-        whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
-        whole.shards = [digest] if kind is Kind.SHARD else []
-        if request.method == "HEAD":
-            return await respond(request, self._node, headers, b"", None)
         with self._node.budgets.holding(client_of(request), Resource.FILES):
-            return await respond(request, self._node, headers, b"", whole)
+            if kind is Kind.SHARD:
+                file = await self._node.open_shard(digest)
+            else:
+                loop = asyncio.get_running_loop()
+                file = await loop.run_in_executor(
+                    self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
+                )
+            headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
+            whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
+            whole.shards = [digest] if kind is Kind.SHARD else []
+            return await respond(request, self._node, headers, b"", whole if request.method == "GET" else None)
 
     async def put(self, request: web.Request, kind: Kind) -> web.Response:
         digest = Digest.parse(request.match_info["digest"])
@@ -64,12 +63,14 @@ class Transfers:
         if size_bytes is None or not 0 < size_bytes <= limit:
             raise BadRequest(f"a body with a Content-Length of 1 to {limit} bytes is wanted")
         unhurried(request)
-        client, budgets = client_of(request), self._node.budgets
+        client, budgets, now = client_of(request), self._node.budgets, time.monotonic()
+        if budgets.left(client, Cost.WORK_SECONDS, now) <= 0:
+            raise budgets.refusal(Cost.WORK_SECONDS, client, now)
         with budgets.holding(client, Resource.UPLOADS):
             arriving = Arriving(request)
-            first = [await arriving.chunk(size_bytes)]
+            first = [await arriving.piece(size_bytes)]
             while (here := sum(map(len, first))) < min(FIRST_BYTES, size_bytes):
-                first.append(await arriving.chunk(size_bytes - here))
+                first.append(await arriving.piece(size_bytes - here))
             with budgets.holding(client, Resource.UPLOAD_BYTES, size_bytes):
                 await self._take(arriving, first, kind, digest, size_bytes)
         if kind is Kind.SHARD:
@@ -90,7 +91,7 @@ class Transfers:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:
                 await self._receive(arriving, first, writing)
-                await loop.run_in_executor(threads, _commit, writing, kind, digest)
+                await loop.run_in_executor(threads, self._commit, writing, arriving.client)
             finally:
                 await asyncio.shield(loop.run_in_executor(threads, room.__exit__, None, None, None))
         except Corrupt:
@@ -104,9 +105,19 @@ class Transfers:
         loop = asyncio.get_running_loop()
         left = writing.size_bytes
         while left:
-            chunk = first.pop(0) if first else await arriving.chunk(left)
-            left -= len(chunk)
-            await loop.run_in_executor(self._node.disk_threads, writing.write, chunk)
+            piece = first.pop(0) if first else await arriving.piece(left)
+            left -= len(piece)
+            await loop.run_in_executor(self._node.disk_threads, writing.write, piece)
+
+    def _commit(self, writing: Writing, client: str) -> None:
+        """In a thread: compare what was written with its name, and put it in place."""
+        began = time.monotonic()
+        try:
+            _check(writing)
+        finally:
+            now = time.monotonic()
+            self._node.budgets.charge(client, Cost.WORK_SECONDS, now - began, now)
+        writing.commit()  # the disk's time, which is not the client's
 
 
 class Arriving:
@@ -122,28 +133,27 @@ class Arriving:
         self._content = request.content
         self._left_seconds = SILENCE_SECONDS
 
-    async def chunk(self, size_bytes_max: int) -> bytes:
-        """Return the next piece. Raises ``BadRequest`` if there is none in time."""
+    async def piece(self, size_bytes_max: int) -> bytes:
+        """Return the next piece. Raises ``BadRequest`` if it does not come in time."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(min(self._left_seconds, SILENCE_SECONDS)):
-                chunk = await self._content.read(min(CHUNK_BYTES, size_bytes_max))
+                piece = await self._content.read(min(PIECE_BYTES_MAX, size_bytes_max))
+                if len(piece) < min(PIECE_BYTES_MIN, size_bytes_max):
+                    piece += await self._content.readexactly(min(PIECE_BYTES_MIN, size_bytes_max) - len(piece))
         except TimeoutError as error:
             raise BadRequest("the upload stopped midway, or is too slow") from error
-        except ConnectionError as error:
-            raise BadRequest("the upload stopped midway") from error
-        if not chunk:
-            raise BadRequest("the upload ended early")
-        self._left_seconds += len(chunk) / SLOWEST_BYTES_PER_SECOND - (time.monotonic() - began)
-        return chunk
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise BadRequest("the upload ended early") from error
+        self._left_seconds += len(piece) / SLOWEST_BYTES_PER_SECOND - (time.monotonic() - began)
+        return piece
 
 
-def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
+def _check(writing: Writing) -> None:
     content = memoryview(writing.content())
-    if kind is Kind.SHARD:
-        verified(digest, content, "upload")
-    else:
-        if Digest.of(content) != digest:
-            raise Corrupt("the manifest does not hash to its name", "upload")
-        open_manifest(writing.path)
-    writing.commit()
+    if writing.kind is Kind.SHARD:
+        verified(writing.digest, content, "upload")
+        return
+    if Digest.of(content) != writing.digest:
+        raise Corrupt("the manifest does not hash to its name", "upload")
+    open_manifest(writing.path)

@@ -104,6 +104,6 @@ class Turn:
             yield
             await self._turns.resume(self.client)
         with self._lock:
-            self._held = not self._ended
-        if self._ended:
+            late, self._held = self._ended, not self._ended
+        if late:
             self._turns.end(self.client)

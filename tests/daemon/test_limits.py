@@ -27,7 +27,7 @@ from quiver.ring import Member
 from quiver.stream import PATH, PROTOCOL
 from quiver.wire import RANGE, RangeStatus, ReadRequest
 from quiver_cacheserver import listening, reads, timed, transfers
-from quiver_cacheserver.budget import Cost, Rate, Resource
+from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
 from quiver_cacheserver.logs import FORMAT, LINE_CHARACTERS_MAX, OneLine
 from quiver_cacheserver.neighbours import MANIFEST_ASKED_MAX, Neighbours
 from quiver_cacheserver.node import Node
@@ -411,8 +411,7 @@ def test_the_oldest_idle_connections_of_an_address_make_room_for_its_next(tmp_pa
             sock.sendall(request("GET", "/healthz"))
             assert answer_of(sock)[0] == 200
             opened.append(sock)
-        for sock in opened[:8]:
-            assert is_closed(sock)
+        until(lambda: sum(map(closed_by_now, opened[:16])) >= 8)
         for sock in opened[-4:]:
             sock.sendall(request("GET", "/healthz"))
             assert answer_of(sock)[0] == 200
@@ -454,9 +453,19 @@ def closed_by_now(sock: socket.socket) -> bool:
 
 def test_readers_who_reset_what_they_upgrade_leave_no_traceback(tmp_path: Path) -> None:
     upgrade = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
+    others = [
+        read_of(SMALL, 1),
+        request("GET", "/v1/ring"),
+        request("POST", "/v1/needs", b"QND1", 100),
+        request("PUT", f"/v1/shards/{SMALL}", SMALL_DATA[:50], len(SMALL_DATA)),
+        request("GET", f"/v1/shards/{SMALL}"),
+        b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nnonsense",
+        b"\x16\x03\x01\x02\x00",
+    ]
     with Daemon(tmp_path / "data") as daemon:
-        for data in itertools.chain([upgrade] * 20, [read_of(SMALL, 1), request("GET", "/v1/ring")] * 5):
+        for data in itertools.chain([upgrade] * 20, others * 5):
             with socket.create_connection(daemon.address) as sock:
+                sock.settimeout(20)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 sock.sendall(data)
         until(lambda: daemon.metric("quiver_reads_in_flight") == 0)
@@ -501,3 +510,16 @@ def test_a_line_has_a_length() -> None:
 
 def test_the_time_for_an_answer_is_longer_than_that_for_a_body() -> None:
     assert timed.ANSWER_SECONDS > reads.BODY_SECONDS_MAX
+
+
+def test_the_protocol_writes_every_limit_down() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "protocol.md").read_text().partition("\n## Limits\n")[2]
+    units = {"MiB": MIB, "GiB": 1 << 30}
+    for what, most in HELD_MAX.items():
+        found = re.search(rf"^\| `{what}` \| ([\d,]+)(?: (MiB|GiB) of)?", text, re.MULTILINE)
+        assert found, what
+        assert int(found[1].replace(",", "")) * units.get(found[2] or "", 1) == most, what
+    for cost, rate in RATES.items():
+        found = re.search(rf"^\| `{cost}` [^|]*\| ([\d,]+) \| ([\d,]+) \|", text, re.MULTILINE)
+        assert found, cost
+        assert [int(number.replace(",", "")) for number in found.groups()] == [rate.per_second, rate.burst], cost
