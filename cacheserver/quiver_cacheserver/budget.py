@@ -21,7 +21,6 @@ from typing import Final, NamedTuple
 
 from quiver.errors import OverCapacity
 
-LOCAL: Final = "local"  # the address of what comes by a Unix socket
 ADDRESSES_MAX: Final = 4096  # remembered while they hold nothing; the least recently seen is forgotten first
 FREE_SHARE: Final = 3  # times what is still free: so much may one address hold
 RETRY_SECONDS: Final = 1.0
@@ -235,7 +234,7 @@ def address_of(peer: object) -> str:
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
-        return LOCAL  # a Unix socket, or a connection that is gone
+        return "local"  # a Unix socket, or a connection that is gone
     if isinstance(address, ipaddress.IPv4Address):
         return str(address)
     if address.ipv4_mapped is not None:

@@ -44,7 +44,7 @@ from quiver.handoff import (
     refusal,
 )
 from quiver.store import Kind, MemoryInventory, OpenFile
-from quiver_cacheserver.budget import LOCAL, Resource
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 
 log = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class Handoff:
             return False
         try:
             with self._node.budgets.holding(user, Resource.SOCKET_REQUESTS):
-                answer, files = await self._answer(request)
+                answer, files = await self._answer(request, user)
         except OverCapacity:
             connection.send(refusal(Status.BUSY))
             return True
@@ -279,12 +279,12 @@ class Handoff:
         self._node.counters.handed_files += len(files)
         return True
 
-    async def _answer(self, request: HandoffRequest) -> tuple[bytes, list[OpenFile]]:
+    async def _answer(self, request: HandoffRequest, user: str) -> tuple[bytes, list[OpenFile]]:
         if request.verb is Verb.HELLO:
             return hello_answer(self._node.name), []
         node, loop = self._node, asyncio.get_running_loop()
         if request.flags & RECHECK:
-            node.suspect((entry.digest for entry in request.entries), LOCAL)
+            node.suspect((entry.digest for entry in request.entries), user)
         if request.verb is Verb.HELD:
             held = [self._is_held(entry) for entry in request.entries]
             if request.flags & USED:

@@ -138,11 +138,15 @@ class Residency:
             return _empty(NeedsStatus.NO_MANIFEST)
         if shards != manifest.shard_count:
             raise BadRequest(f"a report about {shards} shards where the manifest has {manifest.shard_count}")
+        budgets, began = self._node.budgets, time.monotonic()
+        if budgets.left(client, Cost.WORK_SECONDS, began) <= 0:
+            raise budgets.refusal(Cost.WORK_SECONDS, client, began)
         if shards > INLINE_SHARDS_MAX:
             told = await asyncio.get_running_loop().run_in_executor(None, NeedsReport.decode, body)
         else:
             told = NeedsReport.decode(body)
         report = told.report
+        unpacked_seconds = time.monotonic() - began
         dataset = await self._learned(head.manifest, manifest)
         now = time.monotonic()
         before = self._leases.get(consumer)
@@ -156,7 +160,10 @@ class Residency:
             self._pace.reported(now - before.at)
         dataset.used = now
         self._wake.set()
-        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
+        answer = NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
+        done = time.monotonic()
+        budgets.charge(client, Cost.WORK_SECONDS, unpacked_seconds + done - now, done)
+        return answer
 
     async def _manifest(self, name: Digest, client: str) -> Manifest | None:
         known = self._datasets.get(name)

@@ -21,7 +21,7 @@ from quiver.shard import verified
 from quiver.store import Kind, Writing
 from quiver.wire import SHARD_TYPE
 from quiver_cacheserver.bounds import open_manifest
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
@@ -65,7 +65,9 @@ class Transfers:
         if size_bytes is None or not 0 < size_bytes <= limit:
             raise BadRequest(f"a body with a Content-Length of 1 to {limit} bytes is wanted")
         unhurried(request)
-        client, budgets = client_of(request), self._node.budgets
+        client, budgets, now = client_of(request), self._node.budgets, time.monotonic()
+        if budgets.left(client, Cost.WORK_SECONDS, now) <= 0:
+            raise budgets.refusal(Cost.WORK_SECONDS, client, now)
         with budgets.holding(client, Resource.UPLOADS):
             arriving = Arriving(request)
             first = [await arriving.piece(size_bytes)]
@@ -92,7 +94,7 @@ class Transfers:
             try:
                 await self._receive(arriving, first, writing)
                 async with self._checking if kind is Kind.MANIFEST else contextlib.nullcontext():
-                    await loop.run_in_executor(threads, _commit, writing, kind, digest)
+                    await loop.run_in_executor(threads, self._commit, writing, arriving.client)
             finally:
                 await asyncio.shield(loop.run_in_executor(threads, room.__exit__, None, None, None))
         except Corrupt:
@@ -109,6 +111,16 @@ class Transfers:
             piece = first.pop(0) if first else await arriving.piece(left)
             left -= len(piece)
             await loop.run_in_executor(self._node.disk_threads, writing.write, piece)
+
+    def _commit(self, writing: Writing, client: str) -> None:
+        """In a thread: compare what was written with its name, and put it in place."""
+        began = time.monotonic()
+        try:
+            _check(writing)
+        finally:
+            now = time.monotonic()
+            self._node.budgets.charge(client, Cost.WORK_SECONDS, now - began, now)
+        writing.commit()  # the disk's time, which is not the client's
 
 
 class Arriving:
@@ -140,9 +152,8 @@ class Arriving:
         return piece
 
 
-def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
-    if kind is Kind.SHARD:
-        verified(digest, memoryview(writing.content()), "upload")
+def _check(writing: Writing) -> None:
+    if writing.kind is Kind.SHARD:
+        verified(writing.digest, memoryview(writing.content()), "upload")
     else:
-        open_manifest(writing.path, digest)
-    writing.commit()
+        open_manifest(writing.path, writing.digest)
