@@ -17,15 +17,16 @@ from math import inf
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.errors import Corrupt, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError
+from quiver.errors import Corrupt, DiskFailed, NotAllowed, NotFound, QuiverError
 from quiver.fill import OriginShards
+from quiver.location import Location
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.peer import PeerClient
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
-from quiver_cacheserver.config import normal_prefix
+from quiver_cacheserver.config import allowed
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.fills import FILL_THREADS, Fills
 from quiver_cacheserver.manifests import Manifests
@@ -62,7 +63,7 @@ class Node:
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
         self.manifests = Manifests(store, self._look_threads, self.neighbours)
-        self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
+        self._allowed = tuple(location for prefix in origins for location in allowed(prefix))
         self._origins: dict[str, SampleOrigin] = {}
         self._lock = threading.Lock()  # over the origins, which fill threads open
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
@@ -265,24 +266,19 @@ class Node:
                 self.neighbours.failed(peer, error)
 
     def _origin(self, manifest: Manifest) -> SampleOrigin:
-        """Return the origin of a manifest, if the operator allows it. Raises ``Forbidden`` if not."""
-        if not self._allows(manifest.header.base):
-            raise Forbidden("this daemon may not read that origin; its operator can allow it with --origin")
+        """Return the origin of a manifest, if the operator allows it. Raises ``NotAllowed`` if not."""
+        base = Location.parse(manifest.header.base)
+        within = next((prefix for prefix in self._allowed if prefix.contains(base)), None)
+        if within is None:
+            raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
         with self._lock:
             key = str(manifest.digest)
             origin = self._origins.get(key)
             if origin is None:
                 while len(self._origins) >= ORIGINS_OPEN_MAX:
                     self._origins.pop(next(iter(self._origins)))  # not closed: another thread may be reading it
-                origin = self._origins[key] = open_origin(manifest, contain=True, count=self._count_origin)
+                origin = self._origins[key] = open_origin(manifest, within=within, count=self._count_origin)
         return origin
-
-    def _allows(self, base: str) -> bool:
-        try:
-            normal = normal_prefix(base)
-        except Misconfigured:
-            return False
-        return any(normal.startswith(prefix) for prefix in self._allowed)
 
     def _count_origin(self, read_bytes: int) -> None:
         self.counters.add("origin_read_bytes", read_bytes)

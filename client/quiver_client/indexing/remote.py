@@ -42,10 +42,9 @@ def list_named(base: str, names: Sequence[str]) -> Listing:
     store = connect(base)
 
     def head(name: str) -> OriginObject:
-        import obstore
 
         with mapped(base + name, listing=True):
-            return _object(obstore.head(store, name))
+            return _object(store.head(name))
 
     builder = ListingBuilder()
     for found in in_order(head, names, THREADS_REMOTE):
@@ -59,7 +58,6 @@ def store_base(scheme: str, bucket: str, folder: str) -> str:
 
 
 def _list_prefix(base: str, url: str, notices: Notices) -> Listing:
-    import obstore
 
     from quiver.origin.remote import connect
 
@@ -67,7 +65,7 @@ def _list_prefix(base: str, url: str, notices: Notices) -> Listing:
     builder = ListingBuilder()
     markers: list[str] = []
     with mapped(url, listing=True):
-        for batch in obstore.list(store, chunk_size=1000):
+        for batch in store.list(chunk_size=1000):
             for meta in batch:
                 found = _object(meta)
                 if not found.size:
@@ -96,25 +94,23 @@ def _without_folder_markers(listing: Listing, base: str, empty: list[str]) -> Li
 
 
 def _exists(store: Any, base: str, path: str) -> bool:
-    import obstore
 
     try:
         with mapped(base + path, listing=True):
-            obstore.head(store, path)
+            store.head(path)
     except NotFound:
         return False
     return True
 
 
 def _head_or_none(base: str, name: str) -> OriginObject | None:
-    import obstore
 
     from quiver.origin.remote import connect
 
     store = connect(base)
     try:
         with mapped(base + name, listing=True):
-            return _object(obstore.head(store, name))
+            return _object(store.head(name))
     except NotFound:
         return None
 
