@@ -15,6 +15,7 @@ import uvloop
 from quiver import __version__
 from quiver.errors import Misconfigured, QuiverError
 from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.logs import keep_readable
 from quiver_cacheserver.memory import give_back_what_is_freed
 from quiver_cacheserver.serve import serve
 
@@ -80,6 +81,7 @@ def command(**values: Any) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    keep_readable()
     give_back_what_is_freed()
     uvloop.run(serve(config))
 
