@@ -110,16 +110,25 @@ class Location:
 def object_path(path: str, scheme: str) -> str:
     """Return the path of an object below a location, not quoted, if it names the same object to whoever reads it.
 
-    Local names and keys of stores are taken as they are, byte for byte. A path that becomes part of a request is held
-    to the rules for locations. Raises ``BadRequest``.
+    Local names and keys of stores are taken as they are: the system and the store compare them byte by byte. A path
+    that becomes part of the URL of a web server is held to the rules for locations. Raises ``BadRequest``.
     """
     if not path or "\0" in path or any(name in ("", ".", "..") for name in path.split("/")):
         raise BadRequest(f"an object has a path that is not allowed: {shown(path)!r}")
-    if scheme != "file" and (_CONTROL.search(path) or "\\" in path):
-        raise BadRequest(f"an object has a control character or a backslash in its path: {shown(path)}")
-    if scheme in WEB_SCHEMES and _QUOTED.search(path):
-        raise BadRequest(f"an object has a quoted dot or slash in its path: {shown(path)}")
+    if scheme != "file" and _CONTROL.search(path):
+        raise BadRequest(f"an object has a control character in its path: {shown(path)}")
+    if scheme in WEB_SCHEMES and ("\\" in path or _QUOTED.search(path)):
+        raise BadRequest(f"an object has a backslash, or a quoted dot or slash, in its path: {shown(path)}")
     return path
+
+
+def is_object_path(path: str, scheme: str) -> bool:
+    """Whether ``object_path`` takes it."""
+    try:
+        object_path(path, scheme)
+    except BadRequest:
+        return False
+    return True
 
 
 def refuse_credentials(url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from quiver.errors import Misconfigured
+from quiver.errors import BadRequest, Misconfigured
 from quiver.location import SCHEMES, Location, refuse_credentials, shown
 
 REMOTE_SCHEMES = SCHEMES - {"file"}
@@ -52,4 +52,6 @@ def split_url(url: str) -> tuple[str, str]:
         known = ", ".join(sorted(REMOTE_SCHEMES))
         raise Misconfigured(f"{shown(url)}: scheme {scheme!r} is not known; use a path, file or one of {known}")
     refuse_credentials(url)
+    if shown(url, len(url)) != url:
+        raise BadRequest(f"{shown(url)}: a URL has no control characters in it")
     return scheme, url

@@ -258,8 +258,7 @@ class WebStore:
     def _refusal(self, path: str, answer: _Answer) -> QuiverError:
         url, status = self.url(path), answer.status
         if 300 <= status < 400:
-            place = _server_of(answer.headers.get("Location", ""))
-            return Forbidden(f"{url}: the server redirects{place}, which is not followed; index where the data lies")
+            return redirected(url, answer.headers.get("Location", ""))
         if status in (404, 410):
             return NotFound(f"{url} does not exist")
         if status in (401, 403, 407):
@@ -326,10 +325,11 @@ def _proxy_for(location: Location) -> tuple[tuple[str, int], dict[str, str]] | N
     return (parts.hostname or "", parts.port or 80), headers
 
 
-def _server_of(place: str) -> str:
-    """Return a redirect's server, for people. Not the rest of it, which may be signed: that is a credential."""
+def redirected(url: str, place: str) -> Forbidden:
+    """Return the error for a redirect. It names the server alone: the rest may be signed, which is a credential."""
     found = re.match(r"https?://[^/@\s]{1,255}(?=/|$)", place, re.IGNORECASE)
-    return f" to {shown(found[0])}" if found else ""
+    where = f" to {shown(found[0])}" if found else ""
+    return Forbidden(f"{url}: the server redirects{where}, which is not followed; index where the data lies")
 
 
 def _moment(text: str) -> datetime | None:

@@ -142,13 +142,13 @@ def test_paths_of_objects_stay_below_their_base(scheme: str) -> None:
             object_path(path, scheme)
     for path in ("a", "a b/50%.png", "h#x?y.png", "%41.png", "ü+~[1]{2}.png", "..a/...b"):
         assert object_path(path, scheme) == path
-    for path in ("a\nb", "..\\b", "a\tb"):  # a local name is what it is; of a request it would be more than a name
+    for path in ("a\nb", "a\tb", "a\x7f"):  # a local name is what it is; of a request it would be more than a name
         if scheme == "file":
             assert object_path(path, scheme) == path
         else:
             with pytest.raises(BadRequest):
                 object_path(path, scheme)
-    for path in ("..%2fb", "%2e%2e/b", "a%252Fb", "a%0ab"):
+    for path in ("..%2fb", "%2e%2e/b", "a%252Fb", "a%0ab", "..\\b"):
         if scheme in ("http", "https"):
             with pytest.raises(BadRequest):
                 object_path(path, scheme)

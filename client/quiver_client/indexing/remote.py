@@ -9,8 +9,9 @@ from urllib.parse import quote
 import numpy as np
 
 from quiver.errors import BadRequest, NotFound
+from quiver.location import Location, is_object_path, shown
 from quiver.manifest import SUFFIX, OriginObject
-from quiver_client.indexing.local import LEFT_OUT_MANIFEST
+from quiver_client.indexing.local import LEFT_OUT_MANIFEST, LEFT_OUT_NAME
 from quiver_client.indexing.objects import Listing, ListingBuilder
 from quiver_client.indexing.parallel import THREADS_REMOTE, in_order
 from quiver_client.indexing.reading import mapped
@@ -64,6 +65,7 @@ def _list_prefix(base: str, url: str, notices: Notices) -> Listing:
     store = connect(base)
     builder = ListingBuilder()
     markers: list[str] = []
+    scheme = Location.parse(base).scheme
     with mapped(url, listing=True):
         for batch in store.list(chunk_size=1000):
             for meta in batch:
@@ -72,6 +74,8 @@ def _list_prefix(base: str, url: str, notices: Notices) -> Listing:
                     markers.append(found.path)
                 if found.path.endswith(SUFFIX):
                     notices.add(LEFT_OUT_MANIFEST, found.path)
+                elif not is_object_path(found.path, scheme):
+                    notices.add(LEFT_OUT_NAME, shown(found.path))
                 else:
                     builder.add(found)
     listing = builder.finish(base)
