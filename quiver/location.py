@@ -44,7 +44,8 @@ class Location:
         scheme, colon, rest = url.partition("://")
         scheme = scheme.lower()
         if not colon or scheme not in SCHEMES:
-            raise BadRequest(f"{shown(url)} is not a URL of an origin; known are {', '.join(sorted(SCHEMES))}")
+            known = ", ".join(f"{scheme}://" for scheme in sorted(SCHEMES))
+            raise BadRequest(f"{shown(url)} is not a URL of an origin; these begin with {known}")
         refuse_credentials(url)
         if _AMBIGUOUS.search(url):
             raise BadRequest(

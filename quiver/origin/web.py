@@ -8,28 +8,30 @@ The store is asked as obstore's stores are (``get_range``, ``head``, ``get``) an
 
 from __future__ import annotations
 
-import base64
+import asyncio
 import contextlib
 import random
 import re
+import socket
 import ssl
 import threading
 import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, Final, TypeVar
-from urllib.parse import quote, unquote, urljoin, urlsplit
+from urllib.parse import quote, urljoin
 
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import PLAIN, Location, object_path, shown
+from quiver.origin.proxies import address_of, proxy_for
 
 CONNECT_SECONDS: Final = 5.0
 PAUSE_SECONDS: Final = 0.1
 PIECE_BYTES: Final = 1 << 18
-IDLE_CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
+CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
 T = TypeVar("T")
 PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server says that may answer next time
 _PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
@@ -59,7 +61,9 @@ class WebStore:
         self._attempts, self._attempts_seconds = attempts, attempts_seconds
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
-        self._proxy = _proxy_for(location)
+        self._threads: ThreadPoolExecutor | None = None  # for who awaits
+        self._calls = threading.local()
+        self._proxy = proxy_for(location)
         self._tls = ssl.create_default_context() if location.scheme == "https" else None
 
     def __repr__(self) -> str:
@@ -81,6 +85,37 @@ class WebStore:
         """Begin to read an object."""
         return self._patiently(lambda: self._whole(path))
 
+    async def get_range_async(self, path: str, *, start: int, end: int) -> bytearray:
+        return await self.aside(lambda: self.get_range(path, start=start, end=end))
+
+    async def head_async(self, path: str) -> dict[str, Any]:
+        return await self.aside(lambda: self.head(path))
+
+    async def get_async(self, path: str, *, options: dict[str, Any] | None = None) -> Whole:
+        """``get``; of ``options`` there is ``range``, from where up to where the answer is to go."""
+        start, end = (options or {}).get("range", (0, 0))
+        return await self.aside(lambda: self._patiently(lambda: self._whole(path, start, end)))
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do blocking work in a thread, whose connection is cut if nobody waits for it any more."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="quiver-web")
+        call = _Call()
+
+        def run() -> T:
+            self._calls.mine = call
+            try:
+                return work()
+            finally:
+                self._calls.mine = None
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        except asyncio.CancelledError:
+            call.cut()
+            raise
+
     def knock(self) -> bool:
         """Return whether the server answers for this folder, with or without an index page. Raises as ``get`` does."""
         url = self._location.url
@@ -98,6 +133,8 @@ class WebStore:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def url(self, path: str) -> str:
         return shown(self._location.url + path)
@@ -105,18 +142,16 @@ class WebStore:
     # -- one request --------------------------------------------------------------------------------------------------
 
     def _range(self, path: str, start: int, end: int) -> bytearray:
-        answer = self._asked("GET", path, {"Range": f"bytes={start}-{end - 1}"})
-        try:
-            part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
-            if answer.status != 206 or part is None:
-                raise NoRanges(self.url(path), "the server answers no byte ranges")
-            if int(part[1]) != start or not start <= int(part[2]) < end:
-                raise Unavailable(self.url(path), "the server answers another range than was asked for")
-            data = bytearray(int(part[2]) + 1 - start)
-            self.receive(path, answer, memoryview(data))
-            return data
-        finally:
-            self.release(answer)
+        return self._whole(path, start, end).bytes()
+
+    def _part(self, path: str, answer: _Answer, start: int, end: int) -> int:
+        """Return how many bytes of the range that was asked for are in the answer."""
+        part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
+        if answer.status != 206 or part is None:
+            raise NoRanges(self.url(path), "the server answers no byte ranges")
+        if int(part[1]) != start or not start <= int(part[2]) < end:
+            raise Unavailable(self.url(path), "the server answers another range than was asked for")
+        return int(part[2]) + 1 - start
 
     def _described(self, path: str) -> dict[str, Any]:
         answer = self._asked("HEAD", path, {})
@@ -126,9 +161,12 @@ class WebStore:
             answer.read()
             self.release(answer)
 
-    def _whole(self, path: str) -> Whole:
-        answer = self._asked("GET", path, {})
+    def _whole(self, path: str, start: int = 0, end: int = 0) -> Whole:
+        """Ask for an object, or a range of it."""
+        answer = self._asked("GET", path, {"Range": f"bytes={start}-{end - 1}"} if end else {})
         try:
+            if end:
+                return Whole(self, path, answer, {"size": self._part(path, answer, start, end)})
             return Whole(self, path, answer, self._meta(path, answer))
         except QuiverError:
             self.release(answer)
@@ -194,6 +232,9 @@ class WebStore:
             raise
 
     def _answer(self, connection: HTTPConnection, method: str, target: str, headers: dict[str, str]) -> _Answer:
+        call: _Call | None = getattr(self._calls, "mine", None)
+        if call is not None:
+            call.is_on(connection)
         connection.request(method, target, headers=headers)
         answer = connection.getresponse()
         assert isinstance(answer, _Answer)
@@ -201,7 +242,7 @@ class WebStore:
         return answer
 
     def _connected(self) -> HTTPConnection:
-        host, port = _address(self._location)
+        host, port = address_of(self._location)
         near = self._proxy[0] if self._proxy is not None else (host, port)
         connection: HTTPConnection
         if self._tls is None:
@@ -223,7 +264,7 @@ class WebStore:
             self._drop(answer)
             return
         with self._lock:
-            if len(self._idle) < IDLE_CONNECTIONS_MAX:
+            if len(self._idle) < CONNECTIONS_MAX:
                 self._idle.append(answer.connection)
                 return
         answer.connection.close()
@@ -241,6 +282,9 @@ class WebStore:
             try:
                 return attempt()
             except NotNow as error:
+                call: _Call | None = getattr(self._calls, "mine", None)
+                if call is not None and call.is_cut:
+                    raise
                 pause = max(error.pause_seconds, PAUSE_SECONDS * 2**number * (1 + random.random()))  # noqa: S311
                 if time.monotonic() + pause > deadline:
                     raise
@@ -272,6 +316,29 @@ class WebStore:
         return NotNow(url, f"the server answers with status {status}", pause_seconds)
 
 
+class _Call:
+    """Work in a thread that somebody awaits: the connection that it is on, until it is cut."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: HTTPConnection | None = None
+        self.is_cut = False
+
+    def is_on(self, connection: HTTPConnection) -> None:
+        with self._lock:
+            self._connection = connection
+            if self.is_cut:
+                raise ConnectionAbortedError("nobody waits for the answer any more")
+
+    def cut(self) -> None:
+        """Let the thread's reads and writes fail."""
+        with self._lock:
+            self.is_cut = True
+            if self._connection is not None and self._connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+
 class _Answer(HTTPResponse):
     """An answer, and the connection on which it came."""
 
@@ -289,14 +356,20 @@ class Whole:
 
     def bytes(self) -> bytearray:
         """Return all of it."""
-        return next(self.stream(min_chunk_size=max(self.meta["size"], 1)), bytearray())
+        return next(iter(self.stream(min_chunk_size=max(self.meta["size"], 1))), bytearray())
 
-    def stream(self, *, min_chunk_size: int) -> Iterator[bytearray]:
-        """Yield it in pieces of this size, the last one smaller. Raises ``Unavailable`` where the answer breaks off."""
+    async def bytes_async(self) -> bytearray:
+        return await self._store.aside(self.bytes)
+
+    def stream(self, *, min_chunk_size: int) -> _Pieces:
+        """Return its pieces of this size, the last one smaller. Raises ``Unavailable`` where the answer breaks off."""
+        return _Pieces(self._store, self._pieces(min_chunk_size))
+
+    def _pieces(self, size_bytes: int) -> Iterator[bytearray]:
         left = self.meta["size"]
         try:
             while left:
-                piece = bytearray(min(left, min_chunk_size))
+                piece = bytearray(min(left, size_bytes))
                 self._store.receive(self._path, self._answer, memoryview(piece))
                 left -= len(piece)
                 yield piece
@@ -304,25 +377,22 @@ class Whole:
             self._store.release(self._answer)
 
 
-def _address(location: Location) -> tuple[str, int]:
-    host, colon, port = location.authority.rpartition(":")
-    if not colon or port.endswith("]"):
-        host, port = location.authority, "443" if location.scheme == "https" else "80"
-    return host.strip("[]"), int(port)
+class _Pieces:
+    """The pieces of an answer, for who waits and for who awaits."""
 
+    def __init__(self, store: WebStore, pieces: Iterator[bytearray]) -> None:
+        self._store = store
+        self._iterator = pieces
 
-def _proxy_for(location: Location) -> tuple[tuple[str, int], dict[str, str]] | None:
-    """Return host and port of the proxy that the environment names, and the headers that it wants."""
-    host, _ = _address(location)
-    url = urllib.request.getproxies().get(location.scheme)
-    if not url or urllib.request.proxy_bypass(host):
-        return None
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    headers = {}
-    if parts.username is not None:
-        plain = f"{unquote(parts.username)}:{unquote(parts.password or '')}".encode()
-        headers["Proxy-Authorization"] = "Basic " + base64.b64encode(plain).decode()
-    return (parts.hostname or "", parts.port or 80), headers
+    def __iter__(self) -> Iterator[bytearray]:
+        return self._iterator
+
+    def __next__(self) -> bytearray:
+        return next(self._iterator)
+
+    async def __aiter__(self) -> AsyncIterator[bytearray]:
+        while (piece := await self._store.aside(lambda: next(self._iterator, None))) is not None:
+            yield piece
 
 
 def redirected(url: str, place: str) -> Forbidden:

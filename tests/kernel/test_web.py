@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ import pytest
 
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import Location
-from quiver.origin import web
+from quiver.origin.proxies import proxy_for
 from quiver.origin.web import NoRanges, WebStore
 from tests.support.servers import HostileServer, ok
 
@@ -150,4 +151,36 @@ def test_a_proxy_of_the_environment_is_asked_for_the_whole_url(monkeypatch: pyte
         origin.close()
         assert server.requests[0].startswith(b"GET http://far.example/d/x HTTP/1.1\r\n")
         assert b"Proxy-Authorization: Basic bWU6aHVzaA==\r\n" in server.requests[0]
-        assert web._proxy_for(Location.parse("http://near.example/d/")) is None
+        assert proxy_for(Location.parse("http://near.example/d/")) is None
+
+
+async def test_who_awaits_gets_the_same() -> None:
+    with HostileServer(answering(part(0, 4096), ok(DATA), part(0, 4096), ok(DATA))) as server:
+        origin = store(server)
+        assert await origin.get_range_async("x", start=0, end=4096) == DATA
+        assert await (await origin.get_async("x")).bytes_async() == DATA
+        ranged = await origin.get_async("x", options={"range": (0, 4096)})
+        assert [len(piece) async for piece in ranged.stream(min_chunk_size=3000)] == [3000, 1096]
+        assert (await origin.head_async("x"))["size"] == 4096
+        origin.close()
+    assert b"Range: bytes=0-4095\r\n" in server.requests[2]
+
+
+async def test_who_stops_awaiting_leaves_no_thread_behind() -> None:
+    asked = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def hang(connection: socket.socket, request: bytes) -> None:
+        loop.call_soon_threadsafe(asked.set)
+        server.gone.wait(60)
+
+    with HostileServer(hang) as server:
+        origin = store(server, request_seconds=60.0, attempts_seconds=0.0)
+        reading = asyncio.ensure_future(origin.get_range_async("x", start=0, end=50))
+        await asked.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert origin._threads is not None
+        await loop.run_in_executor(None, origin._threads.shutdown)  # and not the minute that the request may take
+        origin.close()
