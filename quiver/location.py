@@ -19,8 +19,8 @@ SCHEMES: Final = frozenset({"file", "s3", "gs", "az", "http", "https"})
 WEB_SCHEMES: Final = frozenset({"http", "https"})
 PLAIN: Final = "/:@!$&'()*+,;="  # what a path of a URL may hold as it is, besides letters and digits (RFC 3986)
 _PORTS: Final = {"http": 80, "https": 443}
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f-\x9f\\?#]")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and halves of characters, which cannot be encoded
+_AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\\?#]")
 # A control character, dot, slash or backslash that is quoted, once or several times over.
 _QUOTED = re.compile(r"%(?:25)*(?:[01][0-9a-f]|7f|2e|2f|5c)", re.IGNORECASE)
 _BROKEN = re.compile(r"%(?![0-9a-f]{2})", re.IGNORECASE)

@@ -101,13 +101,15 @@ class Origins:
         found[0].suspected = True
 
     def _above(self, manifest: Manifest) -> tuple[_Watched, Location] | None:
-        """Return the prefix that a manifest's base lies in, and under which of its names."""
+        """Return the prefix that a manifest's base lies in, and under which of its names: the widest, if in several."""
         base = Location.parse(manifest.header.base)
-        for watched in self._watched:
-            for location in watched.locations:
-                if location.contains(base):
-                    return watched, location
-        return None
+        found = [
+            (watched, location)
+            for watched in self._watched
+            for location in watched.locations
+            if location.contains(base)
+        ]
+        return min(found, key=lambda each: len(each[1].names), default=None)
 
     # -- watching -----------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,10 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import QuiverError
+from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.wire import RANGE, RangeStatus, ReadRequest
+from quiver_cacheserver.origins import Origins
 from tests.support.daemon import Daemon
 from tests.support.data import make_files, rewritten
 
@@ -262,3 +264,16 @@ def test_no_base_leads_out_of_a_part_of_a_server(world: World, base: str) -> Non
 def test_no_path_of_an_object_leads_out_of_a_part_of_a_server(world: World, path: str) -> None:
     assert world.ask("<web>/allowed/", path) != "PRESENT"
     assert not [path for path in world.web.asked if "secret" in path or not path.startswith("/allowed/")]
+
+
+def test_of_prefixes_inside_one_another_the_widest_counts(tmp_path: Path) -> None:
+    files = make_files(tmp_path / "outer", {"x.png": b"fine"})
+    inner = tmp_path / "outer" / "inner"
+    inner.mkdir()
+    (inner / "link").symlink_to("../data")
+    manifest = rewritten(files.manifest, tmp_path / "m", lambda header: header.update(base=f"file://{inner}/link/"))
+    origins = Origins([str(inner), str(tmp_path / "outer")], lambda read_bytes: None)
+    data = bytearray(4)
+    assert origins.of(Manifest.open(manifest)).read([0], memoryview(data)) == 4
+    assert data == b"fine"
+    origins.close()
