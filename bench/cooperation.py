@@ -184,7 +184,7 @@ def _origin(folder: Path, port: int) -> Iterator[None]:
 @contextlib.contextmanager
 def rack(where: Path, data: Data, cached: float) -> Iterator[list[str]]:
     """Yield the URLs of fresh daemons that hold this share of the dataset together."""
-    from quiver_cacheserver.config import normal_prefix  # noqa: F401 - say at once if the daemon is not installed
+    from quiver_cacheserver.config import allowed  # noqa: F401 - say at once if the daemon is not installed
 
     with contextlib.ExitStack() as stack:
         urls = [f"http://127.0.0.1:{port}" for port in _free_ports(DAEMONS)]

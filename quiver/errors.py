@@ -82,10 +82,14 @@ class Unavailable(QuiverError):
 
 
 class Forbidden(QuiverError):
-    """The origin is not one that the operator of this daemon allows, or refuses the credentials."""
+    """The origin refuses the credentials, or to be read by this user; or it is not one that is allowed."""
 
     code = "forbidden"
     status = 403
+
+
+class NotAllowed(Forbidden):
+    """The origin is not one that the operator of this daemon allows: a client reads it, and nothing has failed."""
 
 
 class OverCapacity(QuiverError):

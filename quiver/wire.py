@@ -26,6 +26,8 @@ from quiver.ring import MEMBERS_MAX, REPLICAS_MAX, Member, Ring, check_member, u
 PORT: Final = 7717
 READ_TYPE: Final = "application/vnd.quiver.read"
 SHARD_TYPE: Final = "application/octet-stream"
+OK: Final = "ok"  # of a daemon's disk and origins
+UNCHECKED: Final = "unchecked"
 MAGIC: Final = b"QRD1"
 RANGE: Final = np.dtype([("shard", "<u4"), ("unused", "<u4"), ("offset", "<u8"), ("length", "<u8")])
 RANGES_MAX: Final = 1 << 16
@@ -153,6 +155,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
     uptime_seconds: float
     disk: str  # "ok", or why nothing can be written
     ring_problem: str = ""  # what is wrong with its place in the ring, and what to do
+    origins: dict[str, str] = {}  # by prefix: "ok", "unchecked", or why it cannot be read
+
+    @property
+    def faults(self) -> list[str]:
+        """What keeps the daemon from caching, a line each, for people."""
+        disk = [f"disk: {self.disk}"] if self.disk != OK else []
+        bad = [f"origin {prefix}: {why}" for prefix, why in self.origins.items() if why not in (OK, UNCHECKED)]
+        return disk + bad
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

@@ -52,9 +52,10 @@ def make_app(node: Node) -> web.Application:
         return web.Response(text="ok\n")
 
     async def ready(_: web.Request) -> web.Response:
-        """Ready: registered, and not on the way out."""
-        if node.state != "up":
-            return web.Response(status=503, text=f"{node.state}\n", headers={"Retry-After": "1"})
+        """Ready: registered, not on the way out, and able to cache what readers ask for."""
+        wrong = [node.state] if node.state != "up" else node.status().faults
+        if wrong:
+            return web.Response(status=503, text="".join(f"{line}\n" for line in wrong), headers={"Retry-After": "1"})
         return web.Response(text="ok\n")
 
     async def numbers(_: web.Request) -> web.Response:

@@ -6,13 +6,14 @@ import os
 import re
 from pathlib import Path
 from typing import Final
-from urllib.parse import unquote, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
-from quiver.errors import Misconfigured
+from quiver.errors import BadRequest, Misconfigured
 from quiver.handoff import is_this_host
 from quiver.layout import SHARD_BYTES_MAX
+from quiver.location import Location, shown
 from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
 from quiver.wire import PORT
@@ -115,21 +116,29 @@ def check(config: Config) -> Config:
     if config.drain_seconds < 0:
         raise Misconfigured(f"--drain-seconds {config.drain_seconds} is negative")
     for prefix in config.origin:
-        normal_prefix(prefix)
+        allowed(prefix)
     del host
     return config
 
 
-def normal_prefix(prefix: str) -> str:
-    """Return an ``--origin`` as bases are compared with it: a URL that ends in ``/``, real for local paths."""
-    if "://" not in prefix or prefix.startswith("file://"):
-        path = unquote(prefix.removeprefix("file://")) if prefix.startswith("file://") else prefix
-        if not Path(path).is_absolute():
-            raise Misconfigured(f"--origin {prefix!r}: a local origin is an absolute path")
-        return "file://" + os.path.join(os.path.realpath(path), "")
-    if urlsplit(prefix).scheme not in ("s3", "gs", "az", "http", "https") or not urlsplit(prefix).netloc:
-        raise Misconfigured(f"--origin {prefix!r}: write an absolute path, or s3://BUCKET/PREFIX, https://HOST/PATH")
-    return unquote(prefix).rstrip("/") + "/"
+def allowed(prefix: str) -> tuple[Location, ...]:
+    """Return what an ``--origin`` allows: a folder with all below it. Raises ``Misconfigured``.
+
+    A local one is allowed under its own name and, where links lead to it, under that of its target: links on the way
+    to it are the operator's.
+    """
+    try:
+        if "://" in prefix:
+            location = Location.parse(prefix)
+        elif Path(prefix).is_absolute():
+            location = Location.folder("/" + os.path.normpath(prefix).lstrip("/"))
+        else:
+            raise BadRequest(f"{shown(prefix)}: a local origin is an absolute path; others begin with s3://, https://")
+        if location.scheme != "file":
+            return (location,)
+        return tuple(dict.fromkeys([location, Location.folder(os.path.realpath(location.path))]))
+    except BadRequest as error:
+        raise Misconfigured(f"--origin: {error}") from error
 
 
 UPLOAD_BYTES_MAX: Final = SHARD_BYTES_MAX * 4  # a shard of one sample may be larger than the shard size

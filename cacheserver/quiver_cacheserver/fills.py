@@ -18,7 +18,7 @@ from functools import partial
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.errors import Forbidden, NotFound, OverCapacity, QuiverError
+from quiver.errors import Forbidden, Misconfigured, NotAllowed, NotFound, OverCapacity, QuiverError
 from quiver.wire import RangeStatus
 
 log = logging.getLogger(__name__)
@@ -191,7 +191,9 @@ class Fills:
         if isinstance(error, NotFound):
             return  # whoever asked did not say where the samples lie: nothing against the next one, who may
         self._count_failure(error)
-        if isinstance(error, Forbidden):
+        if isinstance(error, Forbidden | Misconfigured):  # it lasts; a client may be able to
+            if not isinstance(error, NotAllowed):
+                log.warning("a shard was not filled: %s", error)
             self._remember(digest, RangeStatus.UPLOAD, UPLOAD_SECONDS * 10)
         elif isinstance(error, OverCapacity):
             self._remember(digest, RangeStatus.NO_ROOM, FAILURE_SECONDS)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from quiver.wire import OK, UNCHECKED
 from quiver_cacheserver.node import Node
 
 
@@ -34,6 +35,7 @@ class Collector:
         )
         for name, text, value in totals:
             yield CounterMetricFamily(name, text, value)
+        faults = [state for state in node.origins.states.values() if state not in (OK, UNCHECKED)]
         gauges: tuple[tuple[str, str, float], ...] = (
             ("quiver_resident_bytes", "Bytes held or reserved on disk", node.store.inventory.resident_bytes()),
             ("quiver_capacity_bytes", "Bytes that may be held", node.store.capacity_bytes),
@@ -43,7 +45,8 @@ class Collector:
             ("quiver_reads_in_flight", "Batched reads being answered", counters.reads_in_flight),
             ("quiver_consumers", "Consumers whose needs are known", node.residency.consumers),
             ("quiver_fills_in_flight", "Shards being brought in", node.fills.in_flight),
-            ("quiver_disk_writable", "1 while the disk takes writes", float(node.disk == "ok")),
+            ("quiver_disk_writable", "1 while the disk takes writes", float(node.disk == OK)),
+            ("quiver_origins_unreadable", "Origins of --origin that cannot be read", len(faults)),
         )
         for name, text, level in gauges:
             yield GaugeMetricFamily(name, text, level)

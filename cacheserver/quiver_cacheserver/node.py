@@ -7,8 +7,8 @@ the ring and those that drain), then the origin, if the operator allows this ori
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -18,22 +18,21 @@ from math import inf
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.errors import Corrupt, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError
+from quiver.errors import Corrupt, DiskFailed, NotAllowed, NotFound, QuiverError
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
-from quiver.origin import SampleOrigin, open_origin
 from quiver.peer import PeerClient
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
-from quiver.wire import NodeStatus, RangeStatus
+from quiver.wire import OK, NodeStatus, RangeStatus
 from quiver_cacheserver.bounds import FillMemory
 from quiver_cacheserver.budget import Budgets, Cost
-from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.evicting import Evicting
 from quiver_cacheserver.fills import FILL_THREADS, Fills
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
+from quiver_cacheserver.origins import Origins
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
 from quiver_cacheserver.turns import Turns
@@ -45,7 +44,7 @@ SEND_THREADS: Final = 16  # each serves one reader, who may be waiting for a col
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
 RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
 SUSPECTED_MAX: Final = 65536
-ORIGINS_OPEN_MAX: Final = 64
+DISK_SECONDS: Final = 2.0  # between two tries of a disk that takes no files
 
 
 class Node:
@@ -61,7 +60,8 @@ class Node:
         self.budgets = Budgets()
         self.turns = Turns(self.budgets, self.counters)
         self.state: str = "up"
-        self.disk = "ok"
+        self.disk = OK
+        self._refused_bytes = 0
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.send_threads = ThreadPoolExecutor(SEND_THREADS, thread_name_prefix="quiver-send")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
@@ -69,9 +69,7 @@ class Node:
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
         self.manifests = Manifests(store, self._look_threads, self.neighbours, self.budgets)
-        self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
-        self._origins: dict[str, SampleOrigin] = {}
-        self._lock = threading.Lock()  # over the origins, which fill threads open
+        self.origins = Origins(origins, self._count_origin)
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
         self._verifying: dict[Digest, asyncio.Future[bool]] = {}
         self._suspected: OrderedDict[Digest, float] = OrderedDict()
@@ -95,8 +93,7 @@ class Node:
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
         self.send_threads.shutdown(cancel_futures=True)
-        for origin in self._origins.values():
-            origin.close()
+        self.origins.close()
         self.neighbours.close()
         self.store.close()
 
@@ -123,6 +120,7 @@ class Node:
             uptime_seconds=time.monotonic() - self._started,
             disk=self.disk,
             ring_problem=self.registry.problem,
+            origins=self.origins.states,
         )
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -223,7 +221,7 @@ class Node:
         self._unverified.discard(digest)
         self.holders.brought(digest, client)
         self.counters.count("fills", source)
-        self.disk = "ok"
+        self.disk = OK
         if source != "peer" and self.registry.ring.replicas > 1:
             self.fill_threads.submit(self._replicate, digest)
 
@@ -244,13 +242,35 @@ class Node:
                 writing.write(shard.data)
                 writing.commit()
         except DiskFailed as error:
-            self.disk = str(error)
+            self.disk_failed(error, size_bytes)
+            raise
+        except QuiverError as error:
+            self.origins.failed(manifest, error)
             raise
         if isinstance(source, PeerClient):
             self.neighbours.delivered(source)
         where = "peer" if isinstance(source, PeerClient) else "origin"
         self.admitted(digest, where, client)
         return where
+
+    # -- what does not work -------------------------------------------------------------------------------------------
+
+    def disk_failed(self, error: DiskFailed, size_bytes: int) -> None:
+        """The disk refused to take a file. It is tried again from time to time, whether or not anybody writes."""
+        if self.disk == OK:
+            log.warning("nothing can be cached: %s", error)
+        self.disk, self._refused_bytes = str(error), size_bytes
+
+    async def watch_disk(self) -> None:
+        """Try a disk that refused a file until it would take it. Nobody else may ever write: readers go elsewhere."""
+        while True:
+            await asyncio.sleep(DISK_SECONDS)
+            if self.disk != OK:
+                with contextlib.suppress(DiskFailed):
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self.disk_threads, self.store.rehearse, self._refused_bytes)
+                    self.disk = OK
+                    log.info("the disk takes files again")
 
     def _verify(self, digest: Digest) -> bool:
         """Return whether the shard is resident and right; what is wrong is quarantined."""
@@ -276,7 +296,7 @@ class Node:
 
     def _sources(self, digest: Digest, manifest: Manifest) -> Iterator[ShardSource]:
         yield from self.neighbours.holders(digest)
-        yield OriginShards(manifest, self._origin(manifest))
+        yield OriginShards(manifest, self.origins.of(manifest))
 
     def _replicate(self, digest: Digest) -> None:
         """In a thread: give a shard that came from outside the rack to the others that should hold it."""
@@ -290,31 +310,12 @@ class Node:
             except QuiverError as error:
                 self.neighbours.failed(peer, error)
 
-    def _origin(self, manifest: Manifest) -> SampleOrigin:
-        """Return the origin of a manifest, if the operator allows it. Raises ``Forbidden`` if not."""
-        if not self._allows(manifest.header.base):
-            raise Forbidden("this daemon may not read that origin; its operator can allow it with --origin")
-        with self._lock:
-            key = str(manifest.digest)
-            origin = self._origins.get(key)
-            if origin is None:
-                while len(self._origins) >= ORIGINS_OPEN_MAX:
-                    self._origins.pop(next(iter(self._origins)))  # not closed: another thread may be reading it
-                origin = self._origins[key] = open_origin(manifest, contain=True, count=self._count_origin)
-        return origin
-
-    def _allows(self, base: str) -> bool:
-        try:
-            normal = normal_prefix(base)
-        except Misconfigured:
-            return False
-        return any(normal.startswith(prefix) for prefix in self._allowed)
-
     def _count_origin(self, read_bytes: int) -> None:
         self.counters.add("origin_read_bytes", read_bytes)
 
     def _count_failure(self, error: QuiverError) -> None:
-        self.counters.count("failures", error.code)
+        if not isinstance(error, NotAllowed):  # a client reads it instead, as it should
+            self.counters.count("failures", error.code)
 
     def _blame(self, source: ShardSource, error: QuiverError) -> None:
         if isinstance(error, Corrupt):

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Forbidden, OverCapacity
+from quiver.errors import BadRequest, Forbidden, Misconfigured, OverCapacity
 from quiver.manifest import Manifest
 from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
@@ -380,7 +380,7 @@ class Residency:
         error = None if done.cancelled() else done.exception()
         if error is None:
             self._failures = 0
-        elif isinstance(error, Forbidden):
+        elif isinstance(error, Forbidden | Misconfigured):
             self._want(fetch)
         elif isinstance(error, OverCapacity):
             self._others_busy_until = now + NO_ROOM_SECONDS

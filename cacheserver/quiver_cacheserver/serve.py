@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 ENDED_BY: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # each drains; HUP: the terminal is gone
 BACKLOG: Final = 1024
+ORIGINS_SECONDS: Final = 2.0  # a daemon that starts waits so long to know which of its origins it can read
 QUIET_SECONDS: Final = 1.0  # a draining daemon that nobody has read from for so long has been left by all
 SCRUB_BYTES_PER_SECOND: Final = 16 << 20  # 1.4 TB a day: the whole of an SSD in days, without anyone noticing
 SCRUB_IDLE_SECONDS: Final = 60.0
@@ -108,6 +109,8 @@ async def _serve(
     logging.getLogger("aiohttp.server").addFilter(_no_tracebacks_for_strangers)
     async with Listening(node, listener), node.registry:
         await node.registry.wait_until_registered()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(node.origins.look(), ORIGINS_SECONDS)
         log.info("%s serves rack %s at %s", node.name, node.registry.ring.rack, node.url)
         if started is not None:
             await started(node)
@@ -120,7 +123,13 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    return [_scrub(node), node.residency.run(), let_go_of_row_groups(node)]
+    return [
+        _scrub(node),
+        node.residency.run(),
+        node.origins.watch(),
+        node.watch_disk(),
+        let_go_of_row_groups(node),
+    ]
 
 
 def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:

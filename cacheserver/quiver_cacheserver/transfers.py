@@ -101,7 +101,7 @@ class Transfers:
             self._node.counters.count("corruptions", "upload")
             raise
         except DiskFailed as error:
-            self._node.disk = str(error)
+            self._node.disk_failed(error, size_bytes)
             raise
 
     async def _receive(self, arriving: Arriving, first: list[bytes], writing: Writing) -> None:

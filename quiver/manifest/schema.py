@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import math
 from typing import Any, Final, Literal
-from urllib.parse import unquote
 
 import msgspec
 import pyarrow as pa
 
 from quiver.errors import BadRequest
 from quiver.layout import Layout
+from quiver.location import Location
 
 FORMAT_VERSION: Final = 3  # the newest that is read
 FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
@@ -139,10 +139,10 @@ def check_header(header: Header) -> None:
         _check_array(field, header)
     if header.shard_bytes <= 0:
         raise BadRequest(f"shard_bytes is {header.shard_bytes}")
-    if "://" not in header.base:
-        raise BadRequest(f"base {header.base[:80]!r} is not a URL")
-    if any(part in (".", "..") for part in unquote(header.base).split("/")):
-        raise BadRequest(f"base {header.base[:80]!r} steps out of its folder")
+    try:
+        Location.parse(header.base)
+    except BadRequest as error:
+        raise BadRequest(f"its base cannot be used: {error}") from error
 
 
 def _check_array(field: Field, header: Header) -> None:

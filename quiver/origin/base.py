@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
-from urllib.parse import unquote, urlsplit
 
 from quiver.errors import BadRequest, Misconfigured
+from quiver.location import SCHEMES, Location, refuse_credentials, shown
 
-REMOTE_SCHEMES = frozenset({"s3", "gs", "az", "http", "https"})
+REMOTE_SCHEMES = SCHEMES - {"file"}
 
 
 class Extent(NamedTuple):
@@ -38,22 +38,20 @@ class ObjectStore(Protocol):
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return scheme and the rest; a plain path has scheme ``file``. Raises ``Misconfigured`` for an unknown scheme."""
+    """Return scheme and the rest of what a user names; a plain path has scheme ``file``, and any name is one.
+
+    Raises ``Misconfigured`` for an unknown scheme, ``BadRequest`` for credentials in a URL.
+    """
     if "://" not in url:
         return "file", url
-    parts = urlsplit(url)
-    if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost"):
-            raise Misconfigured(f"{url}: a file URL has three slashes: file:///path")
-        return "file", unquote(parts.path)
-    if parts.scheme not in REMOTE_SCHEMES:
+    scheme = url.partition("://")[0].lower()
+    if scheme == "file":
+        location = Location.parse(url)
+        return scheme, location.path + ("/" if url.endswith("/") and location.names else "")
+    if scheme not in REMOTE_SCHEMES:
         known = ", ".join(sorted(REMOTE_SCHEMES))
-        raise Misconfigured(f"{url}: scheme {parts.scheme!r} is not known; use a path, file or one of {known}")
-    return parts.scheme, url
-
-
-def check_path(path: str) -> str:
-    """Return the path if it stays below its base; raise ``BadRequest`` for ``..``, absolute and odd ones."""
-    if not path or "\0" in path or any(part in ("", ".", "..") for part in path.split("/")):
-        raise BadRequest(f"the manifest names an object with a path that is not allowed: {path[:120]!r}")
-    return path
+        raise Misconfigured(f"{shown(url)}: scheme {scheme!r} is not known; use a path, file or one of {known}")
+    refuse_credentials(url)
+    if shown(url, len(url)) != url:
+        raise BadRequest(f"{shown(url)}: a URL has no control characters in it")
+    return scheme, url

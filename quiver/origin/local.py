@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Final
 
-from quiver.errors import Changed, Forbidden, Unavailable
-from quiver.origin.base import Extent, check_path
+from quiver.errors import Changed, Forbidden, NotAllowed, Unavailable
+from quiver.location import Location, object_path, shown
+from quiver.origin.base import Extent
+from quiver.origin.beneath import Beneath
 
 # A network file system answers a stat and a read in about a millisecond: 300 small files want several at once.
 THREADS: Final = 4
 PARALLEL_FROM_FILES: Final = 8
+OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a fifo must not hang us
 
 
 class LocalStore:
     """Files under a folder. Safe to use from several threads and after a fork."""
 
-    def __init__(self, root: str, *, contain: bool = False) -> None:
-        self.root = root.rstrip("/") or "/"
-        self.base = f"file://{self.root}/"
-        self._within = os.path.join(os.path.realpath(self.root), "") if contain else None
+    def __init__(self, folder: Location, *, within: str | None = None) -> None:
+        """``within``: a local folder above it, or it itself, out of which no symbolic link may lead."""
+        self.root = folder.path
+        self.base = f"file://{self.root.rstrip('/')}/"
+        self._within = within
+        self._below = os.path.relpath(self.root, within) if within is not None else ""
 
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
@@ -37,49 +44,62 @@ class LocalStore:
                 pieces.append((extent.offset, out[at : at + extent.length]))
                 at += extent.length
             jobs.append((path, pieces))
-        if len(jobs) < PARALLEL_FROM_FILES:
-            for path, pieces in jobs:
-                self._read_file(path, pieces)
-        else:
-            shares = [jobs[i::THREADS] for i in range(THREADS)]
-            with ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-local") as pool:
-                for _ in pool.map(self._read_files, shares):
-                    pass
+        with self._opener() as opened:
+            if len(jobs) < PARALLEL_FROM_FILES:
+                self._read_files(jobs, opened)
+            else:
+                shares = [jobs[i::THREADS] for i in range(THREADS)]
+                with ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-local") as pool:
+                    for _ in pool.map(lambda share: self._read_files(share, opened), shares):
+                        pass
         return at
 
     def close(self) -> None:
         pass
 
-    def _read_files(self, jobs: list[tuple[str, list[tuple[int, memoryview]]]]) -> None:
-        for path, pieces in jobs:
-            self._read_file(path, pieces)
-
-    def _read_file(self, path: str, pieces: list[tuple[int, memoryview]]) -> None:
-        full = os.path.join(self.root, check_path(path))
+    @contextlib.contextmanager
+    def _opener(self) -> Iterator[Callable[[str], int]]:
+        """Give what opens an object by its path, for the time of one read: a mount may come and go in between."""
+        if self._within is None:
+            yield lambda path: os.open(os.path.join(self.root, path), OPEN)
+            return
         try:
-            fd = os.open(full, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # non-blocking: a fifo must not hang us
+            beneath = Beneath(self._within)
+        except OSError as error:
+            raise Unavailable(
+                self._within, f"this folder, given as --origin, cannot be opened: {error.strerror}"
+            ) from error
+        with beneath:
+            yield lambda path: beneath.open(os.path.join(self._below, path))
+
+    def _read_files(self, jobs: list[tuple[str, list[tuple[int, memoryview]]]], opened: Callable[[str], int]) -> None:
+        for path, pieces in jobs:
+            self._read_file(path, pieces, opened)
+
+    def _read_file(self, path: str, pieces: list[tuple[int, memoryview]], opened: Callable[[str], int]) -> None:
+        full = os.path.join(self.root, object_path(path, "file"))
+        try:
+            fd = opened(path)
         except (FileNotFoundError, NotADirectoryError):
             raise Changed(full, "vanished") from None
         except PermissionError:
             raise Forbidden(
-                f"cannot read {full}: permission denied; let the user that Quiver runs as read it"
+                f"cannot read {shown(full)}: permission denied; let the user that Quiver runs as read it"
             ) from None
         except OSError as error:
+            if error.errno == errno.EXDEV and self._within is not None:
+                raise NotAllowed(
+                    f"{shown(full)} leads outside {self._within} through a symbolic link;"
+                    " serve its target's folder instead"
+                ) from error
             raise Unavailable(full, f"cannot be opened: {error.strerror}") from error
         try:
-            self._check(fd, full)
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise Changed(full, "is no regular file any more")
             for offset, piece in pieces:
                 _read_exactly(fd, piece, offset, full)
         finally:
             os.close(fd)
-
-    def _check(self, fd: int, full: str) -> None:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise Changed(full, "is no regular file any more")
-        if self._within is not None and not os.readlink(f"/proc/self/fd/{fd}").startswith(self._within):
-            raise Forbidden(
-                f"{full} leads outside {self.root} through a symbolic link; serve its target's folder instead"
-            )
 
 
 def _read_exactly(fd: int, piece: memoryview, offset: int, full: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from quiver.errors import NotAllowed
+from quiver.location import Location
 from quiver.manifest import Manifest
-from quiver.origin.base import ObjectStore, split_url
+from quiver.origin.base import ObjectStore
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
 
 
@@ -13,11 +15,11 @@ def open_origin(
     manifest: Manifest,
     *,
     may_fork: bool = False,
-    contain: bool = False,
+    within: Location | None = None,
     count: Callable[[int], None] = lambda read_bytes: None,
 ) -> SampleOrigin:
     """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered."""
-    store = open_store(manifest.header.base, may_fork=may_fork, contain=contain)
+    store = open_store(manifest.header.base, may_fork=may_fork, within=within)
     if manifest.header.source == "parquet":
         from quiver.origin.parquet import ParquetOrigin  # its reader takes a while to load
 
@@ -25,18 +27,22 @@ def open_origin(
     return Counted(RangeOrigin(manifest, store), count)
 
 
-def open_store(base: str, *, may_fork: bool = False, contain: bool = False) -> ObjectStore:
+def open_store(base: str, *, may_fork: bool = False, within: Location | None = None) -> ObjectStore:
     """Return the store for a base URL.
 
     ``may_fork``: the calling process may fork later (a training process): threads of a remote store's client, which do
-    not survive that, then live in a process of their own. ``contain``: refuse local files that a symbolic link puts
-    outside the base (a daemon, which reads on behalf of others).
+    not survive that, then live in a process of their own. ``within``: the folder that the operator of a daemon allows,
+    for a daemon reads on behalf of others. Raises ``NotAllowed`` for a base outside it; what symbolic links put outside
+    is refused when it is read.
     """
-    scheme, rest = split_url(base)
-    if scheme == "file":
+    location = Location.parse(base)
+    if within is not None and not within.contains(location):
+        raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
+    base = location.url
+    if location.scheme == "file":
         from quiver.origin.local import LocalStore
 
-        return LocalStore(rest, contain=contain)
+        return LocalStore(location, within=within.path if within is not None else None)
     if may_fork:
         from quiver.origin.isolated import IsolatedStore
 

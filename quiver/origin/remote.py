@@ -1,4 +1,4 @@
-"""Object stores over the network: S3, GCS, Azure and plain HTTP, through obstore (Rust's object_store).
+"""Objects over the network: S3, GCS and Azure through obstore (Rust's object_store), plain HTTP by ``web``.
 
 obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So
 a process that may fork uses ``isolated`` instead (docs/adr/0004).
@@ -14,8 +14,10 @@ from datetime import timedelta
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote
 
-from quiver.errors import Changed, Forbidden, Misconfigured, NotFound, Unavailable
-from quiver.origin.base import Extent, check_path
+from quiver.errors import BadRequest, Changed, Forbidden, Misconfigured, NotFound, Unavailable
+from quiver.location import WEB_SCHEMES, Location, object_path, shown
+from quiver.origin.base import Extent
+from quiver.origin.web import WebStore
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
 GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another request; a tar header is 512 to 1536 bytes
@@ -23,6 +25,7 @@ RUN_BYTES_MAX: Final = 4 << 20  # larger runs are split, so that one shard is re
 ATTEMPTS: Final = 5
 ATTEMPTS_SECONDS: Final = 30
 REQUEST_SECONDS: Final = 60
+PROBE_SECONDS: Final = 5
 
 
 class _Run(NamedTuple):
@@ -38,7 +41,9 @@ class RemoteStore:
     """Objects under an ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL. Safe to use from several threads."""
 
     def __init__(self, base: str) -> None:
-        self.base = base if base.endswith("/") else base + "/"
+        location = Location.parse(base)
+        self.base = location.url
+        self._scheme = location.scheme
         self._store = connect(self.base)
         self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="quiver-origin")
 
@@ -53,6 +58,8 @@ class RemoteStore:
 
     def close(self) -> None:
         self._pool.shutdown(cancel_futures=True)
+        if isinstance(self._store, WebStore):
+            self._store.close()
 
     def _fetch(self, run: _Run, out: memoryview) -> None:
         data = memoryview(self._get(run))
@@ -62,43 +69,57 @@ class RemoteStore:
             out[target : target + length] = data[at : at + length]
 
     def _get(self, run: _Run) -> Any:
-        import obstore
-
-        url = self.base + check_path(run.path)
+        url = self.base + object_path(run.path, self._scheme)
         try:
             with store_errors(url):
-                return obstore.get_range(self._store, run.path, start=run.start, end=run.end)
+                return self._store.get_range(run.path, start=run.start, end=run.end)
         except NotFound:
             raise Changed(url, "vanished") from None
         except Unavailable as error:
             if "416" not in str(error) and "range" not in str(error).lower():
                 raise
             with store_errors(url):
-                if obstore.head(self._store, run.path)["size"] < run.end:
+                if self._store.head(run.path)["size"] < run.end:
                     raise Changed(url, "became shorter") from error
             if run.start:
                 raise
             with store_errors(url):  # a server that does not answer byte ranges: read the object from its beginning
-                return obstore.get(self._store, run.path).bytes()
+                return self._store.get(run.path).bytes()
 
 
-def connect(base: str) -> Any:
-    """Return obstore's store for a base URL. Credentials and endpoint come from the store's usual variables."""
+def connect(base: str, *, patient: bool = True) -> Any:
+    """Return the store for a base URL: obstore's, or our own for a plain HTTP server.
+
+    Both have the methods ``get_range``, ``head`` and ``get``. Credentials and endpoint come from the usual variables.
+    ``patient``: try again what fails; not where somebody waits to hear whether it works at all.
+    """
+    location = Location.parse(base)
+    base = location.url
+    if location.scheme in WEB_SCHEMES:
+        return WebStore(
+            location,
+            request_seconds=REQUEST_SECONDS if patient else PROBE_SECONDS,
+            attempts=ATTEMPTS if patient else 0,
+            attempts_seconds=ATTEMPTS_SECONDS,
+        )
     try:
         from obstore.exceptions import BaseError
         from obstore.store import from_url
     except ImportError as error:
         raise Misconfigured(f"{base} needs obstore; pip install 'quiver-cache[s3]'") from error
-    endpoint = os.environ.get("AWS_ENDPOINT_URL", "") if base.startswith("s3://") else base
+    endpoint = os.environ.get("AWS_ENDPOINT_URL", "") if location.scheme == "s3" else ""
     try:
         return from_url(
-            base.rstrip("/") if base.startswith("http") else base,  # HTTP would ask for base//path
+            base,
             client_options={
                 "allow_http": endpoint.startswith("http://"),
-                "timeout": timedelta(seconds=REQUEST_SECONDS),
+                "timeout": timedelta(seconds=REQUEST_SECONDS if patient else PROBE_SECONDS),
                 "connect_timeout": timedelta(seconds=5),
             },
-            retry_config={"max_retries": ATTEMPTS, "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS)},
+            retry_config={
+                "max_retries": ATTEMPTS if patient else 0,
+                "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS),
+            },
         )
     except (BaseError, ValueError, TypeError) as error:
         raise Misconfigured(f"{base}: {_first_line(error)}") from error
@@ -151,18 +172,20 @@ class Download:
 
 def download(url: str) -> Download:
     """Begin to read one object, a manifest for instance."""
-    import obstore
-
     base, _, name = url.rpartition("/")
+    store = connect(base + "/")
     with store_errors(url):
-        return Download(url, obstore.get(connect(base + "/"), unquote(name)))
+        return Download(url, store.get(unquote(name)))
 
 
 @contextlib.contextmanager
 def store_errors(url: str) -> Iterator[None]:
     """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
-    from obstore import exceptions as failed
-
+    try:
+        from obstore import exceptions as failed
+    except ImportError:  # plain HTTP does without, and raises our errors itself
+        yield
+        return
     try:
         yield
     except (failed.NotFoundError, FileNotFoundError):
@@ -173,3 +196,18 @@ def store_errors(url: str) -> Iterator[None]:
         if "404 Not Found" in str(error):  # of a listing: there is no such bucket
             raise NotFound(f"{url} does not exist") from error
         raise Unavailable(url, _first_line(error)) from error
+
+
+@contextlib.contextmanager
+def path_errors(url: str) -> Iterator[None]:
+    """Map what obstore says of a key that it cannot ask for. Raises ``BadRequest``."""
+    try:
+        from obstore.exceptions import InvalidPathError
+    except ImportError:
+        yield
+        return
+    try:
+        yield
+    except InvalidPathError as error:
+        why = _first_line(error)
+        raise BadRequest(f"{shown(url)}: {shown(why)}; rename the object, or index a folder without it") from error

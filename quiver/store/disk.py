@@ -35,6 +35,7 @@ from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInven
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
+REHEARSE_BYTES_MAX: Final = 64 << 20  # two shards of the default size: a disk with room for them takes files again
 
 
 # What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
@@ -150,6 +151,18 @@ class Store:
         with self.reserve(kind, digest, len(data)) as writing:
             writing.write(data)
             writing.commit()
+
+    def rehearse(self, size_bytes: int) -> None:
+        """Write a file of this size, up to ``REHEARSE_BYTES_MAX``, and remove it. Raises ``DiskFailed``."""
+        temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
+        with disk_errors(self.root):
+            fd = _create(temporary, min(size_bytes, REHEARSE_BYTES_MAX))
+            try:
+                os.pwrite(fd, b"\0", 0)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+                temporary.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:

@@ -176,3 +176,60 @@ def test_what_a_server_does_not_have_is_said(tmp_path: Path, serve: Serve) -> No
         index(f"{url}/x.bin?token=1", tmp_path / "m.quiver")
     with pytest.raises(Unavailable, match="does not answer"):
         index("http://127.0.0.1:9/x", tmp_path / "m.quiver")
+
+
+def test_names_that_a_server_could_misread_are_left_out_and_named(tmp_path: Path, serve: Serve) -> None:
+    odd = ["a\nb.png", "a\\b.png", "a%2fb.png", "x\x01.png"]
+    url = serve(write_tree(tmp_path / "w", dict.fromkeys([*odd, *ODD], b"1")))
+    report = index(f"{url}/", tmp_path / "m.quiver")
+    assert set(read_back(tmp_path / "m.quiver")) == set(ODD)
+    named = warned(report)["left out, names that cannot be asked for unmistakably"]
+    assert sorted(named) == ["a%2fb.png", "a\\b.png", "a\\nb.png", "x\\x01.png"]
+    with pytest.raises(BadRequest, match="control character"):
+        index(f"{url}/a%0ab.png", tmp_path / "n.quiver")
+
+
+@pytest.mark.parametrize("key", ["d/a//b.png", "d/x\x01.png", "d/x\ty"])
+def test_a_key_that_cannot_be_asked_for_is_named(tmp_path: Path, bucket: Bucket, key: str) -> None:
+    bucket.put("d/ok.png", b"1")
+    bucket.put(key, b"2")
+    with pytest.raises(BadRequest, match="rename the object") as caught:
+        index(f"s3://{bucket.name}/d/", tmp_path / "m.quiver")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *(
+            "http://user:hush@127.0.0.1:9/x/",
+            "https://user:hush@127.0.0.1:9/t-{000..009}.tar",
+            "s3://key:hush@bucket/x",
+        ),
+        *("http://user:hu/sh@127.0.0.1:9/x", "https://hush@127.0.0.1:9/"),
+    ],
+)
+def test_credentials_in_a_source_are_refused_and_not_repeated(tmp_path: Path, source: str) -> None:
+    with pytest.raises(BadRequest, match="user or password") as caught:
+        index(source, tmp_path / "m.quiver")
+    assert "hush" not in str(caught.value)
+    assert "hu/sh" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_redirect_is_refused_with_what_to_give_instead(tmp_path: Path, serve: Serve) -> None:
+    class Elsewhere(Ranges):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("Location", "https://else.example/x.tar?signature=hush")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    url = serve(write_tree(tmp_path / "w", {"x.tar": b"1"}), Elsewhere)
+    for source in (f"{url}/x.tar", f"{url}/d/", f"{url}/x-{{0..1}}.tar"):
+        with pytest.raises(Forbidden, match=r"redirects to https://else\.example, which is not followed") as caught:
+            index(source, tmp_path / "m.quiver")
+        assert "hush" not in str(caught.value)

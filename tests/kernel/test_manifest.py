@@ -382,7 +382,7 @@ def header_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
         ({"shard_bytes": 0}, "shard_bytes"),
         ({"base": "data"}, "not a URL"),
         ({"base": "file:///data/../etc/"}, "steps out"),
-        ({"base": "file:///data/%2e%2e/etc/"}, "steps out"),
+        ({"base": "file:///data/%2e%2e/etc/"}, "quoted dots"),
         ({"fields": []}, "bytes"),
         ({"fields": [{"name": "label", "type": "int64"}]}, "bytes"),
         ({"fields": [{"name": "a", "type": "bytes"}, {"name": "a", "type": "bytes"}]}, "distinct"),

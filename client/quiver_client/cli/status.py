@@ -8,10 +8,12 @@ from typing import Any
 import click
 
 from quiver.errors import NotFound, QuiverError, Unavailable
+from quiver.location import shown
 from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
+from quiver.wire import OK, NodeStatus
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.config import CacheConfig, EmbeddedCache, parse_cache
 
@@ -36,6 +38,8 @@ def command(cache: CacheConfig | None, *, as_json: bool) -> int:
     for member in report["members"]:
         held = f"{format_size(member['resident_bytes'])} of {format_size(member['capacity_bytes'])}"
         click.echo(f"{member['id']:20} {member['state']:12} {held:24} {member['url']}")
+        for fault in member.get("faults", ()):
+            click.echo(f"{'':20} {shown(fault, 400)}")
     total = f"{format_size(report['resident_bytes'])} of {format_size(report['capacity_bytes'])}"
     read = format_size(report["origin_read_bytes"])
     click.echo(f"{report['rack']}: {len(report['members'])} members, {total}, {read} read from the origin")
@@ -74,13 +78,15 @@ def _member(member: Member) -> dict[str, Any]:
         return {
             "id": member.id,
             "url": member.url,
-            "state": status.state if status.disk == "ok" else "disk failed",
+            "state": _state(status),
             "resident_bytes": status.resident_bytes,
             "capacity_bytes": status.capacity_bytes,
             "origin_read_bytes": status.origin_read_bytes,
             "served_bytes": status.served_bytes,
             "shards": status.shards,
             "disk": status.disk,
+            "origins": status.origins,
+            "faults": status.faults,
             "ring_members": status.ring_members,
             "ring_age_seconds": status.ring_age_seconds,
             "ring_problem": status.ring_problem,
@@ -90,6 +96,13 @@ def _member(member: Member) -> dict[str, Any]:
         return {"id": member.id, "url": member.url, "state": "unreachable", **nothing, "error": str(error)}
     finally:
         peer.close()
+
+
+def _state(status: NodeStatus) -> str:
+    """Return a word for what a daemon is up to; its faults, a line each, say more."""
+    if status.disk != OK:
+        return "disk failed"
+    return "origin failed" if status.faults else status.state
 
 
 def _embedded(cache: EmbeddedCache) -> dict[str, Any]:

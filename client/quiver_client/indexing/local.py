@@ -19,6 +19,7 @@ LEFT_OUT_SPECIAL: Final = "left out, neither a file nor a folder"
 LEFT_OUT_DANGLING: Final = "left out, symbolic links to nothing"
 LEFT_OUT_CIRCLE: Final = "left out, symbolic links to a folder above themselves"
 LEFT_OUT_MANIFEST: Final = "left out, Quiver manifests"
+LEFT_OUT_NAME: Final = "left out, names that cannot be asked for unmistakably"
 
 
 def folder_url(folder: str) -> str:

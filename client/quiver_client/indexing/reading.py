@@ -19,6 +19,7 @@ import xxhash
 from quiver.errors import BadRequest, Changed, Forbidden, NotFound, Unavailable
 from quiver.manifest import OriginObject
 from quiver.origin.base import Extent, split_url
+from quiver.origin.web import NoRanges
 from quiver_client.indexing.errors import SourceChanged
 from quiver_client.indexing.npy import NpyField
 from quiver_client.indexing.parallel import THREADS_REMOTE, Meter, local_threads
@@ -182,11 +183,9 @@ class RemoteObjects:
         return data
 
     def pieces(self, listed: OriginObject) -> Iterator[memoryview]:
-        import obstore
-
         url = self.base + listed.path
         with mapped(url):
-            answer = obstore.get(self.client, listed.path)
+            answer = self.client.get(listed.path)
             self.compare(listed, answer.meta)
             if listed.size <= PIECE_BYTES:
                 chunks: Iterator[Any] = iter([answer.bytes()])
@@ -213,16 +212,13 @@ class RemoteObjects:
 
     def require_ranges(self, listed: OriginObject) -> None:
         """Raise ``BadRequest`` if the server answers no byte ranges: a manifest of its objects would be of no use."""
-        import obstore
-        from obstore.exceptions import NotSupportedError
-
         if listed.size < 2:
             return
         url = self.base + listed.path
         with mapped(url):
             try:
-                obstore.get_range(self.client, listed.path, start=1, end=2)
-            except NotSupportedError as error:
+                self.client.get_range(listed.path, start=1, end=2)
+            except NoRanges as error:
                 raise BadRequest(
                     f"{url}: the server answers no byte ranges, which samples inside large objects need;"
                     " serve the data with one that does (nginx, S3), or copy it here"
@@ -257,26 +253,18 @@ class RemoteHandle:
 
     def close(self, *, check: bool) -> None:
         if check:
-            import obstore
-
             with mapped(self.url):
-                self._objects.compare(self._listed, obstore.head(self._objects.client, self._listed.path))
+                self._objects.compare(self._listed, self._objects.client.head(self._listed.path))
 
 
 @contextmanager
 def mapped(url: str, *, listing: bool = False) -> Iterator[None]:
     """Turn obstore's exceptions about ``url`` into ours. ``listing``: an object that is not there never was."""
-    from obstore.exceptions import InvalidPathError
-
-    from quiver.origin.remote import store_errors
+    from quiver.origin.remote import path_errors, store_errors
 
     try:
-        with store_errors(url):
-            try:
-                yield
-            except InvalidPathError as error:
-                why = str(error).splitlines()[0]
-                raise BadRequest(f"{url}: {why}; rename the object, or index a folder without it") from error
+        with store_errors(url), path_errors(url):
+            yield
     except NotFound as error:
         if listing:
             raise

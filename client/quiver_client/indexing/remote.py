@@ -9,8 +9,9 @@ from urllib.parse import quote
 import numpy as np
 
 from quiver.errors import BadRequest, NotFound
+from quiver.location import Location, is_object_path, shown
 from quiver.manifest import SUFFIX, OriginObject
-from quiver_client.indexing.local import LEFT_OUT_MANIFEST
+from quiver_client.indexing.local import LEFT_OUT_MANIFEST, LEFT_OUT_NAME
 from quiver_client.indexing.objects import Listing, ListingBuilder
 from quiver_client.indexing.parallel import THREADS_REMOTE, in_order
 from quiver_client.indexing.reading import mapped
@@ -42,10 +43,9 @@ def list_named(base: str, names: Sequence[str]) -> Listing:
     store = connect(base)
 
     def head(name: str) -> OriginObject:
-        import obstore
 
         with mapped(base + name, listing=True):
-            return _object(obstore.head(store, name))
+            return _object(store.head(name))
 
     builder = ListingBuilder()
     for found in in_order(head, names, THREADS_REMOTE):
@@ -59,21 +59,23 @@ def store_base(scheme: str, bucket: str, folder: str) -> str:
 
 
 def _list_prefix(base: str, url: str, notices: Notices) -> Listing:
-    import obstore
 
     from quiver.origin.remote import connect
 
     store = connect(base)
     builder = ListingBuilder()
     markers: list[str] = []
+    scheme = Location.parse(base).scheme
     with mapped(url, listing=True):
-        for batch in obstore.list(store, chunk_size=1000):
+        for batch in store.list(chunk_size=1000):
             for meta in batch:
                 found = _object(meta)
                 if not found.size:
                     markers.append(found.path)
                 if found.path.endswith(SUFFIX):
                     notices.add(LEFT_OUT_MANIFEST, found.path)
+                elif not is_object_path(found.path, scheme):
+                    notices.add(LEFT_OUT_NAME, shown(found.path))
                 else:
                     builder.add(found)
     listing = builder.finish(base)
@@ -96,25 +98,23 @@ def _without_folder_markers(listing: Listing, base: str, empty: list[str]) -> Li
 
 
 def _exists(store: Any, base: str, path: str) -> bool:
-    import obstore
 
     try:
         with mapped(base + path, listing=True):
-            obstore.head(store, path)
+            store.head(path)
     except NotFound:
         return False
     return True
 
 
 def _head_or_none(base: str, name: str) -> OriginObject | None:
-    import obstore
 
     from quiver.origin.remote import connect
 
     store = connect(base)
     try:
         with mapped(base + name, listing=True):
-            return _object(obstore.head(store, name))
+            return _object(store.head(name))
     except NotFound:
         return None
 

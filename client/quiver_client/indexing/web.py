@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from html.parser import HTMLParser
 from http.client import HTTPException, HTTPResponse
-from typing import Final
+from typing import Any, Final
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from quiver.errors import BadRequest, Forbidden, Misconfigured, NotFound, QuiverError, Unavailable
+from quiver.location import is_object_path, shown
 from quiver.manifest import SUFFIX
-from quiver_client.indexing.local import LEFT_OUT_MANIFEST
+from quiver.origin.web import redirected
+from quiver_client.indexing.local import LEFT_OUT_MANIFEST, LEFT_OUT_NAME
 from quiver_client.indexing.objects import Listing, ListingBuilder
 from quiver_client.indexing.remote import list_named
 from quiver_client.indexing.report import Notices
@@ -40,7 +42,9 @@ def list_web(url: str, notices: Notices) -> Listing:
     paths = []
     for path in _crawl(url):
         if path.endswith(SUFFIX):
-            notices.add(LEFT_OUT_MANIFEST, path)
+            notices.add(LEFT_OUT_MANIFEST, shown(path))
+        elif not is_object_path(path, "http"):
+            notices.add(LEFT_OUT_NAME, shown(path))
         else:
             paths.append(path)
     return list_named(url, sorted(paths)) if paths else ListingBuilder().finish(url)
@@ -130,16 +134,31 @@ def _asked(url: str, method: str) -> Iterator[HTTPResponse]:
     """Make one request; turn what can go wrong with it into our errors."""
     request = urllib.request.Request(url, method=method, headers={"User-Agent": "quiver"})
     try:
-        with urllib.request.urlopen(request, timeout=REQUEST_SECONDS) as answer:
+        with _OPENER.open(request, timeout=REQUEST_SECONDS) as answer:
             yield answer
     except urllib.error.HTTPError as error:
         with error:
-            raise _refusal(url, error.code) from error
+            raise _refusal(url, error) from error
     except (OSError, HTTPException) as error:
         raise Unavailable(url, f"does not answer: {getattr(error, 'reason', error)}") from error
 
 
-def _refusal(url: str, status: int) -> QuiverError:
+class _SlashOnly(urllib.request.HTTPRedirectHandler):
+    """Follows from ``folder`` to ``folder/``; any other redirect leads where nobody said that the data lies."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        if newurl == req.full_url + "/":
+            return super().redirect_request(req, fp, code, msg, headers, newurl)
+        return None
+
+
+_OPENER: Final = urllib.request.build_opener(_SlashOnly)
+
+
+def _refusal(url: str, error: urllib.error.HTTPError) -> QuiverError:
+    status = error.code
+    if 300 <= status < 400:
+        return redirected(url, error.headers.get("Location", ""))
     if status in (404, 410):
         return NotFound(f"there is no {url}; check the source's URL")
     if status in (401, 403):

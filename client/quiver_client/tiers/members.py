@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
 from quiver.liveness import IN_RACK, is_alive
+from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.ring import Ring
@@ -26,6 +27,8 @@ SILENT_SECONDS: Final = 5.0
 SILENT_SECONDS_MAX: Final = 60.0
 PROBE_SECONDS: Final = 1.0  # before the pause of a silent daemon ends, it is asked whether it is back
 RUNNERS_UP: Final = 2
+WHY_SECONDS: Final = 10.0
+FAULTS_MAX: Final = 64
 ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may be all lies
 RACK_MEMBERS_MAX: Final = 64
 UNKNOWN: Final = -2
@@ -43,6 +46,8 @@ class Members:
         self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
         self._probing: set[str] = set()
         self._asked = -RING_SECONDS
+        self._asked_why: dict[str, float] = {}  # url -> until when not again
+        self._faults: set[str] = set()  # that were warned of
         self._putting = threading.Lock()
         self._told_by = self._seeds[0]
         self._set_ring(None)
@@ -155,6 +160,26 @@ class Members:
         _, before = self._silent.get(url, (0.0, SILENT_SECONDS / 2))
         pause = min(before * 2, SILENT_SECONDS_MAX)
         self._silent[url] = (time.monotonic() + pause, pause)
+
+    def ask_why(self, peer: PeerClient) -> None:
+        """A daemon does not fill: if it says what keeps it from caching, warn of that, once.
+
+        A rack that caches nothing would look healthy otherwise, and only be slow.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if now < self._asked_why.get(peer.url, 0.0):
+                return
+            self._asked_why[peer.url] = now + WHY_SECONDS
+        try:
+            faults = [shown(fault, 400) for fault in peer.status().faults]
+        except QuiverError:
+            return  # and why it does not answer is said elsewhere
+        with self._lock:
+            new = [fault for fault in faults if fault not in self._faults][: FAULTS_MAX - len(self._faults)]
+            self._faults.update(new)
+        for fault in new:
+            self._stats.warn(f"fault {fault}", f"{peer.url} caches nothing of what it cannot read or write: {fault}")
 
     # -- the manifest -------------------------------------------------------------------------------------------------
 

@@ -201,6 +201,8 @@ class RackTier:
 
     def _absent(self, state: _Round, peer: PeerClient, shard: int, status: int) -> None:
         """Do what the status of a missing shard asks for. ``FILLING``: nothing, it is asked for again."""
+        if status in (RangeStatus.UPLOAD, RangeStatus.FAILED):
+            self._members.ask_why(peer)
         if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
             state.given_up.add(shard)
             state.moved = True

@@ -1,0 +1,157 @@
+"""The origins that a daemon may read: opened for manifests, and watched.
+
+A rack whose origin cannot work caches nothing and looks healthy: its readers read the origin themselves. So each
+``--origin`` is tried when the daemon starts, and again when a fill failed there or while it does not work, without
+reading any object. What is found stands in ``/readyz``, ``/v1/status`` and, once, in the log. Fills do not depend on
+it: they try the origin whatever was found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final
+
+from quiver.errors import Changed, Corrupt, Forbidden, NotAllowed, QuiverError
+from quiver.location import Location, shown
+from quiver.manifest import Manifest
+from quiver.origin import SampleOrigin, open_origin
+from quiver.origin.probing import probe
+from quiver.wire import OK, UNCHECKED
+from quiver_cacheserver.config import allowed
+
+log = logging.getLogger(__name__)
+
+OPEN_MAX: Final = 64
+LOOK_SECONDS: Final = 1.0  # how soon after a failed fill its origin is tried
+TRY_SECONDS: Final = 0.9  # an origin is not tried more often
+PROBE_SECONDS_MAX: Final = 15.0  # then it does not answer
+THREADS_MAX: Final = 8
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    """One ``--origin``."""
+
+    prefix: str
+    locations: tuple[Location, ...]
+    state: str = UNCHECKED
+    proven: bool = False  # bytes came from it, or it could be listed
+    refused: str = ""  # what it said when a fill was refused there
+    suspected: bool = True
+    tried: float = -inf
+    running: set[asyncio.Future[bool]] = field(default_factory=set)
+
+
+class Origins:
+    """Origins by prefix. ``of`` and ``failed`` are safe from threads; ``watch`` belongs to the event loop."""
+
+    def __init__(self, prefixes: Iterable[str], count: Callable[[int], None]) -> None:
+        self._count = count
+        self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
+        self._open: dict[str, SampleOrigin] = {}
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(
+            min(THREADS_MAX, max(1, len(self._watched))), thread_name_prefix="quiver-origins"
+        )
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for origin in self._open.values():
+            origin.close()
+
+    @property
+    def states(self) -> dict[str, str]:
+        """What is known of each prefix: ``ok``, ``unchecked``, or why it cannot be read."""
+        return {watched.prefix: watched.state for watched in self._watched}
+
+    def of(self, manifest: Manifest) -> SampleOrigin:
+        """Return the origin of a manifest. Raises ``NotAllowed`` if it lies outside of all prefixes."""
+        found = self._above(manifest)
+        if found is None:
+            raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
+        watched, within = found
+        with self._lock:
+            key = str(manifest.digest)
+            origin = self._open.get(key)
+            if origin is None:
+                while len(self._open) >= OPEN_MAX:
+                    self._open.pop(next(iter(self._open)))  # not closed: another thread may be reading it
+
+                def delivered(read_bytes: int) -> None:
+                    watched.proven, watched.refused = True, ""
+                    self._count(read_bytes)
+
+                origin = self._open[key] = open_origin(manifest, within=within, count=delivered)
+        return origin
+
+    def failed(self, manifest: Manifest, error: QuiverError) -> None:
+        """A fill failed: look at its origin again, unless the error is about single objects."""
+        found = self._above(manifest)
+        if found is None or isinstance(error, NotAllowed | Changed | Corrupt):
+            return
+        if isinstance(error, Forbidden):
+            found[0].refused = str(error)
+        found[0].suspected = True
+
+    def _above(self, manifest: Manifest) -> tuple[_Watched, Location] | None:
+        """Return the prefix that a manifest's base lies in, and under which of its names: the widest, if in several."""
+        base = Location.parse(manifest.header.base)
+        found = [
+            (watched, location)
+            for watched in self._watched
+            for location in watched.locations
+            if location.contains(base)
+        ]
+        return min(found, key=lambda each: len(each[1].names), default=None)
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Try the origins for ever, those that may not work."""
+        while self._watched:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Try the origins that are due, once, all at the same time."""
+        now = time.monotonic()
+        due = [
+            watched
+            for watched in self._watched
+            if (watched.suspected or watched.state != OK) and now - watched.tried >= TRY_SECONDS
+        ]
+        await asyncio.gather(*(self._try(watched) for watched in due))
+
+    async def _try(self, watched: _Watched) -> None:
+        watched.tried, watched.suspected = time.monotonic(), False
+        if not watched.running:
+            future = asyncio.get_running_loop().run_in_executor(self._threads, probe, watched.locations[0])
+            watched.running.add(future)
+            future.add_done_callback(watched.running.discard)
+        done, late = await asyncio.wait(watched.running, timeout=PROBE_SECONDS_MAX)
+        if late:
+            self._found(watched, f"no answer in {PROBE_SECONDS_MAX:.0f} s")
+            return
+        try:
+            watched.proven |= done.pop().result()
+        except QuiverError as error:
+            watched.proven = False
+            self._found(watched, str(error))
+            return
+        self._found(watched, OK if watched.proven or not watched.refused else watched.refused)
+
+    def _found(self, watched: _Watched, state: str) -> None:
+        before, watched.state = watched.state, shown(state, 500)
+        if watched.state == before:
+            return
+        if watched.state != OK:
+            log.warning("--origin %s cannot be read: %s; readers read it themselves meanwhile", watched.prefix, state)
+        elif before != UNCHECKED:
+            log.info("--origin %s can be read again", watched.prefix)

@@ -1,0 +1,409 @@
+"""Objects of a plain HTTP server, by the standard library, with connections that are kept.
+
+Not by obstore: its client follows redirects and has no option against it. A redirect leads where the server says, and
+not where the operator of a daemon allows; here it is refused, with the place to give instead.
+
+The store is asked as obstore's stores are (``get_range``, ``head``, ``get``) and raises our own errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from typing import Any, Final, TypeVar
+from urllib.parse import quote, urljoin
+
+from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
+from quiver.location import PLAIN, Location, object_path, shown
+from quiver.origin.proxies import address_of, proxy_for
+
+CONNECT_SECONDS: Final = 5.0
+PAUSE_SECONDS: Final = 0.1
+PIECE_BYTES: Final = 1 << 18
+CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
+T = TypeVar("T")
+PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server says that may answer next time
+_PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
+
+
+class NotNow(Unavailable):
+    """What may go better next time; the server may have said when."""
+
+    def __init__(self, who: str, why: str, pause_seconds: float = 0.0) -> None:
+        super().__init__(who, why)
+        self.pause_seconds = pause_seconds
+
+
+class NoRanges(Unavailable):
+    """The server answers a request for a range with something else."""
+
+
+class WebStore:
+    """Objects under an ``http(s)://`` URL. Safe from threads.
+
+    Raises ``NotFound``, ``Forbidden`` (of a redirect, too) and ``Unavailable``.
+    """
+
+    def __init__(self, location: Location, *, request_seconds: float, attempts: int, attempts_seconds: float) -> None:
+        self._location = location
+        self._request_seconds = request_seconds
+        self._attempts, self._attempts_seconds = attempts, attempts_seconds
+        self._lock = threading.Lock()
+        self._idle: list[HTTPConnection] = []
+        self._threads: ThreadPoolExecutor | None = None  # for who awaits
+        self._calls = threading.local()
+        self._proxy = proxy_for(location)
+        self._tls = ssl.create_default_context() if location.scheme == "https" else None
+
+    def __repr__(self) -> str:
+        return f"WebStore({self._location.url!r})"
+
+    def __del__(self) -> None:
+        if hasattr(self, "_tls"):
+            self.close()
+
+    def get_range(self, path: str, *, start: int, end: int) -> bytearray:
+        """Return the bytes from ``start`` up to ``end``, or up to where the object ends."""
+        return self._patiently(lambda: self._range(path, start, end))
+
+    def head(self, path: str) -> dict[str, Any]:
+        """Return size, ETag and modification time."""
+        return self._patiently(lambda: self._described(path))
+
+    def get(self, path: str) -> Whole:
+        """Begin to read an object."""
+        return self._patiently(lambda: self._whole(path))
+
+    async def get_range_async(self, path: str, *, start: int, end: int) -> bytearray:
+        return await self.aside(lambda: self.get_range(path, start=start, end=end))
+
+    async def head_async(self, path: str) -> dict[str, Any]:
+        return await self.aside(lambda: self.head(path))
+
+    async def get_async(self, path: str, *, options: dict[str, Any] | None = None) -> Whole:
+        """``get``; of ``options`` there is ``range``, from where up to where the answer is to go."""
+        start, end = (options or {}).get("range", (0, 0))
+        return await self.aside(lambda: self._patiently(lambda: self._whole(path, start, end)))
+
+    async def aside(self, work: Callable[[], T]) -> T:
+        """Do blocking work in a thread, whose connection is cut if nobody waits for it any more."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="quiver-web")
+        call = _Call()
+
+        def run() -> T:
+            self._calls.mine = call
+            try:
+                return work()
+            finally:
+                self._calls.mine = None
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        except asyncio.CancelledError:
+            call.cut()
+            raise
+
+    def knock(self) -> bool:
+        """Return whether the server answers for this folder, with or without an index page. Raises as ``get`` does."""
+        url = self._location.url
+        with self._failures(""):
+            answer = self._sent("HEAD", self._target(""), self._headers({}))
+        self._drop(answer)
+        place = urljoin(url, answer.headers.get("Location", ""))
+        away = 300 <= answer.status < 400 and not place.startswith(url[: url.index("/", 8) + 1])
+        if away or answer.status in (401, 407) or answer.status >= 500:
+            raise self._refusal("", answer)
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def url(self, path: str) -> str:
+        return shown(self._location.url + path)
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _range(self, path: str, start: int, end: int) -> bytearray:
+        return self._whole(path, start, end).bytes()
+
+    def _part(self, path: str, answer: _Answer, start: int, end: int) -> int:
+        """Return how many bytes of the range that was asked for are in the answer."""
+        part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
+        if answer.status != 206 or part is None:
+            raise NoRanges(self.url(path), "the server answers no byte ranges")
+        if int(part[1]) != start or not start <= int(part[2]) < end:
+            raise Unavailable(self.url(path), "the server answers another range than was asked for")
+        return int(part[2]) + 1 - start
+
+    def _described(self, path: str) -> dict[str, Any]:
+        answer = self._asked("HEAD", path, {})
+        try:
+            return self._meta(path, answer)
+        finally:
+            answer.read()
+            self.release(answer)
+
+    def _whole(self, path: str, start: int = 0, end: int = 0) -> Whole:
+        """Ask for an object, or a range of it."""
+        answer = self._asked("GET", path, {"Range": f"bytes={start}-{end - 1}"} if end else {})
+        try:
+            if end:
+                return Whole(self, path, answer, {"size": self._part(path, answer, start, end)})
+            return Whole(self, path, answer, self._meta(path, answer))
+        except QuiverError:
+            self.release(answer)
+            raise
+
+    def _meta(self, path: str, answer: _Answer) -> dict[str, Any]:
+        size = answer.headers.get("Content-Length", "")
+        if not (size.isascii() and size.isdecimal()):
+            raise Unavailable(self.url(path), "the server does not say how large it is")
+        return {
+            "path": path,
+            "size": int(size),
+            "e_tag": answer.headers.get("ETag"),
+            "last_modified": _moment(answer.headers.get("Last-Modified", "")),
+        }
+
+    def receive(self, path: str, answer: _Answer, out: memoryview) -> None:
+        """Fill ``out`` from the body. Raises ``Unavailable`` if that takes too long or the body ends before."""
+        deadline = time.monotonic() + self._request_seconds
+        with self._failures(path):
+            at = 0
+            while at < len(out):
+                piece = answer.read1(min(len(out) - at, PIECE_BYTES))  # readinto waits until all of it is there
+                if not piece:
+                    raise NotNow(self.url(path), "the server's answer ended early")
+                out[at : at + len(piece)] = piece
+                at += len(piece)
+                if time.monotonic() > deadline:
+                    raise NotNow(self.url(path), f"no whole answer in {self._request_seconds:.0f} s")
+
+    def _asked(self, method: str, path: str, headers: dict[str, str]) -> _Answer:
+        """Make a request; return the answer if it is one to go on with, its body still to be read."""
+        target = self._target(object_path(path, self._location.scheme))
+        with self._failures(path):
+            answer = self._sent(method, target, self._headers(headers))
+        if answer.status in (200, 206) and answer.headers.get("Content-Encoding", "identity") == "identity":
+            return answer
+        self._drop(answer)
+        raise self._refusal(path, answer)
+
+    def _target(self, path: str) -> str:
+        """Return what a request asks for: a path, or of a proxy a whole URL."""
+        url = self._location.url + quote(path, safe=PLAIN)
+        return url if self._proxy is not None and self._tls is None else url[url.index("/", 8) :]
+
+    def _headers(self, more: dict[str, str]) -> dict[str, str]:
+        proxy = self._proxy[1] if self._proxy is not None and self._tls is None else {}
+        return {"User-Agent": "quiver", "Accept-Encoding": "identity", **proxy, **more}
+
+    def _sent(self, method: str, target: str, headers: dict[str, str]) -> _Answer:
+        with self._lock:
+            connection = self._idle.pop() if self._idle else None
+        if connection is not None:
+            try:
+                return self._answer(connection, method, target, headers)
+            except (OSError, HTTPException):
+                connection.close()  # closed by the server since it was used last, most likely: anew
+        connection = self._connected()
+        try:
+            return self._answer(connection, method, target, headers)
+        except (OSError, HTTPException):
+            connection.close()
+            raise
+
+    def _answer(self, connection: HTTPConnection, method: str, target: str, headers: dict[str, str]) -> _Answer:
+        call: _Call | None = getattr(self._calls, "mine", None)
+        if call is not None:
+            call.is_on(connection)
+        connection.request(method, target, headers=headers)
+        answer = connection.getresponse()
+        assert isinstance(answer, _Answer)
+        answer.connection = connection
+        return answer
+
+    def _connected(self) -> HTTPConnection:
+        host, port = address_of(self._location)
+        near = self._proxy[0] if self._proxy is not None else (host, port)
+        connection: HTTPConnection
+        if self._tls is None:
+            connection = HTTPConnection(*near, timeout=CONNECT_SECONDS)
+        else:
+            connection = HTTPSConnection(*near, timeout=CONNECT_SECONDS, context=self._tls)
+            if self._proxy is not None:
+                connection.set_tunnel(host, port, self._proxy[1])
+        connection.response_class = _Answer
+        connection.connect()
+        connection.sock.settimeout(self._request_seconds)
+        return connection
+
+    def release(self, answer: _Answer) -> None:
+        """Keep the connection for the next request if the answer was read to its end."""
+        if answer.length == 0:
+            answer.read()  # and with it the answer is at its end
+        if not answer.isclosed() or answer.will_close:
+            self._drop(answer)
+            return
+        with self._lock:
+            if len(self._idle) < CONNECTIONS_MAX:
+                self._idle.append(answer.connection)
+                return
+        answer.connection.close()
+
+    def _drop(self, answer: _Answer) -> None:
+        answer.close()
+        answer.connection.close()
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        """Try again what may go better next time: later each time, and not before the server says."""
+        deadline = time.monotonic() + self._attempts_seconds
+        for number in range(self._attempts):
+            try:
+                return attempt()
+            except NotNow as error:
+                call: _Call | None = getattr(self._calls, "mine", None)
+                if call is not None and call.is_cut:
+                    raise
+                pause = max(error.pause_seconds, PAUSE_SECONDS * 2**number * (1 + random.random()))  # noqa: S311
+                if time.monotonic() + pause > deadline:
+                    raise
+                time.sleep(pause)
+        return attempt()
+
+    @contextlib.contextmanager
+    def _failures(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, HTTPException) as error:
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise NotNow(self.url(path), f"the server does not answer: {shown(why)}") from error
+
+    def _refusal(self, path: str, answer: _Answer) -> QuiverError:
+        url, status = self.url(path), answer.status
+        if 300 <= status < 400:
+            return redirected(url, answer.headers.get("Location", ""))
+        if status in (404, 410):
+            return NotFound(f"{url} does not exist")
+        if status in (401, 403, 407):
+            return Forbidden(f"{url}: the server refuses to answer (status {status})")
+        if status < 300:
+            return Unavailable(url, "the server compresses what it sends")
+        if status not in PASSING:
+            return Unavailable(url, f"the server answers with status {status}")
+        after = answer.headers.get("Retry-After", "")
+        pause_seconds = float(after) if after.isascii() and after.isdecimal() and len(after) < 6 else 0.0
+        return NotNow(url, f"the server answers with status {status}", pause_seconds)
+
+
+class _Call:
+    """Work in a thread that somebody awaits: the connection that it is on, until it is cut."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connection: HTTPConnection | None = None
+        self.is_cut = False
+
+    def is_on(self, connection: HTTPConnection) -> None:
+        with self._lock:
+            self._connection = connection
+            if self.is_cut:
+                raise ConnectionAbortedError("nobody waits for the answer any more")
+
+    def cut(self) -> None:
+        """Let the thread's reads and writes fail."""
+        with self._lock:
+            self.is_cut = True
+            if self._connection is not None and self._connection.sock is not None:
+                with contextlib.suppress(OSError):
+                    self._connection.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _Answer(HTTPResponse):
+    """An answer, and the connection on which it came."""
+
+    connection: HTTPConnection
+
+
+class Whole:
+    """An object that is read from its beginning to its end. ``meta`` has ``size``, ``e_tag`` and ``last_modified``."""
+
+    def __init__(self, store: WebStore, path: str, answer: _Answer, meta: dict[str, Any]) -> None:
+        self.meta = meta
+        self._store = store
+        self._path = path
+        self._answer = answer
+
+    def bytes(self) -> bytearray:
+        """Return all of it."""
+        return next(iter(self.stream(min_chunk_size=max(self.meta["size"], 1))), bytearray())
+
+    async def bytes_async(self) -> bytearray:
+        return await self._store.aside(self.bytes)
+
+    def stream(self, *, min_chunk_size: int) -> _Pieces:
+        """Return its pieces of this size, the last one smaller. Raises ``Unavailable`` where the answer breaks off."""
+        return _Pieces(self._store, self._pieces(min_chunk_size))
+
+    def _pieces(self, size_bytes: int) -> Iterator[bytearray]:
+        left = self.meta["size"]
+        try:
+            while left:
+                piece = bytearray(min(left, size_bytes))
+                self._store.receive(self._path, self._answer, memoryview(piece))
+                left -= len(piece)
+                yield piece
+        finally:
+            self._store.release(self._answer)
+
+
+class _Pieces:
+    """The pieces of an answer, for who waits and for who awaits."""
+
+    def __init__(self, store: WebStore, pieces: Iterator[bytearray]) -> None:
+        self._store = store
+        self._iterator = pieces
+
+    def __iter__(self) -> Iterator[bytearray]:
+        return self._iterator
+
+    def __next__(self) -> bytearray:
+        return next(self._iterator)
+
+    async def __aiter__(self) -> AsyncIterator[bytearray]:
+        while (piece := await self._store.aside(lambda: next(self._iterator, None))) is not None:
+            yield piece
+
+
+def redirected(url: str, place: str) -> Forbidden:
+    """Return the error for a redirect. It names the server alone: the rest may be signed, which is a credential."""
+    found = re.match(r"https?://[^/@\s]{1,255}(?=/|$)", place, re.IGNORECASE)
+    where = f" to {shown(found[0])}" if found else ""
+    return Forbidden(f"{url}: the server redirects{where}, which is not followed; index where the data lies")
+
+
+def _moment(text: str) -> datetime | None:
+    try:
+        return parsedate_to_datetime(text)
+    except ValueError:
+        return None
