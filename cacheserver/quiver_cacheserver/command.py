@@ -58,7 +58,7 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--node-id", metavar="ID", default="", help="Its name in the ring. [default: its address]")
 @click.option("--etcd", metavar="URL", multiple=True, help="The etcd that keeps the ring; repeat for its members.")
 @click.option("--peers", metavar="URL,…", default="", help="A ring without etcd: the URLs of all daemons.")
-@click.option("--origin", metavar="PREFIX", multiple=True, help="An origin that it may read; repeat for several.")
+@click.option("--origin", metavar="PREFIX", multiple=True, help="A folder or URL that it may read below; repeatable.")
 @click.option("--replicas", metavar="N", type=int, default=1, show_default=True, help="Copies of each shard.")
 @click.option("--socket", metavar="PATH", default="", help="Pass open shards to readers on this host by this socket.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,

@@ -352,7 +352,10 @@ class Whole:
         self.meta = meta
         self._store = store
         self._path = path
-        self._answer = answer
+        self._answer: _Answer | None = answer
+
+    def __del__(self) -> None:
+        self._release()
 
     def bytes(self) -> bytearray:
         """Return all of it."""
@@ -368,13 +371,19 @@ class Whole:
     def _pieces(self, size_bytes: int) -> Iterator[bytearray]:
         left = self.meta["size"]
         try:
-            while left:
+            while left and self._answer is not None:
                 piece = bytearray(min(left, size_bytes))
                 self._store.receive(self._path, self._answer, memoryview(piece))
                 left -= len(piece)
                 yield piece
         finally:
-            self._store.release(self._answer)
+            self._release()
+
+    def _release(self) -> None:
+        """Let the connection serve others, or end it: not all who ask for an object go on to read it."""
+        answer, self._answer = self._answer, None
+        if answer is not None:
+            self._store.release(answer)
 
 
 class _Pieces:

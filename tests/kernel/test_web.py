@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -68,6 +69,19 @@ def test_a_whole_object_comes_in_pieces_and_says_what_it_is() -> None:
         assert origin.get("x").bytes() == DATA
         origin.close()
         assert len(server._connections) == 1
+
+
+def test_an_object_that_nobody_reads_leaves_no_connection_open() -> None:
+    ended = threading.Event()
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        connection.sendall(ok(DATA))
+        assert not connection.recv(1)
+        ended.set()
+
+    with HostileServer(answer) as server:
+        assert store(server).get("x").meta["size"] == len(DATA)
+        assert ended.wait(10)
 
 
 @pytest.mark.parametrize(
