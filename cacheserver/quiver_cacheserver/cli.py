@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import tomllib
 from pathlib import Path
@@ -14,9 +15,10 @@ import uvloop
 from quiver import __version__
 from quiver.errors import Misconfigured, QuiverError
 from quiver_cacheserver.config import Config, check
-from quiver_cacheserver.logs import log_to_stderr
+from quiver_cacheserver.logs import keep_readable
 from quiver_cacheserver.memory import give_back_what_is_freed
 from quiver_cacheserver.serve import serve
+from quiver_cacheserver.tracebacks import keep_indented
 
 EXAMPLE = """\b
 Example: three daemons of one rack, on three machines, with their ring in etcd:
@@ -77,7 +79,9 @@ def command(**values: Any) -> None:
         raise click.UsageError(str(error)) from error
     except QuiverError as error:
         raise click.UsageError(str(error)) from error
-    log_to_stderr(config.log_level)
+    logging.basicConfig(level=config.log_level.upper(), stream=sys.stderr)
+    keep_readable()
+    keep_indented()
     give_back_what_is_freed()
     uvloop.run(serve(config))
 

@@ -1,43 +1,80 @@
-"""What the daemon logs: a line per record, whatever text of a client's, a peer's or a manifest's is in it.
+"""What keeps a log readable: one line per message, and few lines per situation.
 
-Names of objects, URLs and error messages come from outside. Written as they are, a newline in one begins a line that
-reads as if the daemon had said it, and an escape sequence does what it likes with the terminal of whoever reads it.
+Whatever fails for one shard fails for the next hundred, and anybody who can ask a daemon can make it fail. A situation
+is the place in the code that logs, known by its format. Metrics count what is left out here.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from types import TracebackType
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Final
 
-FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LINE_CHARACTERS_MAX: Final = 2000  # the rest says no more, and a path may have as many as a manifest's bytes
+WINDOW_SECONDS: Final = 60.0
+DISTINCT_MAX: Final = 5  # lines of one situation in that time, all different
+SITUATIONS_MAX: Final = 256
+LINE_MAX: Final = 2000
 
 
-class OneLine(logging.Formatter):
-    """Escapes what is not printable and shortens what is too long. Lines of a traceback are indented."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        return escaped(super().formatMessage(record))
-
-    def formatException(
-        self, ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
-    ) -> str:
-        return "\n".join(f"  {escaped(line)}" for line in super().formatException(ei).split("\n"))
+class _Situation:
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.said: set[str] = set()
+        self.left_out = 0
 
 
-def escaped(text: str) -> str:
-    """Return the text with control characters, line ends and what turns its direction as ``repr`` would write them."""
-    if len(text) > LINE_CHARACTERS_MAX:
-        text = f"{text[:LINE_CHARACTERS_MAX]}… ({len(text)} characters)"
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+class Repeats(logging.Filter):
+    """Lets pass of each kind of warning a few different ones a minute. Put on a handler; safe from threads."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._situations: OrderedDict[tuple[str, str], _Situation] = OrderedDict()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        key = (record.name, str(record.msg))
+        line = one_line(record.getMessage())
+        left_out = 0
+        if record.levelno >= logging.WARNING:
+            with self._lock:
+                left_out = self._counted(key, line)
+            if left_out < 0:
+                return False
+        more = f" (and {left_out} more like it in the last {WINDOW_SECONDS:.0f} s or more)" if left_out else ""
+        record.msg, record.args = line + more, ()
+        return True
+
+    def _counted(self, key: tuple[str, str], line: str) -> int:
+        """Return how many were left out before this line, -1 if this one is."""
+        now = self._clock()
+        situation = self._situations.setdefault(key, _Situation(now))
+        self._situations.move_to_end(key)
+        while len(self._situations) > SITUATIONS_MAX:
+            self._situations.popitem(last=False)
+        left_out = 0
+        if now - situation.since >= WINDOW_SECONDS:
+            left_out = situation.left_out
+            situation = self._situations[key] = _Situation(now)
+        if line in situation.said or len(situation.said) >= DISTINCT_MAX:
+            situation.left_out += 1
+            return -1
+        situation.said.add(line)
+        return left_out
 
 
-def log_to_stderr(level: str) -> None:
-    """Set the root logger up, once per process."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(OneLine(FORMAT))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+def one_line(text: str) -> str:
+    """Return a message as one line: what strangers write into it must not look like lines of ours."""
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: LINE_MAX + 1])
+    return text if len(text) <= LINE_MAX else text[:LINE_MAX] + "…"
+
+
+def keep_readable() -> None:
+    """Have all that is logged pass through ``Repeats``."""
+    repeats = Repeats()
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(repeats)
