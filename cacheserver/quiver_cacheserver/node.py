@@ -25,7 +25,7 @@ from quiver.peer import PeerClient
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
-from quiver_cacheserver.budget import Budgets
+from quiver_cacheserver.budget import HELD_MAX, Budgets, Resource
 from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.fills import FILL_THREADS, Fills
@@ -33,12 +33,12 @@ from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
-from quiver_cacheserver.turns import Turns
+from quiver_cacheserver.turns import Places
 
 log = logging.getLogger(__name__)
 
 DISK_THREADS: Final = 8
-SEND_THREADS: Final = 16  # each serves one reader, who may be waiting for a cold disk
+SEND_THREADS: Final = HELD_MAX[Resource.SENDS]  # each serves one reader, who may be waiting for a cold disk
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
 RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
 SUSPECTED_MAX: Final = 65536
@@ -56,7 +56,8 @@ class Node:
         self.registry = registry
         self.counters = Counters()
         self.budgets = Budgets()
-        self.turns = Turns(self.budgets, self.counters)
+        self.reading = Places(self.budgets, Resource.READS)
+        self.sending = Places(self.budgets, Resource.SENDS)
         self.state: str = "up"
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
