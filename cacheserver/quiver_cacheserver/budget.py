@@ -36,6 +36,7 @@ class Resource(StrEnum):
     BODY_BYTES = "body_bytes"  # of requests, in memory
     READS = "reads"  # being answered
     WAITING = "waiting"  # reads that wait for a fill, an upload or a manifest
+    SENDS = "sends"  # threads that send what was asked for by HTTP
     FILES = "files"  # whole shards and manifests being sent
     UPLOADS = "uploads"
     UPLOAD_BYTES = "upload_bytes"  # of disk, reserved by them
@@ -70,6 +71,7 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
     Resource.BODY_BYTES: GIB // 4,  # a read of a batch has some kilobytes
     Resource.READS: 256,
     Resource.WAITING: 1024,  # each is a future and a request's body, and no thread unless it came by a stream
+    Resource.SENDS: 16,  # each is a thread, which serves one reader at a time
     Resource.FILES: 128,
     Resource.UPLOADS: 16,
     Resource.UPLOAD_BYTES: 6 * GIB,  # 16 shards of one sample each at their largest, and one manifest at its largest

@@ -26,7 +26,7 @@ from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import OK, NodeStatus, RangeStatus
 from quiver_cacheserver.bounds import FillMemory
-from quiver_cacheserver.budget import Budgets, Cost
+from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Resource
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.evicting import Evicting
 from quiver_cacheserver.fills import FILL_THREADS, Fills
@@ -35,12 +35,12 @@ from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.origins import Origins
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
-from quiver_cacheserver.turns import Turns
+from quiver_cacheserver.turns import Places
 
 log = logging.getLogger(__name__)
 
 DISK_THREADS: Final = 8
-SEND_THREADS: Final = 16  # each serves one reader, who may be waiting for a cold disk
+SEND_THREADS: Final = HELD_MAX[Resource.SENDS]  # each serves one reader, who may be waiting for a cold disk
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
 RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
 SUSPECTED_MAX: Final = 65536
@@ -58,7 +58,8 @@ class Node:
         self.registry = registry
         self.counters = Counters()
         self.budgets = Budgets()
-        self.turns = Turns(self.budgets, self.counters)
+        self.reading = Places(self.budgets, Resource.READS)
+        self.sending = Places(self.budgets, Resource.SENDS)
         self.state: str = "up"
         self.disk = OK
         self._refused_bytes = 0

@@ -49,7 +49,7 @@ async def read(request: web.Request, node: Node) -> web.StreamResponse:
     """Answer one batched read."""
     unhurried(request)
     async with body_of(request, node, READ_REQUEST_BYTES_MAX) as body:
-        with Turn(node.turns, client_of(request)) as turn:
+        with Turn(node.reading, node.counters, client_of(request)) as turn:
             statuses, payload = await gather(node, ReadRequest.decode(body), turn)
             headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
             return await respond(request, node, headers, statuses.tobytes(), payload)
@@ -179,7 +179,7 @@ async def respond(
             await writer.drain()
         if payload is not None and payload.size_bytes:
             with Line(transport) as line:
-                await _send(line, node, payload)
+                await _send(line, node, payload, client_of(request))
     except (OSError, QuiverError) as error:
         if cut_off(error) and payload is not None:
             node.suspect(payload.shards)  # or every reader of them would be cut off
@@ -190,10 +190,14 @@ async def respond(
     return response
 
 
-async def _send(line: Line, node: Node, payload: Payload) -> None:
+async def _send(line: Line, node: Node, payload: Payload, client: str) -> None:
     taking = Taking(node, payload)
     while not payload.done:
-        count, slow = await line.push(payload, node.send_threads)
+        await node.sending.take(client, SEND_SECONDS_MAX)  # one that takes its answers slowly takes up threads as well
+        try:
+            count, slow = await line.push(payload, node.send_threads)
+        finally:
+            node.sending.end(client)
         seconds = taking.took(count)
         if slow:
             async with asyncio.timeout(seconds):

@@ -131,7 +131,7 @@ class Streams:
         if body is None:
             return False
         try:
-            with Turn(self._node.turns, client) as turn:
+            with Turn(self._node.reading, self._node.counters, client) as turn:
                 statuses, payload = self._answer(loop, ReadRequest.decode(body), turn)
                 payload.head = ranges_frame(statuses, payload.size_bytes)
                 return self._send(sock, loop, payload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from quiver.errors import OverCapacity
 from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Rate, Resource, address_of
+from quiver_cacheserver.turns import Places
 
 UPLOADS, WORK = Resource.UPLOADS, Cost.WORK_SECONDS
 
@@ -104,6 +106,31 @@ def test_addresses_are_forgotten_unless_they_hold_something() -> None:
     for number in range(100):
         budgets.left(f"passes again {number}", WORK, now=0.0)
     assert len(budgets) == 8
+
+
+async def test_places_are_given_to_addresses_in_turn() -> None:
+    places = Places(Budgets({**HELD_MAX, UPLOADS: 4}), UPLOADS)
+    for _ in range(3):
+        await places.take("greedy", 1.0)
+    order: list[str] = []
+
+    async def take(client: str) -> None:
+        await places.take(client, 20.0)
+        order.append(client)
+
+    async with asyncio.TaskGroup() as tasks:
+        for client in ("greedy", "greedy", "honest", "greedy", "honest"):
+            tasks.create_task(take(client))
+        await asyncio.sleep(0)
+        for _ in range(6):
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await asyncio.to_thread(places.end, "greedy" if places.budgets.held("greedy", UPLOADS) else "honest")
+    assert order[0] == "honest", "there was a place for it at once"
+    assert order.count("greedy") == 3
+    taken(places.budgets, "greedy")
+    with pytest.raises(OverCapacity):
+        await places.take("greedy", 0.01)
 
 
 @settings(max_examples=200, deadline=None)

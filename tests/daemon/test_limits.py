@@ -26,9 +26,9 @@ from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver.stream import PATH, PROTOCOL
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver import listening, reads, timed, transfers
+from quiver_cacheserver import listening, reads, streams, timed, transfers
 from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
-from quiver_cacheserver.logs import FORMAT, LINE_CHARACTERS_MAX, OneLine
+from quiver_cacheserver.logs import FORMAT, OneLine
 from quiver_cacheserver.neighbours import MANIFEST_ASKED_MAX, Neighbours
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
@@ -41,6 +41,7 @@ MIB = 1 << 20
 BIG, BIG_DATA = make_shard([np.random.default_rng(3).bytes(8 * MIB) for _ in range(2)])  # more than sockets hold
 SMALL, SMALL_DATA = make_shard([b"small" * 100])
 Address = tuple[str, int]
+UPGRADE = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
 GREEDY, HONEST = "127.0.0.1", "127.0.0.2"
 
 
@@ -203,6 +204,24 @@ def test_readers_who_take_their_answers_slowly_leave_a_place_to_others(tmp_path:
         until(lambda: under_way(address, Resource.READS) == 3)
         assert over_capacity(asked(address, read_of(SMALL, 500)))
         assert asked(address, read_of(SMALL, 500), HONEST)[2] == b"\0" + SMALL_DATA[:500]
+
+
+def test_streams_of_one_address_leave_some_to_others_and_silent_ones_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "IDLE_SECONDS", 0.5)
+    with (
+        in_process(tmp_path, held_max={Resource.STREAMS: 4}) as address,
+        contextlib.ExitStack() as stack,
+    ):
+        opened = [stack.enter_context(connected(address)) for _ in range(3)]
+        for sock in opened:
+            sock.sendall(UPGRADE)
+            assert sock.recv(12) == b"HTTP/1.1 101"
+        assert over_capacity(asked(address, UPGRADE))
+        assert asked(address, UPGRADE, HONEST)[0] == 101
+        assert all(map(is_closed, opened))
+        until(lambda: under_way(address, Resource.STREAMS) == 0)
 
 
 # -- bodies -----------------------------------------------------------------------------------------------------------
@@ -452,7 +471,6 @@ def closed_by_now(sock: socket.socket) -> bool:
 
 
 def test_readers_who_reset_what_they_upgrade_leave_no_traceback(tmp_path: Path) -> None:
-    upgrade = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
     others = [
         read_of(SMALL, 1),
         request("GET", "/v1/ring"),
@@ -463,7 +481,7 @@ def test_readers_who_reset_what_they_upgrade_leave_no_traceback(tmp_path: Path) 
         b"\x16\x03\x01\x02\x00",
     ]
     with Daemon(tmp_path / "data") as daemon:
-        for data in itertools.chain([upgrade] * 20, others * 5):
+        for data in itertools.chain([UPGRADE] * 20, others * 5):
             with socket.create_connection(daemon.address) as sock:
                 sock.settimeout(20)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -483,15 +501,6 @@ def test_a_hang_up_drains_a_daemon_as_sigterm_does(tmp_path: Path) -> None:
         assert "drains" in daemon.log
 
 
-def test_a_record_is_one_line_whatever_is_in_it() -> None:
-    evil = "a\n2026-01-01 00:00:00,000 ERROR quiver: forged\r\x1b[31m\u202e\x85\u2028"
-    record = logging.LogRecord("n", logging.WARNING, "f", 1, "a shard was not filled: %s", (BadRequest(evil),), None)
-    line = OneLine(FORMAT).format(record)
-    assert line.isprintable()
-    assert r"a\n2026" in line
-    assert r"\x1b[31m\u202e\x85\u2028" in line
-
-
 def test_a_traceback_does_not_begin_a_line_of_the_log() -> None:
     try:
         raise BadRequest("a\n2026-01-01 00:00:00,000 ERROR quiver: forged\x1b")
@@ -501,11 +510,6 @@ def test_a_traceback_does_not_begin_a_line_of_the_log() -> None:
     assert first.endswith("failed")
     assert len(rest) >= 3
     assert all(line.startswith("  ") and line.isprintable() for line in rest)
-
-
-def test_a_line_has_a_length() -> None:
-    record = logging.LogRecord("n", logging.WARNING, "f", 1, "x" * 10_000_000, (), None)
-    assert len(OneLine(FORMAT).format(record)) < LINE_CHARACTERS_MAX + 100
 
 
 def test_the_time_for_an_answer_is_longer_than_that_for_a_body() -> None:
