@@ -17,7 +17,7 @@ from quiver_client.columns import Columns, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
@@ -207,10 +207,10 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        if self.displaced:
-            raise RuntimeError("this pass was ended by another one: a loader is iterated by one loop at a time")
-        if self._batches is None:
+        if self._batches is None and not self.displaced:
             raise StopIteration
+        if self._batches is None or not self._order.is_current(self._epoch):
+            raise RuntimeError(DISPLACED)
         begun = time.monotonic()
         self._order.asked()
         try:

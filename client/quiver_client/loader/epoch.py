@@ -172,6 +172,10 @@ class Epoch:
         self._unread += np.bincount(shards, minlength=self._shard_count)
         return Drawn(number, self._rows[entries], early)
 
+    def rows(self, number: int) -> Ints:
+        """Return the samples of a batch that is on its way."""
+        return self._rows[self._under_way[number]]
+
     def fetched(self, number: int) -> None:
         """A batch's bytes are in memory: its shards are not needed for it any more."""
         shards = self._fetching.pop(number, None)

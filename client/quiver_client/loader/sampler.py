@@ -23,6 +23,7 @@ from quiver.digest import Digest
 from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
+from quiver_client.failure import failure
 from quiver_client.loader.arguments import job_of, lookahead_of, place_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
 from quiver_client.loader.history import History
@@ -41,6 +42,9 @@ LEASE_SECONDS: Final = 5.0  # several reports; so long a job that was suspended 
 REPORT_SECONDS: Final = (0.1, 1.0)
 SOON_BATCHES: Final = 64  # how far ahead residency is asked for where the order is fixed
 SOON_SHARDS: Final = 1024
+DISPLACED: Final = (
+    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+)
 
 
 class Waiting(NamedTuple):
@@ -215,10 +219,19 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             return epoch is not self._read or not epoch.pending or self._chosen(epoch) is not None
 
+    def is_current(self, epoch: Epoch) -> bool:
+        """Whether no other pass has begun since, and no state was loaded."""
+        return epoch is self._epoch
+
     def draw(self, epoch: Epoch) -> Drawn | None:
-        """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait."""
+        """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
+
+        Raises ``RuntimeError`` if it was displaced: by another pass, or by a state that was loaded meanwhile.
+        """
         while True:
             with self._lock:
+                if epoch is not self._epoch and epoch.pending:
+                    raise RuntimeError(DISPLACED)
                 if epoch is not self._read or not epoch.pending:
                     return None
                 entries = self._chosen(epoch)
@@ -235,6 +248,10 @@ class BatchSampler(Sampler[list[int]]):
             self._idle.asking = True
         if was_idle and self._watch is not None:
             self._watch.nudge()
+
+    def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
+        """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
+        return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
 
     def fetched(self, epoch: Epoch, number: int) -> None:
         with self._lock:
@@ -293,9 +310,18 @@ class BatchSampler(Sampler[list[int]]):
     def _order(self, number: int, done: Mask) -> Ints:
         if self._sampler is None:
             return self.deal.order(number, done)
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(number)
-        rows = np.fromiter(self._sampler, np.int64)
+        try:
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(number)
+            rows = np.fromiter(self._sampler, np.int64)
+        except StopIteration as error:  # of its __iter__: a loop around this one would take it for its own end
+            raise RuntimeError("sampler: it raised StopIteration where an iterator is wanted") from error
+        if isinstance(self._sampler, Sized) and len(rows) < len(self._sampler):
+            log.warning(
+                "sampler: it gave %d samples where its len() says %d; the epoch ends there",
+                len(rows),
+                len(self._sampler),
+            )
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.deal.samples:
             raise ValueError(f"sampler: it gives indices that the dataset's {self.deal.samples} samples do not have")
         given = np.zeros(self.deal.samples, bool)
