@@ -20,6 +20,7 @@ from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
+from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
@@ -54,6 +55,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Raises ``ValueError`` naming the argument for what cannot be, and what ``Dataset`` raises while reading.
     """
+
+    _is_accelerate_prepared = True  # Accelerator.prepare leaves it alone: each rank has its share already
+    end_of_dataloader = False  # read by Accelerate: the batch that was handed out is the pass's last
+    _warned_of_repeats = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
@@ -116,8 +121,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
-            order.deal.batch_size,  # an integer of torch's or numpy's is one too
-            sampler=cast(Any, sampler),
+            order.batch_size,  # an integer of torch's or numpy's is one too
+            sampler=cast(Any, Share(order) if sampler is None else sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
@@ -133,6 +138,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
         # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
         self._passing: weakref.ref[_Pass] | None = None
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the last batch Accelerate's ``gather_for_metrics`` is to keep; 0 for all of them."""
+        if not self._warned_of_repeats:
+            self._warned_of_repeats = True
+            warn_of_repeats(self.order.deal)
+        return 0
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch, which are as many in every rank."""
@@ -152,7 +165,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         else:
             keep_what_is_freed()
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
-        passing = _Pass(self.order, epoch, batches)
+        passing = _Pass(self.order, epoch, batches, GradientSync(self))
         self._passing = weakref.ref(passing)
         return passing
 
@@ -198,10 +211,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Pass:
     """The iterator that the training loop holds: counts a batch as consumed when it hands it out."""
 
-    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches) -> None:
-        self._order, self._epoch = order, epoch
+    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
+        self._order, self._epoch, self._sync = order, epoch, sync
         self.displaced = False
         self._batches: Batches | None = batches
+        sync.begin()
 
     def __iter__(self) -> _Pass:
         return self
@@ -217,9 +231,12 @@ class _Pass:
             number, batch = next(self._batches)
         except StopIteration:
             self._batches = None
+            self._sync.end()
             self._order.end(self._epoch)
             raise
         self._order.consumed(self._epoch, number, time.monotonic() - begun)
+        if self._epoch.finished:
+            self._sync.last()
         return batch
 
     def __len__(self) -> int:
@@ -233,6 +250,7 @@ class _Pass:
     def close(self, *, wait: bool = True) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
+            self._sync.end()
             self._order.abandon(self._epoch)
             batches.close(wait=wait)
 

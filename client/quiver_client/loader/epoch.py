@@ -48,6 +48,13 @@ class Deal:
         return dealt(order, self.rank, self.world_size, self.batch_size, drop_last=self.drop_last)
 
     @property
+    def share_samples(self) -> int:
+        """Samples of a rank's share of a whole epoch, which are as many for every rank."""
+        if self.drop_last:
+            return self.batches * self.batch_size
+        return ceil(self.samples / self.world_size)
+
+    @property
     def batches(self) -> int:
         """Batches of a whole epoch, which are as many for every rank."""
         if self.drop_last:
