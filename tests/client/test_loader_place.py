@@ -254,10 +254,23 @@ def test_a_loader_has_what_trainers_look_for(keys: Dataset) -> None:
     assert (share.rank, share.num_replicas, share.seed, share.shuffle, share.drop_last) == (1, 2, 3, True, True)
     assert (len(share), share.num_samples, share.total_size, share.dataset) == (72, 72, 144, keys)
     batches: Any = loader.batch_sampler
-    assert (batches.batch_size, batches.drop_last, list(batches.sampler)) == (8, True, list(share))
+    assert (loader.batch_size, loader.drop_last, list(batches.sampler)) == (8, True, list(share))
     share.set_epoch(4)  # as training scripts do it
     expected = sorted(share)
     assert (share.epoch, sorted(rows_of(keys, loader)), share.epoch) == (4, expected, 5)
     with pytest.raises(AttributeError, match="no_such"):
         share.no_such  # noqa: B018
     loader.close()
+
+
+def test_gathered_metrics_that_count_samples_twice_are_reported_once(
+    keys: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    even, uneven = (DataLoader(keys, 10, rank=0, world_size=world_size) for world_size in (3, 4))
+    for loader in (even, uneven, uneven):
+        assert loader.remainder == 0
+        loader.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has as many; give the loader"
+        " drop_last=True, or tell samples apart by __key__"
+    ]

@@ -338,6 +338,8 @@ def test_a_pass_of_which_nothing_was_handed_out_is_begun_again(keys: Dataset, wo
     state = loader.state_dict()
     loader.load_state_dict(state)
     iter(loader)
+    loader.set_epoch(0)
+    iter(loader)
     assert loader.state_dict() == state
     assert got + take(loader) == permutation(SAMPLES, 0, 0).tolist()
     at_end = DataLoader(keys, 10, shuffle=True, substitute=False, num_workers=workers)
@@ -347,6 +349,7 @@ def test_a_pass_of_which_nothing_was_handed_out_is_begun_again(keys: Dataset, wo
     loader.load_state_dict(at_end.state_dict())
     for _ in range(2):
         iter(loader)
+    loader.set_epoch(1)
     assert take(loader) == permutation(SAMPLES, 0, 1).tolist()
     loader.close()
     at_end.close()

@@ -27,6 +27,8 @@ for epoch in range(2):
         seen += rows(batch)
         gathered += accelerator.gather_for_metrics(torch.tensor(rows(batch))).tolist()
     epochs.append([seen, synchronised, gathered])
+for batch in loader:
+    break
 answer([epochs, len(loader), loader.batch_size, len(loader.sampler), loader.sampler.num_replicas, loader.sampler.rank,
         accelerator.gradient_state.in_dataloader])
 accelerator.end_training()

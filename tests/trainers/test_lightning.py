@@ -38,13 +38,15 @@ def test_two_devices_share_an_epoch_of_a_loader_made_before_fit(ranks: Ranks) ->
     text = """
 loader, module = DataLoader(dataset, 16, shuffle=True), Module()
 assert len(loader) == 10  # nobody has said yet that there are two
-trainer(max_epochs=2).fit(module, loader)
-answer([epoch(module, 0), epoch(module, 1), len(loader)])
+trainer(max_epochs=2, use_distributed_sampler=False).fit(module, loader)
+second = Module()
+trainer(max_epochs=1).fit(second, DataLoader(dataset, 16, shuffle=True))
+answer([epoch(module, 0), epoch(module, 1), epoch(second, 0), len(loader)])
 """
     answers = ranks(BEGIN + text + END)
-    for number in range(2):
+    for number in range(3):
         assert sorted(answers[0][number] + answers[1][number]) == list(range(SAMPLES))
-    assert [each[2] for each in answers] == [5, 5]
+    assert [each[3] for each in answers] == [5, 5]
 
 
 def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_and_one_in_the_middle_is_refused(ranks: Ranks) -> None:

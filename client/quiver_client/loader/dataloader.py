@@ -47,9 +47,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ``False``: the order is the seeded permutation, bit for bit, as it is without ``shuffle`` or with a ``sampler``.
     ``lookahead``: from how many pending samples a batch may choose; ``"auto"``: from the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
-    torchrun's; every rank gets as many samples as any other, by repeating a few or, with ``drop_last``, by leaving out
-    a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the same in all ranks: a job that
-    starts again under its name takes the place of what it was, whose lease ran on otherwise.
+    torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
+    or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the
+    same in all ranks: a job that starts again under its name takes the place of what it was, whose lease ran on
+    otherwise.
     ``ledger``: a file to record the order in; ``replay``: such a file, whose order is taken again whatever the cache
     holds. With several ranks each has its own, with ``.<rank>`` added to the name.
 
@@ -88,7 +89,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **stock: Any,
     ) -> None:
         if batch_sampler is not None:
-            raise ValueError("batch_sampler: this loader decides itself what makes a batch; give batch_size")
+            raise ValueError(
+                "batch_sampler: this loader decides itself what makes a batch; give batch_size. Where a trainer puts in"
+                " a batch sampler of its own (Lightning's predict does), give it torch's DataLoader over the dataset"
+            )
         if batch_size is None:
             raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
         if sampler is not None and shuffle:
@@ -121,7 +125,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
-            order.batch_size,  # an integer of torch's or numpy's is one too
+            order.deal.batch_size,  # an integer of torch's or numpy's is one too
             sampler=cast(Any, Share(order) if sampler is None else sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -180,7 +184,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass go on where ``state`` was taken, with any number of workers.
 
-        The state of one rank of several goes to the same rank of as many; ``merge_states`` makes one for any number.
+        The state of one rank of several goes to the same rank of as many (from an epoch's end, to any rank);
+        ``merge_states`` makes one for any number. Where a ``sampler`` gives the order each rank loads its own.
         Raises ``ValueError`` with the reason if it is of another dataset, seed or version.
         """
         self.order.load_state_dict(state)

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from quiver.substitution import Ints, Mask
-from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.epoch import Deal, Epoch
 from quiver_client.loader.state import State, of_sampler, rest_of
 
 log = logging.getLogger("quiver_client")
@@ -28,11 +28,11 @@ class GivenOrder:
         self._samples = samples
         self._has_all = False  # it gave each sample once
 
-    def batches(self, batch_size: int, *, drop_last: bool) -> int | None:
+    def batches(self, deal: Deal) -> int | None:
         """Return the batches of an epoch, as far as the sampler says how long it is."""
         if not isinstance(self.sampler, Sized):
             return None
-        return len(self.sampler) // batch_size if drop_last else -(-len(self.sampler) // batch_size)
+        return len(self.sampler) // deal.batch_size if deal.drop_last else -(-len(self.sampler) // deal.batch_size)
 
     def rows(self, epoch: int, done: Mask, resume: State | None) -> Ints:
         """Return the samples of an epoch, in order: what a state has left, or else all but those ``done``."""

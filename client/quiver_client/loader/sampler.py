@@ -141,16 +141,11 @@ class BatchSampler(Sampler[list[int]]):
         return replace(self._deal, rank=rank, world_size=world_size)
 
     @property
-    def batch_size(self) -> int:
-        return self._deal.batch_size
-
-    @property
-    def drop_last(self) -> bool:
-        return self._deal.drop_last
-
-    @property
     def sampler(self) -> Iterable[int]:
-        """The sampler that was given, or the rank's share as one."""
+        """The sampler that was given, or the rank's share as one.
+
+        There is no ``batch_size`` and no ``drop_last`` beside it: Lightning would make another order of them.
+        """
         return Share(self) if self._given is None else self._given.sampler
 
     @property
@@ -159,7 +154,7 @@ class BatchSampler(Sampler[list[int]]):
         return self._epoch.number if self._epoch is not None else self._next_epoch
 
     def __len__(self) -> int:
-        batches = self._given.batches(self.batch_size, drop_last=self.drop_last) if self._given is not None else None
+        batches = self._given.batches(self._deal) if self._given is not None else None
         return self.deal.batches if batches is None else batches
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -186,6 +181,8 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             self._next_epoch, self._named = whole("epoch", epoch, 0), True
             if self._epoch is not None and self._read is None:
+                if not self._touched and self._epoch.number == epoch:
+                    self._resume = self._begun_from
                 self._drop()  # a pass that was broken off: it is not gone on with
             if self._resume is not None and self._resume["epoch"] != epoch:
                 self._resume = None
@@ -233,8 +230,9 @@ class BatchSampler(Sampler[list[int]]):
         """Begin the next epoch, or what was left of a resumed one."""
         with self._lock:
             self._settle()
-            if self._epoch is not None and not self._touched and not self._named:
-                self._next_epoch, self._resume = self._epoch.number, self._begun_from  # nothing of it was handed out
+            untouched = self._epoch if not self._touched else None
+            if untouched is not None and (not self._named or self._next_epoch == untouched.number):
+                self._next_epoch, self._resume = untouched.number, self._begun_from  # nothing of it was handed out
             resume, named = self._resume, self._named
             resume = self._fitted(resume) if resume is not None else None
             self._drop()
