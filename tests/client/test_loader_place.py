@@ -75,6 +75,17 @@ def test_a_rank_that_changed_since_the_first_pass_is_refused(keys: Dataset, grou
     loader.close()
 
 
+def test_a_ledger_is_named_by_the_rank_that_the_first_pass_takes(keys: Dataset, group: Group, tmp_path: Path) -> None:
+    loader = DataLoader(keys, 10, shuffle=True, ledger=str(tmp_path / "run.ledger"))
+    group(1, 2)
+    rows = rows_of(keys, loader)
+    loader.close()
+    again = DataLoader(keys, 10, shuffle=True, replay=str(tmp_path / "run.ledger"))
+    assert rows_of(keys, again) == rows
+    assert [each.name for each in tmp_path.glob("run.ledger*")] == ["run.ledger.1"]
+    again.close()
+
+
 @pytest.mark.parametrize("how", ["arguments", "sampler"])
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 2), (0, 4)])
 def test_a_given_rank_that_the_process_group_contradicts_is_refused(
