@@ -21,6 +21,7 @@ from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
 from quiver_client.config import parse_cache
 from quiver_client.delivery import Delivery, Verify
+from quiver_client.failure import failure
 from quiver_client.fetched import open_manifest
 from quiver_client.needs.base import Exchange
 from quiver_client.session import Session
@@ -42,7 +43,8 @@ class Dataset(TorchDataset[Any]):
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
-    sample; ``Unavailable`` if neither cache nor origin answers.
+    sample; ``Unavailable`` if neither cache nor origin answers. ``StopIteration`` and ``IndexError`` of a ``transform``
+    become a ``RuntimeError`` that names the sample: a loop would take them for the end of the dataset.
     """
 
     def __init__(
@@ -85,7 +87,19 @@ class Dataset(TorchDataset[Any]):
         one that overrides this method, or a ``transform``, is asked once.
         """
         alone = self._makes_samples() and type(self).__getitems__ is Dataset.__getitems__
-        return [self[int(index)] for index in indices] if alone else self._batch(indices)
+        return [self._alone(int(index)) for index in indices] if alone else self._batch(indices)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all samples, in the order of the manifest.
+
+        Without this Python would iterate by ``__getitem__`` until an ``IndexError``, whoever raised it.
+        """
+        for index in range(len(self)):
+            yield self._alone(index)
+
+    def __reversed__(self) -> Iterator[Any]:
+        for index in range(len(self) - 1, -1, -1):
+            yield self._alone(index)
 
     def __repr__(self) -> str:
         return f"Dataset({str(self._path)!r}, {len(self)} samples, cache={self._cache})"
@@ -169,7 +183,22 @@ class Dataset(TorchDataset[Any]):
         if not len(rows):
             return []
         samples = self._samples(rows, self.read(rows))
-        return list(samples if self._transform is None else map(self._transform, samples))
+        if self._transform is None:
+            return list(samples)
+        transform, out = self._transform, []
+        for row, sample in zip(rows, samples, strict=True):
+            try:
+                out.append(transform(sample))
+            except (StopIteration, IndexError) as error:  # from here on these would say that there are no more samples
+                raise failure("transform", error, self.manifest, [int(row)]) from error
+        return out
+
+    def _alone(self, index: int) -> Any:
+        """Return a sample that may be made by a subclass."""
+        try:
+            return self[index]
+        except StopIteration as error:
+            raise failure(f"{type(self).__name__}.__getitem__", error, self.manifest, [index]) from error
 
     def _choose(self, fields: Sequence[str] | None) -> None:
         header = self.manifest.header

@@ -326,12 +326,33 @@ def test_a_samplers_order_is_resumed_by_sample(keys: Dataset) -> None:
     got += take(loader, 2)
     loader.load_state_dict(through_a_file(loader.state_dict()))
     assert got + take(loader) == chosen
-    twice = DataLoader(keys, 2, sampler=[1, 1, 2])
-    next(iter(twice))
-    with pytest.raises(ValueError, match=r"^sampler: .*more than once"):
-        twice.state_dict()
     loader.close()
-    twice.close()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pass_of_which_nothing_was_handed_out_is_begun_again(keys: Dataset, workers: int) -> None:
+    """Trainers make an iterator to look at it, and then the one that they read."""
+    loader = DataLoader(keys, 10, shuffle=True, substitute=False, num_workers=workers)
+    iter(loader)
+    got = take(loader, 4)
+    state = loader.state_dict()
+    loader.load_state_dict(state)
+    iter(loader)
+    loader.set_epoch(0)
+    iter(loader)
+    assert loader.state_dict() == state
+    assert got + take(loader) == permutation(SAMPLES, 0, 0).tolist()
+    at_end = DataLoader(keys, 10, shuffle=True, substitute=False, num_workers=workers)
+    batches = iter(at_end)
+    for _ in range(15):
+        next(batches)
+    loader.load_state_dict(at_end.state_dict())
+    for _ in range(2):
+        iter(loader)
+    loader.set_epoch(1)
+    assert take(loader) == permutation(SAMPLES, 0, 1).tolist()
+    loader.close()
+    at_end.close()
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

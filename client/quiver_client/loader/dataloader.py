@@ -17,9 +17,10 @@ from quiver_client.columns import Columns, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
+from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
@@ -46,14 +47,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ``False``: the order is the seeded permutation, bit for bit, as it is without ``shuffle`` or with a ``sampler``.
     ``lookahead``: from how many pending samples a batch may choose; ``"auto"``: from the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
-    torchrun's; every rank gets as many samples as any other, by repeating a few or, with ``drop_last``, by leaving out
-    a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the same in all ranks: a job that
-    starts again under its name takes the place of what it was, whose lease ran on otherwise.
+    torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
+    or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the
+    same in all ranks: a job that starts again under its name takes the place of what it was, whose lease ran on
+    otherwise.
     ``ledger``: a file to record the order in; ``replay``: such a file, whose order is taken again whatever the cache
     holds. With several ranks each has its own, with ``.<rank>`` added to the name.
 
     Raises ``ValueError`` naming the argument for what cannot be, and what ``Dataset`` raises while reading.
     """
+
+    _is_accelerate_prepared = True  # Accelerator.prepare leaves it alone: each rank has its share already
+    end_of_dataloader = False  # read by Accelerate: the batch that was handed out is the pass's last
+    _warned_of_repeats = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
@@ -83,7 +89,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         **stock: Any,
     ) -> None:
         if batch_sampler is not None:
-            raise ValueError("batch_sampler: this loader decides itself what makes a batch; give batch_size")
+            raise ValueError(
+                "batch_sampler: this loader decides itself what makes a batch; give batch_size. Where a trainer puts in"
+                " a batch sampler of its own (Lightning's predict does), give it torch's DataLoader over the dataset"
+            )
         if batch_size is None:
             raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
         if sampler is not None and shuffle:
@@ -117,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         super().__init__(
             dataset,
             order.deal.batch_size,  # an integer of torch's or numpy's is one too
-            sampler=cast(Any, sampler),
+            sampler=cast(Any, Share(order) if sampler is None else sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
@@ -133,6 +142,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
         # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
         self._passing: weakref.ref[_Pass] | None = None
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the last batch Accelerate's ``gather_for_metrics`` is to keep; 0 for all of them."""
+        if not self._warned_of_repeats:
+            self._warned_of_repeats = True
+            warn_of_repeats(self.order.deal)
+        return 0
 
     def __len__(self) -> int:
         """Return the batches of a whole epoch, which are as many in every rank."""
@@ -152,7 +169,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         else:
             keep_what_is_freed()
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
-        passing = _Pass(self.order, epoch, batches)
+        passing = _Pass(self.order, epoch, batches, GradientSync(self))
         self._passing = weakref.ref(passing)
         return passing
 
@@ -167,7 +184,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass go on where ``state`` was taken, with any number of workers.
 
-        The state of one rank of several goes to the same rank of as many; ``merge_states`` makes one for any number.
+        The state of one rank of several goes to the same rank of as many (from an epoch's end, to any rank);
+        ``merge_states`` makes one for any number. Where a ``sampler`` gives the order each rank loads its own.
         Raises ``ValueError`` with the reason if it is of another dataset, seed or version.
         """
         self.order.load_state_dict(state)
@@ -198,28 +216,32 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Pass:
     """The iterator that the training loop holds: counts a batch as consumed when it hands it out."""
 
-    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches) -> None:
-        self._order, self._epoch = order, epoch
+    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
+        self._order, self._epoch, self._sync = order, epoch, sync
         self.displaced = False
         self._batches: Batches | None = batches
+        sync.begin()
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
-        if self.displaced:
-            raise RuntimeError("this pass was ended by another one: a loader is iterated by one loop at a time")
-        if self._batches is None:
+        if self._batches is None and not self.displaced:
             raise StopIteration
+        if self._batches is None or not self._order.is_current(self._epoch):
+            raise RuntimeError(DISPLACED)
         begun = time.monotonic()
         self._order.asked()
         try:
             number, batch = next(self._batches)
         except StopIteration:
             self._batches = None
+            self._sync.end()
             self._order.end(self._epoch)
             raise
         self._order.consumed(self._epoch, number, time.monotonic() - begun)
+        if self._epoch.finished:
+            self._sync.last()
         return batch
 
     def __len__(self) -> int:
@@ -233,6 +255,7 @@ class _Pass:
     def close(self, *, wait: bool = True) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
+            self._sync.end()
             self._order.abandon(self._epoch)
             batches.close(wait=wait)
 

@@ -48,6 +48,13 @@ class Deal:
         return dealt(order, self.rank, self.world_size, self.batch_size, drop_last=self.drop_last)
 
     @property
+    def share_samples(self) -> int:
+        """Samples of a rank's share of a whole epoch, which are as many for every rank."""
+        if self.drop_last:
+            return self.batches * self.batch_size
+        return ceil(self.samples / self.world_size)
+
+    @property
     def batches(self) -> int:
         """Batches of a whole epoch, which are as many for every rank."""
         if self.drop_last:
@@ -171,6 +178,10 @@ class Epoch:
         self._fetching[number] = shards
         self._unread += np.bincount(shards, minlength=self._shard_count)
         return Drawn(number, self._rows[entries], early)
+
+    def rows(self, number: int) -> Ints:
+        """Return the samples of a batch that is on its way."""
+        return self._rows[self._under_way[number]]
 
     def fetched(self, number: int) -> None:
         """A batch's bytes are in memory: its shards are not needed for it any more."""

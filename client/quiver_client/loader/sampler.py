@@ -8,11 +8,13 @@ What is drawn depends on what is resident; what is saved depends on what was con
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import blake3
@@ -23,13 +25,17 @@ from quiver.digest import Digest
 from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
+from quiver_client.failure import failure
 from quiver_client.loader.agreement import compare_manifests
-from quiver_client.loader.arguments import job_of, lookahead_of, place_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
+from quiver_client.loader.given import GivenOrder, place_given
 from quiver_client.loader.history import History
 from quiver_client.loader.labels import LabelWatch
 from quiver_client.loader.pace import Idle, Pace
-from quiver_client.loader.state import State, fitted, make_state, unpack
+from quiver_client.loader.place import Place
+from quiver_client.loader.state import State, belonging, fitted, make_state, unpack
+from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.needs.watch import Watch
 
 log = logging.getLogger("quiver_client")
@@ -42,6 +48,9 @@ LEASE_SECONDS: Final = 5.0  # several reports; so long a job that was suspended 
 REPORT_SECONDS: Final = (0.1, 1.0)
 SOON_BATCHES: Final = 64  # how far ahead residency is asked for where the order is fixed
 SOON_SHARDS: Final = 1024
+DISPLACED: Final = (
+    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+)
 
 
 class Waiting(NamedTuple):
@@ -79,34 +88,36 @@ class BatchSampler(Sampler[list[int]]):
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: a quiver_client.Dataset is wanted, not {type(dataset).__name__}")
-        rank, world_size = place_of(rank, world_size)
-        self._consumer = _consumer(job_of(job), rank, dataset.manifest.digest)
-        if sampler is not None:  # its order is its own, and it has dealt the ranks' shares already
-            rank, world_size = 0, 1
+        self._place = Place(*place_given(sampler, rank, world_size))
+        self._name = _name(job_of(job), dataset.manifest.digest)
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it is about orders that a seed gives, and a sampler's is its own")
         self.dataset = dataset
-        self.deal = Deal(
+        self._given = GivenOrder(sampler, len(dataset)) if sampler is not None else None
+        self._deal = Deal(
             samples=len(dataset),
             seed=whole("seed", seed, 0),
             shuffle=bool(shuffle),
-            rank=rank,
-            world_size=world_size,
+            rank=0,
+            world_size=1,
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
         )
-        self._sampler = sampler
-        self.substitute = bool(substitute) and self.deal.shuffle and sampler is None and replay is None
+        self.substitute = bool(substitute) and self._deal.shuffle and sampler is None and replay is None
         self._lookahead = lookahead_of(lookahead)
-        self._history = History(dataset.manifest.digest, self.deal, ledger, replay)
-        self._labels = LabelWatch(dataset) if self.deal.shuffle else None
+        self._deal = self.deal
+        self._files = ledger, replay
+        self._history = History(dataset.manifest.digest, self._deal, ledger, replay)
+        self._labels = LabelWatch(dataset) if self._deal.shuffle else None
         self._lock = threading.RLock()
         self._next_epoch = 0
         self._resume: State | None = None
         self._resumed = False  # this run goes on with another, and with its ledger
         self._named = False  # the next epoch's number was given by the user
         self._epoch: Epoch | None = None
+        self._begun_from: State | None = None  # the state that this pass went on from
+        self._touched = False  # something of this pass was handed out
         self._done: Mask = np.zeros(0, bool)
         self._behind: Mask = self._done  # and what was consumed since
         self._left_out: Ints = np.zeros(0, np.int64)  # by drop_last
@@ -116,18 +127,40 @@ class BatchSampler(Sampler[list[int]]):
         self._idle = Idle()
         self._waiting: Waiting | None = None
         self._read: Epoch | None = None  # the pass that somebody reads: its needs are reported
-        self._repeats = False
         self._layout = Layout.of(dataset.manifest)
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
 
+    @property
+    def deal(self) -> Deal:
+        """What the shares follow from; before the first pass, as they would be if it began now."""
+        if self._given is not None:  # it has dealt them already, and its order is its own
+            return self._deal
+        rank, world_size = self._place.current
+        if (rank, world_size) == (self._deal.rank, self._deal.world_size):
+            return self._deal
+        return replace(self._deal, rank=rank, world_size=world_size)
+
+    @property
+    def sampler(self) -> Iterable[int]:
+        """The sampler that was given, or the rank's share as one.
+
+        There is no ``batch_size`` and no ``drop_last`` beside it: Lightning would make another order of them.
+        """
+        return Share(self) if self._given is None else self._given.sampler
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is read, or else of the next one."""
+        return self._epoch.number if self._epoch is not None else self._next_epoch
+
     def __len__(self) -> int:
-        if self._sampler is not None and isinstance(self._sampler, Sized):
-            count, size = len(self._sampler), self.deal.batch_size
-            return count // size if self.deal.drop_last else -(-count // size)
-        return self.deal.batches
+        batches = self._given.batches(self._deal) if self._given is not None else None
+        return self.deal.batches if batches is None else batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        known = self._named or not self._deal.shuffle
+        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=known)
         epoch = self.begin()
         try:
             while True:
@@ -149,6 +182,8 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             self._next_epoch, self._named = whole("epoch", epoch, 0), True
             if self._epoch is not None and self._read is None:
+                if not self._touched and self._epoch.number == epoch:
+                    self._resume = self._begun_from
                 self._drop()  # a pass that was broken off: it is not gone on with
             if self._resume is not None and self._resume["epoch"] != epoch:
                 self._resume = None
@@ -160,19 +195,21 @@ class BatchSampler(Sampler[list[int]]):
                 return self._resume or self._state(self._next_epoch, 0, self._done[:0], self._done[:0])
             epoch = self._epoch
             self._history.flush()
-            if self._repeats:
-                raise ValueError("sampler: it gives a sample more than once, so what is left of it cannot be saved")
-            # A sampler's next order may be another, so entries of this one mean nothing. And one rank alone can do
-            # with less: it is ``merge_states`` of its own state, kept up to date.
+            if self._given is not None:
+                return self._given_state(self._given, epoch)
+            # One rank alone can do with less: it is ``merge_states`` of its own state, kept up to date.
             anew = self._done.any() or (epoch.skipped and self._history.writing)
-            if self._sampler is not None or (self.deal.world_size == 1 and anew):
+            if self._deal.world_size == 1 and anew:
                 return self._state(epoch.number, 0, self._behind, self._done[:0])
             return self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken. Raises ``ValueError`` with the reason if it is of something else."""
-        fitting = fitted(state, str(self.dataset.manifest.digest), self.deal)
         with self._lock:
+            # What rank this is may not be said yet: then the first pass says whether the state is its own.
+            belongs = belonging(state, str(self.dataset.manifest.digest), self._deal)
+            foreign = belongs.get("sampler") and self._given is None
+            fitting = self._fitted(belongs) if self._place.is_known or foreign else belongs
             self._drop()
             self._resume, self._resumed = fitting, True
             self._next_epoch, self._named = state["epoch"], False
@@ -193,11 +230,18 @@ class BatchSampler(Sampler[list[int]]):
     def begin(self) -> Epoch:
         """Begin the next epoch, or what was left of a resumed one."""
         with self._lock:
-            self._drop()
+            self._settle()
+            untouched = self._epoch if not self._touched else None
+            if untouched is not None and (not self._named or self._next_epoch == untouched.number):
+                self._next_epoch, self._resume = untouched.number, self._begun_from  # nothing of it was handed out
             resume, named = self._resume, self._named
+            resume = self._fitted(resume) if resume is not None else None
+            self._drop()
             epoch = self._dealt(self._next_epoch, resume)
             if resume is not None and not named and epoch.finished:
-                epoch = self._dealt(self._next_epoch + 1, None)  # the state was taken at an epoch's very end
+                resume = None  # the state was taken at an epoch's very end
+                epoch = self._dealt(self._next_epoch + 1, None)
+            self._begun_from, self._touched = resume, False
             self._resume, self._named = None, False
             self._epoch = self._read = epoch
             self._next_epoch = epoch.number + 1
@@ -217,10 +261,19 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             return epoch is not self._read or not epoch.pending or self._chosen(epoch) is not None
 
+    def is_current(self, epoch: Epoch) -> bool:
+        """Whether no other pass has begun since, and no state was loaded."""
+        return epoch is self._epoch
+
     def draw(self, epoch: Epoch) -> Drawn | None:
-        """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait."""
+        """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
+
+        Raises ``RuntimeError`` if it was displaced: by another pass, or by a state that was loaded meanwhile.
+        """
         while True:
             with self._lock:
+                if epoch is not self._epoch and epoch.pending:
+                    raise RuntimeError(DISPLACED)
                 if epoch is not self._read or not epoch.pending:
                     return None
                 entries = self._chosen(epoch)
@@ -238,6 +291,10 @@ class BatchSampler(Sampler[list[int]]):
         if was_idle and self._watch is not None:
             self._watch.nudge()
 
+    def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
+        """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
+        return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
+
     def fetched(self, epoch: Epoch, number: int) -> None:
         with self._lock:
             epoch.fetched(number)
@@ -250,6 +307,7 @@ class BatchSampler(Sampler[list[int]]):
             self._idle.consumed(time.monotonic())
             self._pace.consumed(self._layout.bytes(rows), waited_seconds)
             if epoch is self._epoch:
+                self._touched = True
                 self._behind[rows] = True
                 self._behind[self._left_out] = True
         if self._labels is not None:
@@ -271,18 +329,39 @@ class BatchSampler(Sampler[list[int]]):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _consumer(self) -> bytes:
+        """The name under which this rank reports what it needs."""
+        return blake3.blake3(f"{self._name}\0{self._place.current[0]}".encode()).digest(CONSUMER_BYTES)
+
+    def _settle(self) -> None:
+        """Take the rank that this process has now, for good. Whatever ranks have to agree on is compared here."""
+        self._place.settle()
+        deal = self.deal
+        if deal != self._deal:
+            self._deal = deal
+            self._history = History(self.dataset.manifest.digest, deal, *self._files)
+
+    def _fitted(self, state: State) -> State:
+        deal = self.deal
+        if self._given is not None:
+            rank, world_size = self._place.current
+            deal = replace(deal, rank=rank, world_size=world_size)
+        return fitted(state, str(self.dataset.manifest.digest), deal, sampler=self._given is not None)
+
     def _drop(self) -> None:
         self._epoch = self._read = None
         self._done = np.zeros(0, bool)
         self._history.flush()
 
     def _dealt(self, number: int, resume: State | None) -> Epoch:
-        samples = self.deal.samples
+        samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
-        share, left_out = self.deal.share(self._order(number, done))
+        order = self._deal.order(number, done) if self._given is None else self._given.rows(number, done, resume)
+        share, left_out = self._deal.share(order)
         own = unpack(resume["own"], len(share)) if resume is not None else None
         self._done, self._behind = done, done.copy()
-        self._left_out = left_out if self._sampler is None else left_out[:0]
+        self._left_out = left_out if self._given is None else left_out[:0]
         if own is not None and own.any():
             self._behind[share[own]] = True
             self._behind[self._left_out] = True
@@ -292,21 +371,14 @@ class BatchSampler(Sampler[list[int]]):
             log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
         return Epoch(number, share, self._layout, own=own, batches=batches, replayed=replayed)
 
-    def _order(self, number: int, done: Mask) -> Ints:
-        if self._sampler is None:
-            return self.deal.order(number, done)
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(number)
-        rows = np.fromiter(self._sampler, np.int64)
-        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.deal.samples:
-            raise ValueError(f"sampler: it gives indices that the dataset's {self.deal.samples} samples do not have")
-        given = np.zeros(self.deal.samples, bool)
-        given[rows] = True
-        self._repeats = int(np.count_nonzero(given)) < len(rows)
-        return rows[~done[rows]]
-
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
         return make_state(str(self.dataset.manifest.digest), self.deal, epoch, batches, done, own)
+
+    def _given_state(self, given: GivenOrder, epoch: Epoch) -> State:
+        rank, world_size = self._place.current
+        done = np.ones_like(self._behind) if epoch.finished else self._behind
+        state = self._state(epoch.number, 0, done, self._done[:0])
+        return given.state({**state, "rank": rank, "world_size": world_size}, epoch)
 
     def _view(self) -> View | None:
         return self._watch.view if self.substitute and self._watch is not None else None
@@ -314,24 +386,24 @@ class BatchSampler(Sampler[list[int]]):
     def _chosen(self, epoch: Epoch) -> Ints | None:
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
         view = self._view()
-        entries = epoch.choose(self.deal.batch_size, view, self._lookahead)
+        entries = epoch.choose(self._deal.batch_size, view, self._lookahead)
         if entries is not None:
             return entries
         assert view is not None
         assert self._watch is not None
         # With a lookahead what is missing was asked for in time, or there is no room for it: no wait brings it.
         if self._lookahead is not None or epoch.order.is_hopeless(view):
-            return epoch.completed(self.deal.batch_size, view, self._lookahead)
+            return epoch.completed(self._deal.batch_size, view, self._lookahead)
         now, usable = time.monotonic(), int(epoch.order.left[view.resident].sum())
         if self._waiting is None:
             self._waiting = Waiting(now, now, usable)
             self._watch.nudge()
         elif now - self._waiting.began >= PATIENCE_SECONDS_MAX:
-            return epoch.completed(self.deal.batch_size, view, self._lookahead)
+            return epoch.completed(self._deal.batch_size, view, self._lookahead)
         elif usable > self._waiting.usable:
             self._waiting = Waiting(self._waiting.began, now, usable)
         elif now - self._waiting.since >= self._patience:
-            return epoch.completed(self.deal.batch_size, view, self._lookahead)
+            return epoch.completed(self._deal.batch_size, view, self._lookahead)
         return None
 
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
@@ -384,7 +456,7 @@ class BatchSampler(Sampler[list[int]]):
         return report, least / 2 if starving else min(max(shard_seconds / 2, least), most)
 
     def _soon(self, epoch: Epoch, view: View | None) -> tuple[int, ...]:
-        shards = epoch.soon(self._lookahead or SOON_BATCHES * self.deal.batch_size)
+        shards = epoch.soon(self._lookahead or SOON_BATCHES * self._deal.batch_size)
         if view is not None:
             shards = [shard for shard in shards if not view.resident[shard]]
         return tuple(shards[:SOON_SHARDS])
@@ -393,11 +465,11 @@ class BatchSampler(Sampler[list[int]]):
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _consumer(job: str, rank: int, dataset: Digest) -> bytes:
-    """Return the name under which a rank reports: a job that starts again takes the place of what it was.
+def _name(job: str, dataset: Digest) -> str:
+    """Return the name that a loader's ranks share: a job that starts again takes the place of what it was.
 
     A job may read several datasets, and one of them by several loaders: which is which, their order says.
     """
-    name = f"{job}\0{rank}\0{dataset}"
+    name = f"{job}\0{dataset}"
     _made[name] += 1
-    return blake3.blake3(f"{name}\0{_made[name]}".encode()).digest(CONSUMER_BYTES)
+    return f"{name}\0{_made[name]}"

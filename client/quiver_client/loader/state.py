@@ -3,6 +3,8 @@
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
     done    a bit a sample: behind already when the shares were dealt; None for none
     own     a bit an entry of this rank's share: consumed since, in ``batches`` batches; None for none
+    sampler True where the order is a sampler's, and missing elsewhere; it is this rank's own then, and never joined
+    rest    what such an order has left, as numbers of 8 bytes; missing where the sampler gives each sample once
 
 The states of several ranks are joined by ``merge_states``: what is consumed then is all ``done``, and what remains is
 dealt out anew. With one rank that needs nobody else. Bits are packed, the first the highest. No empty bytes are among
@@ -16,7 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from quiver.substitution import Mask
+from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal
 
 VERSION: Final = 1
@@ -29,8 +31,16 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
     "drop_last": bool,
 }
 _BITS: Final = ("done", "own")
+_REST: Final = np.dtype("<i8")
 _SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
+
+
+ONE_RANKS: Final = (
+    "A trainer that keeps rank 0's state alone, as Lightning does, can resume several ranks from the end of an epoch"
+    " and not from its middle: save checkpoints at the end, or save merge_states of what"
+    " torch.distributed.all_gather_object gathers of loader.state_dict(), and give that to load_state_dict"
+)
 
 
 def pack(mask: Mask) -> bytes | None:
@@ -69,8 +79,18 @@ def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, o
     }
 
 
-def fitted(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
-    """Return the state as the loader of this deal goes on from it. Raises ``ValueError`` saying what does not fit."""
+def of_sampler(state: State, rest: Ints | None) -> State:
+    """Return the state of an order that is a sampler's, of which ``rest`` is left; ``None``: what is not done."""
+    return {**state, "sampler": True} | ({"rest": rest.astype(_REST).tobytes()} if rest is not None else {})
+
+
+def rest_of(state: Mapping[str, Any]) -> Ints | None:
+    """Return what is left of a sampler's order, if the state has it."""
+    return np.frombuffer(state["rest"], _REST).astype(np.int64) if "rest" in state else None
+
+
+def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
+    """Return the state, checked, if it is of this dataset and order, whatever its rank. Raises ``ValueError``."""
     state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
@@ -81,16 +101,41 @@ def fitted(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
             )
     if state["own"]:
         unpack(state["own"], len(_share(state)))
-    for name in _SAME_SHARE if state["own"] else ():
+    return state
+
+
+def fitted(state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool = False) -> State:
+    """Return the state as the loader of this deal goes on from it. Raises ``ValueError`` saying what does not fit."""
+    state = belonging(state, dataset, deal)
+    ours = {name: getattr(deal, name) for name in _SAME_SHARE}
+    if state.get("sampler"):
+        return _fitted_sampler(state, ours, sampler=sampler)
+    different = [name for name in _SAME_SHARE if state[name] != ours[name]] if state["own"] else []
+    if different == ["rank"] and unpack(state["own"], len(_share(state))).all():
+        # An epoch's end is the same in all ranks, and the state of one is what most trainers keep.
+        return {**state, **ours}  # each rank's share has as many entries
+    if different and state["world_size"] > 1:
+        name = different[0]
+        raise ValueError(
+            f"state: it is one rank's, with {name}={state[name]}, and this loader has {name}={ours[name]};"
+            " join the states of all ranks with merge_states first. " + ONE_RANKS
+        )
+    if different or (sampler and state["own"]):
+        state = merge_states([state])
+    return {**state, **ours}
+
+
+def _fitted_sampler(state: State, ours: Mapping[str, Any], *, sampler: bool) -> State:
+    if not sampler and (state["world_size"] > 1 or "rest" in state):
+        raise ValueError("state: its order is a sampler's; give the loader the same sampler")
+    for name in ("world_size", "rank"):
         if state[name] != ours[name]:
-            if state["world_size"] > 1:
-                raise ValueError(
-                    f"state: it is one rank's, with {name}={state[name]}, and this loader has {name}={ours[name]};"
-                    " join the states of all ranks with merge_states first"
-                )
-            state = merge_states([state])
-            break
-    return {**state, **{name: ours[name] for name in _SAME_SHARE}}
+            raise ValueError(
+                f"state: it is of a sampler's order in one rank, with {name}={state[name]}, and this loader has"
+                f" {name}={ours[name]}: each rank goes on with its own. Without a sampler the loader deals the shares"
+                " itself, and merge_states joins the states of all ranks"
+            )
+    return {**state, **ours}
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
@@ -103,6 +148,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         raise ValueError("states: none given; give one of each rank")
     states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
+    if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
+        raise ValueError("states: their order is a sampler's, which gives each rank its own; load each in its rank")
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
             if state[name] != states[0][name]:
@@ -176,6 +223,13 @@ def _checked(state: Mapping[str, Any]) -> State:
     if not (plain["epoch"] >= 0 and plain["batches"] >= 0):
         raise ValueError("state: epoch or batches are not possible")
     _check_bits(plain["done"], plain["samples"])
+    if "rest" in plain:
+        rest = plain["rest"]
+        if type(rest) is not bytes or not rest or len(rest) % _REST.itemsize:
+            raise ValueError("state: 'rest' is no list of samples; was it made by state_dict()?")
+        rows = np.frombuffer(rest, _REST)
+        if not 0 <= int(rows.min()) <= int(rows.max()) < plain["samples"]:
+            raise ValueError(f"state: 'rest' has samples that a dataset of {plain['samples']} does not have")
     return plain
 
 

@@ -107,5 +107,7 @@ class _Run:
     def _one(self, drawn: Drawn) -> Any:
         try:
             return self._fetch(drawn)
+        except StopIteration as error:  # the loop would take it for the end of the epoch
+            raise self._sampler.failure(error, drawn.rows) from error
         finally:
             self._sampler.fetched(self._epoch, drawn.number)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from quiver_client.loader.epoch import Epoch
@@ -76,4 +77,12 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
     def _process_data(self, data: Any, *more: Any) -> Any:
         # In order, what is handed out is the one before the next; out of order, it is the one that just came.
         self.taken = self._rcvd_idx - 1 if getattr(self, "_in_order", True) else self._got
+        if (
+            isinstance(data, ExceptionWrapper)
+            and data.exc_type is not None
+            and issubclass(data.exc_type, StopIteration)
+        ):
+            # The loop would take it for the end of the epoch. Its traceback, of another process, is in the message.
+            rows, data.exc_type = self._epoch.rows(self.taken), RuntimeError
+            data.exc_msg = f"{self._order.failure(StopIteration(), rows)}\n{data.exc_msg}"
         return super()._process_data(data, *more)  # type: ignore[no-untyped-call]

@@ -1,0 +1,71 @@
+"""Which rank of how many a loader reads for: settled when its first pass begins, and the same ever after.
+
+A trainer makes the process group long after the user made the loader, and tells processes apart by variables of its own
+until then. So a rank that was looked up when the loader was made may be everybody's. What is settled is compared with
+``torch.distributed`` whenever a pass begins: where they disagree, samples would be read twice or never.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch.distributed
+
+from quiver_client.loader.arguments import RANK_VARIABLES, place_of
+
+
+class Place:
+    """Rank and world size, as given to the loader or else as the process finds them."""
+
+    def __init__(self, rank: int | None, world_size: int | None) -> None:
+        """Raises ``ValueError`` naming the argument."""
+        self._given = place_of(rank, world_size) if rank is not None or world_size is not None else None
+        self._settled: tuple[int, int] | None = None
+        place_of(rank, world_size)
+
+    def __repr__(self) -> str:
+        rank, world_size = self.current
+        return f"Place(rank={rank}, world_size={world_size}, {'settled' if self._settled else 'open'})"
+
+    @property
+    def current(self) -> tuple[int, int]:
+        """Rank and world size; before the first pass those that it would have if it began now."""
+        return self._settled or self._given or place_of(None, None)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether nothing that may still come changes them: no process group, and no variables."""
+        return bool(self._settled or self._given or _process_group()) or all(os.environ.get(n) for n in RANK_VARIABLES)
+
+    def settle(self) -> tuple[int, int]:
+        """Return rank and world size, from now on the same.
+
+        Raises ``ValueError`` naming ``rank`` if others would read this share as well, or nobody the rest.
+        """
+        rank, world_size = self.current
+        group = _process_group()
+        if group is None and not self.is_known and os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+            raise ValueError(
+                f"rank: WORLD_SIZE={os.environ['WORLD_SIZE']} is set and RANK is not, so which share is this process's?"
+                " Iterate the loader after torch.distributed.init_process_group, or give it rank and world_size"
+            )
+        if group is not None and self._given is None and group != (rank, world_size):
+            raise ValueError(
+                f"rank: the first pass was rank {rank}'s of {world_size}, and torch.distributed says now that this is"
+                f" rank {group[0]} of {group[1]}. Iterate the loader after torch.distributed.init_process_group, make a"
+                " new loader, or give it rank and world_size"
+            )
+        # Fewer shares than processes are right where several read the same: tensor or pipeline parallelism, validation.
+        if group is not None and (world_size > group[1] or (world_size == group[1] and rank != group[0])):
+            raise ValueError(
+                f"rank={rank}, world_size={world_size}: torch.distributed says that this is rank {group[0]} of"
+                f" {group[1]}; leave both out, or give what is true"
+            )
+        self._settled = rank, world_size
+        return self._settled
+
+
+def _process_group() -> tuple[int, int] | None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return None

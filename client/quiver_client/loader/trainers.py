@@ -1,0 +1,128 @@
+"""What trainers read of a loader, and what they do to one that would be wrong without a word.
+
+Accelerate, Lightning and the Trainer of Hugging Face look at a loader's attributes to find out whether it gives each
+rank a share already. Ours does, and says so in the words of each: a ``sampler`` that is a ``DistributedSampler``, and
+Accelerate's own mark. What they would deal or skip once more by wrapping our batches is refused (docs/adr/0020).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from torch.utils.data import DistributedSampler
+
+from quiver_client.loader.epoch import Deal
+
+if TYPE_CHECKING:
+    from quiver_client.loader.sampler import BatchSampler
+
+log = logging.getLogger("quiver_client")
+
+WRAPPERS: Final = "accelerate.data_loader"  # the module of those that deal our batches to ranks, or skip some
+SHARDED: Final = (
+    "these batches are one rank's share, and Accelerate would deal them to the ranks once more and lose samples. Give"
+    " Accelerator.prepare the quiver_client.DataLoader, which it leaves as it is; or let Accelerate alone deal, by"
+    " BatchSampler(..., rank=0, world_size=1, substitute=False)"
+)
+SKIPPED: Final = (
+    "a trainer resumes by skipping batches, and which batches come first depends here on what is resident: it would"
+    " skip samples that were not read, and read others twice. Save loader.state_dict() with each checkpoint and call"
+    " loader.load_state_dict(state) before training goes on (with ignore_data_skip=True where the Trainer of Hugging"
+    " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped"
+)
+
+
+class Share(DistributedSampler[Any]):
+    """A rank's share of the epoch, as ``loader.sampler``: it says that samples are dealt to the ranks already.
+
+    Iterated by itself it gives the share in the order of the permutation, whatever is resident. ``set_epoch`` is the
+    loader's. Its attributes are those of torch's, looked up in the order whenever they are read.
+    """
+
+    def __init__(self, order: BatchSampler) -> None:
+        self._order = order  # and no super().__init__(), which would settle what is open until the first pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("seed", "shuffle", "drop_last", "rank"):
+            return getattr(self._order.deal, name)
+        if name == "num_replicas":
+            return self._order.deal.world_size
+        if name in ("dataset", "epoch"):
+            return getattr(self._order, name)
+        if name == "num_samples":
+            return self._order.deal.share_samples
+        if name == "total_size":
+            return self.num_samples * self.num_replicas
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __iter__(self) -> Iterator[int]:
+        deal = self._order.deal
+        share, _ = deal.share(deal.order(self.epoch, np.zeros(deal.samples, bool)))
+        return iter(share.tolist())
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def set_epoch(self, epoch: int) -> None:
+        self._order.set_epoch(epoch)
+
+
+def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: bool) -> None:
+    """Raise ``RuntimeError`` if who iterates batches, by its frame, would lose samples without a word.
+
+    ``fixed``: their order does not depend on what is resident; ``known``: it is the order of an epoch that was named.
+    """
+    wrappers = []
+    while asking is not None and asking.f_globals.get("__name__") == WRAPPERS:
+        wrappers.append(type(asking.f_locals.get("self")).__name__)
+        asking = asking.f_back
+    if not wrappers:
+        return
+    if "SkipBatchSampler" in wrappers and not (fixed and known):
+        raise RuntimeError(SKIPPED)
+    if "BatchSamplerShard" in wrappers and not (fixed and deal.world_size == 1):
+        raise RuntimeError(SHARDED)
+
+
+class GradientSync:
+    """Tells Accelerate which batch is a pass's last, where it synchronises gradients that it accumulates.
+
+    Accelerate asks the loader that it was told of last: ``end_of_dataloader``, and ``remainder`` after the last batch.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self._state: Any = None
+
+    def begin(self) -> None:
+        self._loader.end_of_dataloader = False
+        module = sys.modules.get("accelerate.state")  # who does not use it has not imported it
+        if module is not None:
+            self._state = module.GradientState()
+            self._state._add_dataloader(self._loader)
+
+    def last(self) -> None:
+        """The batch that is handed out now is the last."""
+        self._loader.end_of_dataloader = True
+
+    def end(self) -> None:
+        state, self._state = self._state, None
+        if state is not None:
+            state._remove_dataloader(self._loader)
+
+
+def warn_of_repeats(deal: Deal) -> None:
+    """Say that metrics gathered from all ranks count some samples twice: which ones cannot be told by their place."""
+    repeated = 0 if deal.drop_last else -deal.samples % deal.world_size
+    if repeated:
+        log.warning(
+            "gather_for_metrics: %d of %d samples are in it twice, so that every rank has as many; give the loader"
+            " drop_last=True, or tell samples apart by __key__",
+            repeated,
+            deal.samples,
+        )

@@ -1,0 +1,58 @@
+"""Two ranks of a real trainer over gloo, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.data import Files
+from tests.support.scripts import Script
+
+Ranks = Callable[..., list[Any]]
+
+BEGIN = """
+import json, os, sys, warnings
+warnings.resetwarnings()
+warnings.simplefilter("ignore")  # of the trainers' own
+rank, port, manifest, cache = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4]
+folder = sys.argv[5]
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
+os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1")
+import torch
+from quiver_client import DataLoader, Dataset
+dataset = Dataset(manifest, cache, fields=["__key__"])
+row_of = {dataset.manifest.key(row): row for row in range(len(dataset))}
+def rows(batch):
+    return [row_of[key] for key in batch["__key__"]]
+def answer(value):
+    print(json.dumps(value), flush=True)
+"""
+
+
+@pytest.fixture
+def ranks(files: Files, tmp_path: Path) -> Iterator[Ranks]:
+    """Run a script in so many ranks; return what each answers."""
+    started: list[Script] = []
+
+    def run(text: str, count: int = 2) -> list[Any]:
+        with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+            port = listening.getsockname()[1]
+        cache = f"file://{tmp_path}/cache?capacity=1GiB"
+        mine = [
+            Script(BEGIN + text, [rank, port, files.manifest, cache, tmp_path], tmp_path / f"{len(started)}-{rank}.log")
+            for rank in range(count)
+        ]
+        started.extend(mine)
+        for each in mine:
+            assert each.wait(90) == 0, each.lines()[-20:]
+        return [json.loads(each.lines()[-1]) for each in mine]
+
+    yield run
+    for each in started:
+        each.kill()
