@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, Misconfigured, OverCapacity
+from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound, OverCapacity
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.manifest import ABSENT, Manifest
 
@@ -38,15 +38,15 @@ Ints = npt.NDArray[np.int64]
 def open_manifest(path: Path, digest: Digest) -> Manifest:
     """Open the manifest of this digest that somebody put here, ready for use on an event loop.
 
-    Raises ``Corrupt``, ``BadRequest``, ``Misconfigured`` and ``NotFound``. None names the path, since that holds
-    a digest.
+    Raises ``Corrupt``, ``BadRequest``, ``Misconfigured``, ``NotFound`` and ``DiskFailed``. None names the path, since
+    that holds a digest.
     """
     try:
         manifest = Manifest.open(path, digest)
         check_cost(manifest)
     except Corrupt:
         raise Corrupt("the manifest does not hash to its name", "upload") from None
-    except (BadRequest, Misconfigured) as error:
+    except (BadRequest, Misconfigured, NotFound, DiskFailed) as error:
         raise type(error)(str(error).replace(str(path), "the manifest")) from None
     assert manifest.shard_numbers is not None  # sorted here, in a thread
     return manifest

@@ -6,7 +6,6 @@ whatever becomes of the file.
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote
@@ -62,8 +61,7 @@ class Manifest:
         self.tables = tables
         self.has_checksums = has_checksums  # or else nothing says whether its labels and keys are what was written
         self._content = content
-        if digest is not None:
-            self.__dict__["digest"] = digest
+        self._digest = digest
 
     @classmethod
     def open(cls, path: Path, digest: Digest | None = None, *, size_bytes_max: int | None = None) -> Manifest:
@@ -115,10 +113,13 @@ class Manifest:
     def __repr__(self) -> str:
         return f"Manifest({str(self.path)!r}, {len(self)} samples, {self.shard_count} shards, {self.header.layout})"
 
-    @cached_property
+    @property
     def digest(self) -> Digest:
-        """BLAKE3 of the file as it was opened: the manifest's name in a rack."""
-        return Digest.of(self.content)
+        """BLAKE3 of the file as it was opened: the manifest's name in a rack. Computed on first use, 0.2 s a GB."""
+        digest = self._digest
+        if digest is None:  # two threads may both compute it; no lock, which a fork could leave held
+            digest = self._digest = Digest.of(self.content)
+        return digest
 
     @property
     def content(self) -> memoryview:
@@ -135,7 +136,7 @@ class Manifest:
     def shard_count(self) -> int:
         return len(self.tables.firsts)
 
-    @cached_property
+    @property
     def total_bytes(self) -> int:
         """Bytes of the distinct samples: what one epoch through an empty cache reads from the origin."""
         tables = self.tables

@@ -8,7 +8,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import signal
 import struct
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -389,6 +391,30 @@ def test_where_no_memory_can_be_shared_a_manifest_says_so(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os, "memfd_create", forbidden)
     assert Manifest.open(golden.CHECKED).share() is None
+
+
+def test_a_fork_while_another_thread_computes_a_digest_leaves_nothing_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, other = Manifest.open(golden.CHECKED), Manifest.open(golden.CHECKED)
+    hashing, go_on = threading.Event(), threading.Event()
+
+    def slow(_: memoryview) -> Digest:
+        hashing.set()
+        go_on.wait(30)
+        return Digest(bytes(32))
+
+    with monkeypatch.context() as slowed:
+        slowed.setattr(Digest, "of", slow)
+        thread = threading.Thread(target=lambda: manifest.digest)
+        thread.start()
+        assert hashing.wait(30)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it was pytest's
+        signal.alarm(10)  # ends it, if it waits for a lock that nobody is left to release
+        os._exit(0 if manifest.digest == other.digest and other.total_bytes else 1)
+    go_on.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_disk_that_fails_while_a_manifest_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
