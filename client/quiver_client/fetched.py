@@ -1,18 +1,19 @@
-"""A manifest that lies at a URL, brought to this machine once per version."""
+"""A manifest that lies at a URL, brought to this machine once per version.
+
+By a process of its own, as all that is remote: this one may fork, and Ctrl-C must end it whatever the server does.
+"""
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
-from typing import Final
+from urllib.parse import unquote
 
-from quiver.digest import Digest
-from quiver.errors import DiskFailed
+from quiver.errors import DiskFailed, Unavailable
 from quiver.origin import split_url
-from quiver.origin.remote import download
+from quiver.origin.isolated import IsolatedStore
 from quiver_client.config import cache_home
-
-CHUNK_BYTES: Final = 8 << 20
+from quiver_client.patience import Patience, patience_seconds
 
 
 def local_manifest(location: str) -> Path:
@@ -23,17 +24,14 @@ def local_manifest(location: str) -> Path:
     folder = cache_home() / "fetched"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remote = download(location)
-        target = folder / f"{Digest.of(f'{location} {remote.version}'.encode())}.quiver"
-        if not target.exists():
-            temporary = target.with_suffix(f".{os.getpid()}.tmp")
-            try:
-                with temporary.open("wb") as file:
-                    for chunk in remote.chunks(CHUNK_BYTES):
-                        file.write(chunk)
-                temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
     except OSError as error:
         raise DiskFailed(f"cannot keep {location} in {folder}: {error.strerror or error}") from error
-    return target
+    base, _, name = location.rpartition("/")
+    patience = Patience(location, patience_seconds())
+    waiting = patience.begin()
+    with contextlib.closing(IsolatedStore(base)) as store:
+        while True:
+            try:
+                return store.download(unquote(name), folder)
+            except Unavailable as error:
+                patience.wait(waiting, error, lambda: "the manifest's samples")

@@ -23,6 +23,7 @@ from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Delivery, Positions, Tier, Verify
 from quiver_client.needs.base import Exchange
 from quiver_client.needs.rack import RackNeeds
+from quiver_client.patience import Patience, patience_seconds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
 from quiver_client.tiers.embedded import EmbeddedTier
@@ -53,6 +54,7 @@ class Session:
         self._verify = verify
         self._lock = threading.Lock()
         self._opened_origin: SampleOrigin | None = None
+        self.patience = Patience(manifest.header.base, patience_seconds())
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
         self._needs: Callable[[], Exchange] | None = None
@@ -102,9 +104,24 @@ class Session:
     def read(self, plan: Plan) -> Delivery:
         """Return all samples of the plan, every one checked.
 
-        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers.
+        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers for
+        as long as ``patience`` lasts.
         """
         delivery = Delivery(plan, self._verify)
+        waiting = self.patience.begin()
+        while True:
+            try:
+                self._read(delivery)
+                break
+            except Unavailable as error:
+                # All tiers are asked again: what is missing may be in the cache by then.
+                self.patience.wait(waiting, error, lambda: self._described(delivery))
+        self.patience.end(waiting)
+        self.stats.add("samples", len(plan))
+        return delivery
+
+    def _read(self, delivery: Delivery) -> None:
+        """Ask one tier after the other for what is missing."""
         for tier in self.tiers:
             before = delivery.checked.copy()
             self._ask(tier, delivery)
@@ -113,11 +130,15 @@ class Session:
             if tier.name != "origin":  # that one is counted where it is read
                 self.stats.add(f"bytes_{tier.name}", delivery.bytes_at(arrived))
             if delivery.checked.all():
-                break
-        else:
-            raise Unavailable(self.manifest.header.base, f"{len(delivery.missing())} samples could not be had")
-        self.stats.add("samples", len(plan))
-        return delivery
+                return
+        why = f"{self._described(delivery)} could not be had"
+        raise Unavailable(self.manifest.header.base, why, lasting=True)
+
+    def _described(self, delivery: Delivery) -> str:
+        """Return how many samples are missing, and the name of one."""
+        missing = delivery.missing()
+        [key, *_] = self.manifest.keys_of_blobs(delivery.plan.blobs[missing[:1]], 1)
+        return f"{len(missing)} samples, {key!r} among them,"
 
     def bring(self, plan: Plan) -> int:
         """Make the plan's shards resident; return how many of them the cache could not take."""
@@ -135,15 +156,19 @@ class Session:
         with self._lock:
             if self._opened_origin is None:
                 self._opened_origin = open_origin(
-                    self.manifest, may_fork=True, count=lambda count: self.stats.add("bytes_origin", count)
+                    self.manifest,
+                    may_fork=True,
+                    count=lambda count: self.stats.add("bytes_origin", count),
+                    within_seconds=self.patience.read_seconds,
                 )
             return self._opened_origin
 
     def close(self) -> None:
+        self.patience.close()
+        if self._opened_origin is not None:  # first: what waits for it holds the tiers' threads
+            self._opened_origin.close()
         for tier in self.tiers:
             tier.close()
-        if self._opened_origin is not None:
-            self._opened_origin.close()
 
     def _ask(self, tier: Tier, delivery: Delivery) -> None:
         """Fetch from a tier; what is wrong is held against the tier, which gets one more try."""

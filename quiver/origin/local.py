@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
@@ -10,11 +11,13 @@ from itertools import groupby
 from typing import Final
 
 from quiver.errors import Changed, Forbidden, Unavailable
-from quiver.origin.base import Extent, check_path
+from quiver.origin.base import READ_SECONDS, Extent, check_path
 
 # A network file system answers a stat and a read in about a millisecond: 300 small files want several at once.
 THREADS: Final = 4
 PARALLEL_FROM_FILES: Final = 8
+# A network mount whose server restarts says one of these, and waiting helps; any other error of a file lasts.
+PASSING: Final = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 class LocalStore:
@@ -28,7 +31,7 @@ class LocalStore:
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
 
-    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
+    def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         jobs: list[tuple[str, list[tuple[int, memoryview]]]] = []
         at = 0
         for path, run in groupby(extents, key=lambda extent: extent.path):
@@ -65,7 +68,9 @@ class LocalStore:
                 f"cannot read {full}: permission denied; let the user that Quiver runs as read it"
             ) from None
         except OSError as error:
-            raise Unavailable(full, f"cannot be opened: {error.strerror}") from error
+            raise Unavailable(
+                full, f"cannot be opened: {error.strerror}", lasting=error.errno not in PASSING
+            ) from error
         try:
             self._check(fd, full)
             for offset, piece in pieces:
@@ -88,7 +93,8 @@ def _read_exactly(fd: int, piece: memoryview, offset: int, full: str) -> None:
         try:
             count = os.preadv(fd, [piece[done:]], offset + done)
         except OSError as error:
-            raise Unavailable(full, f"cannot be read: {error.strerror}") from error
+            lasting = error.errno not in PASSING
+            raise Unavailable(full, f"cannot be read: {error.strerror}", lasting=lasting) from error
         if count == 0:
             raise Changed(full, "became shorter")
         done += count

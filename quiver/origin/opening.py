@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quiver.manifest import Manifest
-from quiver.origin.base import ObjectStore, split_url
+from quiver.origin.base import READ_SECONDS, ObjectStore, split_url
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
 
 
@@ -15,14 +15,18 @@ def open_origin(
     may_fork: bool = False,
     contain: bool = False,
     count: Callable[[int], None] = lambda read_bytes: None,
+    within_seconds: float = READ_SECONDS,
 ) -> SampleOrigin:
-    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered."""
+    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered.
+
+    ``within_seconds``: how long a remote store may take for a read without anything arriving.
+    """
     store = open_store(manifest.header.base, may_fork=may_fork, contain=contain)
     if manifest.header.source == "parquet":
         from quiver.origin.parquet import ParquetOrigin  # its reader takes a while to load
 
-        return Counted(ParquetOrigin(manifest, store), count)
-    return Counted(RangeOrigin(manifest, store), count)
+        return Counted(ParquetOrigin(manifest, store, within_seconds), count)
+    return Counted(RangeOrigin(manifest, store, within_seconds), count)
 
 
 def open_store(base: str, *, may_fork: bool = False, contain: bool = False) -> ObjectStore:

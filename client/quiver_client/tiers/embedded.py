@@ -135,6 +135,8 @@ class EmbeddedTier:
         self._tidied = time.monotonic()
         self._full_until = 0.0
         self._broken_until = 0.0  # the disk
+        self._silent_until = 0.0  # the origin
+        self._told_silent = False
         self._failed: dict[int, float] = {}  # shard -> when to try again
         self._locks = store.root / "fills"
         with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
@@ -211,7 +213,11 @@ class EmbeddedTier:
 
     def _filled(self, shard: int) -> Buffer | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
-        if time.monotonic() < max(self._full_until, self._broken_until, self._failed.get(shard, 0.0)):
+        # Of a batch's shards a few are filled at a time. Once one has met an origin that does not answer, the others
+        # are not tried one after the other: the origin tier asks for all samples at once, under one deadline.
+        if time.monotonic() < max(
+            self._full_until, self._broken_until, self._silent_until, self._failed.get(shard, 0.0)
+        ):
             return None
         try:
             return self._fill(shard)
@@ -232,8 +238,10 @@ class EmbeddedTier:
         except OverCapacity:
             return Brought.NO_ROOM
         except QuiverError as error:
-            if not self._closing.is_set():
+            told = self._told_silent and isinstance(error, Unavailable)
+            if not self._closing.is_set() and not told:
                 self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
+                self._told_silent |= isinstance(error, Unavailable)  # once, until it answers again
             return Brought.FAILED
         except RuntimeError:  # the interpreter ends, and what reads the origin gets no threads any more
             return Brought.FAILED
@@ -258,9 +266,12 @@ class EmbeddedTier:
         except DiskFailed:
             self._broken_until = time.monotonic() + FULL_SECONDS
             raise
-        except (Changed, Unavailable, Forbidden, Corrupt):
+        except (Changed, Unavailable, Forbidden, Corrupt) as error:
             self._failed[shard] = time.monotonic() + FAILED_SECONDS
+            if isinstance(error, Unavailable):
+                self._silent_until = time.monotonic() + FAILED_SECONDS
             raise
+        self._told_silent = False
         self.stats.add("fills")
         return self._mapped(shard)
 
