@@ -32,6 +32,7 @@ from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
+from quiver_cacheserver.troubled import Guarded, Troubled
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Node:
         self.manifests = Manifests(store, self._look_threads, self.neighbours)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
+        self._troubled = Troubled()
         self._lock = threading.Lock()  # over the origins, which fill threads open
         self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}
         self._verifying: dict[Digest, asyncio.Future[bool]] = {}
@@ -80,12 +82,12 @@ class Node:
 
     def close(self) -> None:
         self.residency.close()
+        for origin in list(self._origins.values()):  # first: fills that wait for one end with it
+            origin.close()
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
         self.send_threads.shutdown(cancel_futures=True)
-        for origin in self._origins.values():
-            origin.close()
         self.neighbours.close()
         self.store.close()
 
@@ -274,7 +276,8 @@ class Node:
             if origin is None:
                 while len(self._origins) >= ORIGINS_OPEN_MAX:
                     self._origins.pop(next(iter(self._origins)))  # not closed: another thread may be reading it
-                origin = self._origins[key] = open_origin(manifest, contain=True, count=self._count_origin)
+                opened = open_origin(manifest, contain=True, count=self._count_origin)
+                origin = self._origins[key] = Guarded(opened, self._troubled)
         return origin
 
     def _allows(self, base: str) -> bool:

@@ -7,10 +7,10 @@ is resident goes on being handed out, and no thread, lock or room is held by an 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import random
 import re
+import select
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from typing import Final
 
 from quiver.errors import Misconfigured, Unavailable
 from quiver.origin.base import READ_SECONDS
+from quiver.origin.isolated import parent_of_worker
 
 log = logging.getLogger("quiver_client")
 
@@ -80,16 +81,16 @@ class Patience:
         left = waiting.until - time.monotonic()
         if left <= 0:
             raise self._given_up(error, missing()) from error
-        self._say(error, missing)
+        self.say(error, missing())
         waiting.failures += 1
         most = min(PAUSE_SECONDS * 2.0 ** min(waiting.failures - 1, 16), PAUSE_SECONDS_MAX)
         self._pause(min(random.uniform(most / 8, most), left))  # noqa: S311
         if self._closing.is_set():
             raise error
 
-    def end(self, waiting: Waiting) -> None:
-        """A read was answered."""
-        if waiting.failures and self._since:
+    def answered(self) -> None:
+        """The origin delivered something: the next time that it does not is another one, to be said again."""
+        if self._since:
             with self._lock:
                 since, self._since = self._since, 0.0
             if since:
@@ -99,7 +100,7 @@ class Patience:
         """Let nobody wait any longer."""
         self._closing.set()
 
-    def _say(self, error: Unavailable, missing: Callable[[], str]) -> None:
+    def say(self, error: Unavailable, missing: str) -> None:
         """Say once what is waited for."""
         with self._lock:
             if self._since:
@@ -111,7 +112,7 @@ class Patience:
             error,
             self._seconds,
             VARIABLE,
-            missing(),
+            missing,
             after,
         )
 
@@ -130,8 +131,14 @@ class Patience:
 
     def _pause(self, seconds: float) -> None:
         """Wait, though not in a worker of a DataLoader whose parent is gone: it has nobody to read for, and ends."""
-        parent = multiprocessing.parent_process() if multiprocessing.current_process().daemon else None
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0 and not self._closing.wait(min(left, LOOK_SECONDS)):
-            if parent is not None and not parent.is_alive():
-                raise SystemExit(1)
+        with parent_of_worker() as parent:
+            while (left := until - time.monotonic()) > 0 and not self._closing.wait(min(left, LOOK_SECONDS)):
+                if parent is not None and _is_readable(parent):
+                    raise SystemExit(1)
+
+
+def _is_readable(fd: int) -> bool:
+    poll = select.poll()  # which takes any number of a descriptor
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))

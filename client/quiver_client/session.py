@@ -68,7 +68,7 @@ class Session:
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
-        tier = EmbeddedTier(self.manifest, store, self.origin, self.stats)
+        tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
         store.trim()  # after the tier has found the capacity to be enough for one shard
 
         def needs() -> Exchange:
@@ -116,7 +116,8 @@ class Session:
             except Unavailable as error:
                 # All tiers are asked again: what is missing may be in the cache by then.
                 self.patience.wait(waiting, error, lambda: self._described(delivery))
-        self.patience.end(waiting)
+        if waiting.failures:
+            self.patience.answered()
         self.stats.add("samples", len(plan))
         return delivery
 

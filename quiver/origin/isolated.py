@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -179,17 +179,38 @@ def _wait_for(answer: socket.socket, until: float, base: str) -> None:
 
     A worker of a DataLoader whose parent is gone has nobody to read for: it ends, since the origin may hang for long.
     """
-    parent = multiprocessing.parent_process() if multiprocessing.current_process().daemon else None
     poll = select.poll()
     poll.register(answer, select.POLLIN)
-    if parent is not None:
-        poll.register(parent.sentinel, select.POLLIN)
-    ready = [fd for fd, _ in poll.poll(max(until - time.monotonic(), 0.0) * 1000)]
+    with parent_of_worker() as parent:
+        if parent is not None:
+            poll.register(parent, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(max(until - time.monotonic(), 0.0) * 1000)]
     if answer.fileno() in ready:
         return
     if ready:
         raise SystemExit(1)
     raise Unavailable(base, "the process that reads it does not answer")
+
+
+@contextlib.contextmanager
+def parent_of_worker() -> Iterator[int | None]:
+    """Open the parent of a process that should end with it, as workers should; ``None`` in any other process.
+
+    What is opened becomes readable when the parent is gone. (The sentinel that multiprocessing has is a pipe, which
+    workers that were forked later hold open as well.) Raises ``SystemExit`` if it is gone already.
+    """
+    parent = multiprocessing.parent_process() if multiprocessing.current_process().daemon else None
+    if parent is None or parent.pid is None:
+        yield None
+        return
+    try:
+        fd = os.pidfd_open(parent.pid)
+    except ProcessLookupError:
+        raise SystemExit(1) from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _raised(answer: _Answer, base: str) -> _Answer:

@@ -1,4 +1,4 @@
-"""A remote origin that throttles, fails, hangs or drips: one deadline, full jitter, Retry-After, and no request left."""
+"""A remote origin that throttles, fails, hangs or drips: one deadline, full jitter, Retry-After, nothing left over."""
 
 from __future__ import annotations
 

@@ -41,6 +41,7 @@ from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
+from quiver_client.patience import Patience
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.board import Board
@@ -59,6 +60,7 @@ class Brought(enum.Enum):
 
     HERE = enum.auto()
     NO_ROOM = enum.auto()
+    AWAY = enum.auto()  # the origin does not answer, which says nothing of the shard
     FAILED = enum.auto()
 
 
@@ -118,7 +120,14 @@ class EmbeddedTier:
 
     name = "host"
 
-    def __init__(self, manifest: Manifest, store: Store, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        store: Store,
+        origin: Callable[[], SampleOrigin],
+        stats: Stats,
+        patience: Patience | None = None,
+    ) -> None:
         largest = int(manifest.tables.shard_sizes.max())
         if largest > store.capacity_bytes:
             raise Misconfigured(
@@ -129,6 +138,7 @@ class EmbeddedTier:
         self._manifest = manifest
         self._origin = origin
         self.stats = stats
+        self._patience = patience or Patience(manifest.header.base, 0.0)
         self._maps: Maps[_File] = Maps()
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = threading.Event()
@@ -136,7 +146,6 @@ class EmbeddedTier:
         self._full_until = 0.0
         self._broken_until = 0.0  # the disk
         self._silent_until = 0.0  # the origin
-        self._told_silent = False
         self._failed: dict[int, float] = {}  # shard -> when to try again
         self._locks = store.root / "fills"
         with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
@@ -237,11 +246,13 @@ class EmbeddedTier:
             here = self._fill(shard) is not None
         except OverCapacity:
             return Brought.NO_ROOM
+        except Unavailable as error:
+            if not self._closing.is_set():
+                self._patience.say(error, "some shards")
+            return Brought.AWAY
         except QuiverError as error:
-            told = self._told_silent and isinstance(error, Unavailable)
-            if not self._closing.is_set() and not told:
+            if not self._closing.is_set():
                 self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
-                self._told_silent |= isinstance(error, Unavailable)  # once, until it answers again
             return Brought.FAILED
         except RuntimeError:  # the interpreter ends, and what reads the origin gets no threads any more
             return Brought.FAILED
@@ -271,7 +282,7 @@ class EmbeddedTier:
             if isinstance(error, Unavailable):
                 self._silent_until = time.monotonic() + FAILED_SECONDS
             raise
-        self._told_silent = False
+        self._patience.answered()
         self.stats.add("fills")
         return self._mapped(shard)
 
