@@ -13,14 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.errors import Misconfigured, Unavailable
+from quiver.errors import Misconfigured, NotFound, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client.config import CacheConfig, EmbeddedCache
-from quiver_client.delivery import Delivery, Positions, Tier, Verify
+from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
 from quiver_client.needs.base import Exchange
 from quiver_client.needs.rack import RackNeeds
 from quiver_client.patience import Patience, patience_seconds
@@ -58,17 +58,18 @@ class Session:
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
         self._needs: Callable[[], Exchange] | None = None
+        self._cache: Cache  # what brings shards in: the tier before the origin
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
         elif isinstance(cache, EmbeddedCache):
             self.tiers = (self._embedded(cache), direct)
         else:
             self.tiers = (*self._rack(cache.urls, introduce), direct)
-        self._cache = self.tiers[-2:][0]  # what brings shards in: the tier before the origin
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
+        self._cache = tier
         store.trim()  # after the tier has found the capacity to be enough for one shard
 
         def needs() -> Exchange:
@@ -87,7 +88,7 @@ class Session:
                 self._introduce(members)
                 undo.pop_all()
         self._needs = lambda: RackNeeds(self.manifest, members, self.origin, self.stats)
-        rack = RackTier(self.manifest, members, self.origin, self.stats)
+        self._cache = rack = RackTier(self.manifest, members, self.origin, self.stats)
         return HandoffTier(self.manifest, members, urls, self.stats), rack
 
     def _introduce(self, members: Members) -> None:
@@ -141,12 +142,24 @@ class Session:
         [key, *_] = self.manifest.keys_of_blobs(delivery.plan.blobs[missing[:1]], 1)
         return f"{len(missing)} samples, {key!r} among them,"
 
-    def bring(self, plan: Plan) -> int:
-        """Make the plan's shards resident; return how many of them the cache could not take."""
+    def bring(self, plan: Plan) -> dict[int, QuiverError]:
+        """Make the plan's shards resident; return those that the cache did not take, or not whole, and why."""
         delivery = Delivery(plan, "off")
-        self._cache.fetch(delivery)
-        delivery.check()
-        return len(delivery.missing())
+        waiting = self.patience.begin()
+        while True:
+            self._cache.fetch(delivery)
+            delivery.check()
+            missing = set(plan.shards[delivery.missing()].tolist())
+            failed = {shard: self._cache.why(shard) for shard in plan.shards.tolist()}
+            failures = {shard: error for shard, error in failed.items() if shard in missing or error is not None}
+            found = {shard: error or NotFound("it was evicted at once") for shard, error in failures.items()}
+            away = [error for shard, error in found.items() if shard in missing and isinstance(error, Unavailable)]
+            if not away:
+                return found
+            try:
+                self.patience.wait(waiting, away[0], lambda: f"{len(missing)} shards")  # noqa: B023 - called at once
+            except Unavailable as error:
+                return {shard: error if each in away else each for shard, each in found.items()}
 
     def needs(self) -> Exchange | None:
         """Return a new way to tell the cache what is still needed; ``None`` if there is no cache."""

@@ -217,7 +217,8 @@ class _Room:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     writing += entry.stat(follow_symlinks=False).st_size
-        self._held = self._store.inventory.held(Kind.SHARD)
+        inventory = self._store.inventory
+        self._held = [*inventory.held(Kind.SHARD), *inventory.held(Kind.PARTIAL)]
         manifests = sum(info.st_size for _, info in scan(root, Kind.MANIFEST))
         self._occupied = writing + manifests + sum(held.size_bytes for held in self._held)
         idle_since = self._store.inventory.now() - IDLE_SECONDS
