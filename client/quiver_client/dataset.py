@@ -41,7 +41,7 @@ class Dataset(TorchDataset[Any]):
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
-    sample; ``Unavailable`` if neither cache nor origin answers.
+    sample; ``Unavailable`` if neither cache nor origin answers for ``$QUIVER_ORIGIN_PATIENCE`` (5 minutes).
     """
 
     def __init__(

@@ -92,7 +92,7 @@ class Session:
         return HandoffTier(self.manifest, members, urls, self.stats), rack
 
     def _introduce(self, members: Members) -> None:
-        members.refresh()
+        members.refresh(opening=True)
         largest = int(self.manifest.tables.shard_sizes.max())
         node = members.too_small(largest)
         if node:

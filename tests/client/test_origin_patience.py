@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -253,3 +254,34 @@ def test_a_manifest_at_a_busy_url_is_waited_for(
     origin.asked.clear()
     dataset(origin.url + "m.quiver", cache(tmp_path))
     assert len(list((tmp_path / "quiver" / "fetched").iterdir())) == 1, "one version, brought once"
+
+
+# -- what is said -----------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_that_is_not_opened_is_not_said_to_be_read(
+    dataset: Make, local: Files, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(Unavailable, match="no daemon answers"):
+        dataset(local.manifest, "http://127.0.0.1:9")
+    assert "origin" not in caplog.text
+
+
+def test_what_a_full_disk_cannot_keep_is_only_said_to_be_asked_of_the_origin(
+    dataset: Make,
+    remote: Files,
+    origin: ScriptedOrigin,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("QUIVER_ORIGIN_PATIENCE", "0")
+    origin.all(Way(500))
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(Unavailable):
+        dataset(remote.manifest, cache(tmp_path))[0]
+    assert "is asked of the origin meanwhile" in caplog.text
+    assert "reading from" not in caplog.text

@@ -23,7 +23,10 @@ SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
 @cache_option()
 @json_option
 def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
-    """Bring all shards of M.quiver into a cache. Exits with 1 if some could not be brought in."""
+    """Bring all shards of M.quiver into a cache. Exits with 1 if some could not be brought in, and says why.
+
+    An origin that does not answer is waited for: 5 minutes, or $QUIVER_ORIGIN_PATIENCE.
+    """
     opened = Manifest.open(local_manifest(manifest))
     session = Session(opened, cache, "off", introduce=True)
     failed: dict[int, QuiverError] = {}
