@@ -50,6 +50,10 @@ class Gate:
                 return seconds
             await asyncio.sleep(seconds + random.uniform(0, min(seconds, SPREAD_SECONDS)))  # noqa: S311
 
+    def close_for(self, seconds: float) -> None:
+        """The store said how long to wait."""
+        self._opens = max(self._opens, time.monotonic() + min(seconds, RETRY_AFTER_SECONDS_MAX))
+
     async def ask(self, url: str) -> None:
         """Ask the store how long to wait, unless that was done just now, and close the gate for so long."""
         async with self._asking:

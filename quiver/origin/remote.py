@@ -166,7 +166,9 @@ class RemoteStore:
             if error.lasting:
                 raise
             deadline.last, self._gate.in_trouble = error, True
-            if _status(error) in _BUSY:
+            if error.retry_after_seconds:
+                self._gate.close_for(error.retry_after_seconds)
+            elif _status(error) in _BUSY:
                 await self._gate.ask(await self._plain_url(run.path))
             return False
         self._gate.in_trouble = self._known_troubled = False
@@ -185,18 +187,16 @@ class RemoteStore:
             await self._without_ranges(run, out, error)
 
     async def _receive(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
-        import obstore
-
         size = run.end - run.start
         if size <= STREAMED_BYTES:
-            data = memoryview(await obstore.get_range_async(self._store, run.path, start=run.start, end=run.end))
+            data = memoryview(await self._store.get_range_async(run.path, start=run.start, end=run.end))
             deadline.arrived(len(data))
             self._cut(run, data, out)
             return
         whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: it needs no buffer of its own
         data = out[run.cuts[0][2] :][:size] if whole else memoryview(bytearray(size))
         at = 0
-        result = await obstore.get_async(self._store, run.path, options={"range": (run.start, run.end)})
+        result = await self._store.get_async(run.path, options={"range": (run.start, run.end)})
         async for chunk in result.stream(min_chunk_size=STREAMED_BYTES):
             piece = memoryview(chunk)
             data[at : at + len(piece)] = piece
@@ -212,15 +212,13 @@ class RemoteStore:
 
     async def _without_ranges(self, run: _Run, out: memoryview, error: Unavailable) -> None:
         """The object became shorter, or the server answers no byte ranges: then read it from its beginning."""
-        import obstore
-
         url = self.base + run.path
         with store_errors(url):
-            if (await obstore.head_async(self._store, run.path))["size"] < run.end:
+            if (await self._store.head_async(run.path))["size"] < run.end:
                 raise Changed(url, "became shorter") from error
             if run.start:
                 raise error
-            result = await obstore.get_async(self._store, run.path)
+            result = await self._store.get_async(run.path)
             self._cut(run, memoryview(await result.bytes_async()), out)
 
     async def download(self, path: str, folder: Path, within_seconds: float) -> Path:
@@ -228,13 +226,11 @@ class RemoteStore:
 
         Raises ``NotFound``, ``Forbidden``, ``Unavailable``, and ``OSError`` for the folder.
         """
-        import obstore
-
         url = self.base + path
         deadline = _Deadline(within_seconds)
         async with deadline.kept(url):
             with store_errors(url):
-                result = await obstore.get_async(self._store, path)
+                result = await self._store.get_async(path)
             meta = result.meta
             version = f"{meta['e_tag']} {meta['last_modified']} {meta['size']}"
             target = folder / f"{Digest.of(f'{url} {version}'.encode())}.quiver"
