@@ -70,15 +70,22 @@ class Changed(QuiverError):
 
 
 class Unavailable(QuiverError):
-    """A peer, an origin or etcd does not answer, or not in time."""
+    """A peer, an origin or etcd does not answer, or not in time.
+
+    ``lasting``: waiting does not help, as with a certificate that is wrong. ``retry_after_seconds``: what the other
+    side asked for, or 0.
+    """
 
     code = "unavailable"
     status = 503
     retryable = True
 
-    def __init__(self, who: str, why: str) -> None:
+    def __init__(self, who: str, why: str, *, retry_after_seconds: float = 0.0, lasting: bool = False) -> None:
         super().__init__(f"{who}: {why}")
         self.who = who
+        self.why = why
+        self.retry_after_seconds = retry_after_seconds
+        self.lasting = lasting
 
 
 class Forbidden(QuiverError):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Changed, Corrupt, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
-from quiver.shard import encode_table, name_of
+from quiver.shard import encode_table, name_of, read_table, rotten
+
+LOST_MAX: Final = 64  # samples of one shard: each costs reads of its own to be found
 
 
 class OriginShards:
@@ -34,6 +38,48 @@ class OriginShards:
         self._origin.read(blobs, content)
         data[len(content) :] = table
         return data
+
+    def salvage(self, digest: Digest, size_bytes: int) -> Bytes:
+        """Return the shard with zeros for the samples that the origin lost, which so do not hash to their digests.
+
+        The rest of it is verified. Raises ``Changed`` if more than ``LOST_MAX`` are lost, or all.
+        """
+        number = self._manifest.shard_numbers[digest]
+        blobs = self._manifest.shard_blobs(number)
+        rows = slice(blobs.start, blobs.stop)
+        ends = np.concatenate([[0], np.cumsum(self._manifest.blob_sizes(rows), dtype=np.int64)]).tolist()
+        data = np.zeros(size_bytes, np.uint8)
+        table = encode_table(self._manifest.tables.digests[rows], self._manifest.blob_sizes(rows))
+        data[ends[-1] :] = np.frombuffer(table, np.uint8)
+        left, lost = [(0, len(blobs))], 0
+        while left:
+            # Halved until what is lost stands alone: everything else is read about once.
+            begin, end = left.pop()
+            try:
+                self._origin.read(blobs[begin:end], data.data[ends[begin] : ends[end]])
+            except Changed:
+                lost += end - begin == 1
+                if lost > LOST_MAX or lost == len(blobs):
+                    raise
+                data[ends[begin] : ends[end]] = 0
+                middle = (begin + end) // 2
+                left += [(middle, end), (begin, middle)] if end - begin > 1 else []
+        bad = rotten(read_table(digest, data.data, self.name), data.data)
+        if len(bad) > LOST_MAX or len(bad) == len(blobs):
+            raise self.fault(digest, Corrupt("samples are lost", self.name, bad))
+        for position in bad:
+            data[ends[position] : ends[position + 1]] = 0
+        return data.data
+
+    def mend(self, digest: Digest, partial: Bytes) -> Bytes:
+        """Return the whole shard, of one that was salvaged: what is lost in it alone is read. Raises ``Changed``."""
+        first = self._manifest.shard_blobs(self._manifest.shard_numbers[digest]).start
+        data = np.frombuffer(partial, np.uint8).copy()
+        table = read_table(digest, data.data, self.name)
+        ends = np.concatenate([[0], np.cumsum(table["length"], dtype=np.int64)]).tolist()
+        for position in rotten(table, data.data):
+            self._origin.read([first + position], data.data[ends[position] : ends[position + 1]])
+        return data.data
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
         """Return ``Changed`` naming object and samples: what does not hash to its digest is not what was indexed."""

@@ -67,7 +67,7 @@ def make_app(node: Node) -> web.Application:
     app.router.add_post("/v1/read", batch)
     app.router.add_get("/v1/stream", streams.serve)
     app.router.add_post("/v1/needs", needs)
-    for kind in Kind:
+    for kind in (Kind.SHARD, Kind.MANIFEST):
         path = f"/v1/{kind}/{{digest}}"
         app.router.add_get(path, _of(transfers.get, kind))
         app.router.add_put(path, _of(transfers.put, kind))

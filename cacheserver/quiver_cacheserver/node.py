@@ -90,11 +90,11 @@ class Node:
     def close(self) -> None:
         self.residency.close()
         self.fills.close()
+        self.origins.close()  # before the threads: fills that wait for an origin end with it
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
         self.send_threads.shutdown(cancel_futures=True)
-        self.origins.close()
         self.neighbours.close()
         self.store.close()
 

@@ -25,6 +25,7 @@ from quiver.origin import SampleOrigin, open_origin
 from quiver.origin.probing import probe
 from quiver.wire import OK, UNCHECKED
 from quiver_cacheserver.config import allowed
+from quiver_cacheserver.troubled import Guarded, Troubled
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Origins:
         self._count = count
         self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
         self._open: dict[str, SampleOrigin] = {}
+        self._troubled = Troubled()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(
             min(THREADS_MAX, max(1, len(self._watched))), thread_name_prefix="quiver-origins"
@@ -63,7 +65,7 @@ class Origins:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for origin in self._open.values():
+        for origin in list(self._open.values()):
             origin.close()
 
     @property
@@ -88,7 +90,8 @@ class Origins:
                     watched.proven, watched.refused = True, ""
                     self._count(read_bytes)
 
-                origin = self._open[key] = open_origin(manifest, within=within, count=delivered)
+                opened = open_origin(manifest, within=within, count=delivered)
+                origin = self._open[key] = Guarded(opened, self._troubled)
         return origin
 
     def failed(self, manifest: Manifest, error: QuiverError) -> None:

@@ -43,8 +43,9 @@ class Dataset(TorchDataset[Any]):
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
-    sample; ``Unavailable`` if neither cache nor origin answers. ``StopIteration`` and ``IndexError`` of a ``transform``
-    become a ``RuntimeError`` that names the sample: a loop would take them for the end of the dataset.
+    sample; ``Unavailable`` if neither cache nor origin answers for ``$QUIVER_ORIGIN_PATIENCE`` (5 minutes).
+    ``StopIteration`` and ``IndexError`` of a ``transform`` become a ``RuntimeError`` that names the sample: a loop
+    would take them for the end of the dataset.
     """
 
     def __init__(

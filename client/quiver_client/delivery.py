@@ -16,6 +16,7 @@ import blake3
 import numpy as np
 import numpy.typing as npt
 
+from quiver.errors import QuiverError
 from quiver.plan import Ints, Plan
 from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather, xxh3_64
 
@@ -181,3 +182,11 @@ class Tier(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class Cache(Tier, Protocol):
+    """A tier that brings in what it does not have."""
+
+    def why(self, shard: int) -> QuiverError | None:
+        """Return why a shard was not brought in, or not whole, when it was asked for last; ``None`` if it was."""
+        ...

@@ -1,27 +1,24 @@
 """A manifest by its path or URL. What lies at a URL is brought to this machine once per version, and kept.
 
-A kept file is named by where it is from, its version there, and the digest of what came. It is compared with that each
+By a process of its own, as all that is remote: this one may fork, and Ctrl-C must end it whatever the server does. A
+kept file is named by where it is from, its version there, and the digest of what came. It is compared with that each
 time: one that a crash or a disk has spoiled is fetched again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
-import secrets
 from pathlib import Path
-from typing import Final
-
-import blake3
+from urllib.parse import unquote
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, DiskFailed, NotFound, QuiverError
+from quiver.errors import BadRequest, Corrupt, DiskFailed, NotFound, QuiverError, Unavailable
 from quiver.manifest import SUFFIX, Manifest
 from quiver.origin import split_url
-from quiver.origin.remote import Download, download
+from quiver.origin.isolated import IsolatedStore
 from quiver_client.config import cache_home
-
-CHUNK_BYTES: Final = 8 << 20
+from quiver_client.patience import Patience, patience_seconds
 
 log = logging.getLogger("quiver_client")
 
@@ -37,26 +34,30 @@ def open_manifest(location: str) -> Manifest:
     folder = cache_home() / "fetched"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        remote = download(location)
-        version = str(Digest.of(f"{location} {remote.version}".encode()))
-        for kept in sorted(folder.glob(f"{version}.*{SUFFIX}")):
-            manifest = _kept(kept, location)
-            if manifest is not None:
-                return manifest
-        target, digest = _fetched(remote, folder, version)
+        before = set(folder.iterdir())
+        path = _downloaded(location, folder)
+        if path in before:
+            kept = _kept(path, location)
+            if kept is not None:
+                return kept
+            path = _downloaded(location, folder)
     except OSError as error:
         raise DiskFailed(f"cannot keep {location} in {folder}: {error.strerror or error}") from error
     try:
-        return Manifest.open(target, digest)
+        return Manifest.open(path, _digest(path))
     except QuiverError as error:
-        target.unlink(missing_ok=True)  # it is what came: to fetch it again is all that may help
+        path.unlink(missing_ok=True)  # it is what came: to fetch it again is all that may help
         raise type(error)(f"{location}: {error}") if isinstance(error, BadRequest) else error from error
+
+
+def _digest(path: Path) -> Digest:
+    return Digest.parse(path.name.removesuffix(SUFFIX).rpartition(".")[2])
 
 
 def _kept(path: Path, location: str) -> Manifest | None:
     """Return the manifest that was fetched once, or remove what is not that any more."""
     try:
-        return Manifest.open(path, Digest.parse(path.name.removesuffix(SUFFIX).rpartition(".")[2]))
+        return Manifest.open(path, _digest(path))
     except NotFound:  # another process found it spoiled just then
         return None
     except (BadRequest, Corrupt, DiskFailed) as error:
@@ -65,20 +66,14 @@ def _kept(path: Path, location: str) -> Manifest | None:
         return None
 
 
-def _fetched(remote: Download, folder: Path, version: str) -> tuple[Path, Digest]:
-    """Write what comes under its own name, complete or not at all; return that, and the digest of what came."""
-    temporary = folder / f".{version}.{secrets.token_hex(8)}.tmp"
-    hasher = blake3.blake3()
-    try:
-        with temporary.open("wb") as file:
-            for chunk in remote.chunks(CHUNK_BYTES):
-                file.write(chunk)
-                hasher.update(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        digest = Digest(hasher.digest())
-        target = folder / f"{version}.{digest}{SUFFIX}"
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return target, digest
+def _downloaded(location: str, folder: Path) -> Path:
+    """Return where the object is in the folder, after it came if it was not there in this version."""
+    base, _, name = location.rpartition("/")
+    patience = Patience(location, patience_seconds())
+    waiting = patience.begin()
+    with contextlib.closing(IsolatedStore(base)) as store:
+        while True:
+            try:
+                return store.download(unquote(name), folder)
+            except Unavailable as error:
+                patience.wait(waiting, error, lambda: "the manifest's samples")

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.errors import Misconfigured, Unavailable
+from quiver.errors import Misconfigured, NotFound, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client.config import CacheConfig, EmbeddedCache
-from quiver_client.delivery import Delivery, Positions, Tier, Verify
+from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
 from quiver_client.needs.base import Exchange
 from quiver_client.needs.rack import RackNeeds
+from quiver_client.patience import Patience, patience_seconds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
 from quiver_client.tiers.embedded import EmbeddedTier
@@ -53,20 +54,22 @@ class Session:
         self._verify = verify
         self._lock = threading.Lock()
         self._opened_origin: SampleOrigin | None = None
+        self.patience = Patience(manifest.header.base, patience_seconds())
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
         self._needs: Callable[[], Exchange] | None = None
+        self._cache: Cache  # what brings shards in: the tier before the origin
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
         elif isinstance(cache, EmbeddedCache):
             self.tiers = (self._embedded(cache), direct)
         else:
             self.tiers = (*self._rack(cache.urls, introduce), direct)
-        self._cache = self.tiers[-2:][0]  # what brings shards in: the tier before the origin
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
-        tier = EmbeddedTier(self.manifest, store, self.origin, self.stats)
+        tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
+        self._cache = tier
         store.trim()  # after the tier has found the capacity to be enough for one shard
 
         def needs() -> Exchange:
@@ -85,11 +88,11 @@ class Session:
                 self._introduce(members)
                 undo.pop_all()
         self._needs = lambda: RackNeeds(self.manifest, members, self.origin, self.stats)
-        rack = RackTier(self.manifest, members, self.origin, self.stats)
+        self._cache = rack = RackTier(self.manifest, members, self.origin, self.stats)
         return HandoffTier(self.manifest, members, urls, self.stats), rack
 
     def _introduce(self, members: Members) -> None:
-        members.refresh()
+        members.refresh(opening=True)
         largest = int(self.manifest.tables.shard_sizes.max())
         node = members.too_small(largest)
         if node:
@@ -102,9 +105,25 @@ class Session:
     def read(self, plan: Plan) -> Delivery:
         """Return all samples of the plan, every one checked.
 
-        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers.
+        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers for
+        as long as ``patience`` lasts.
         """
         delivery = Delivery(plan, self._verify)
+        waiting = self.patience.begin()
+        while True:
+            try:
+                self._read(delivery)
+                break
+            except Unavailable as error:
+                # All tiers are asked again: what is missing may be in the cache by then.
+                self.patience.wait(waiting, error, lambda: self._described(delivery))
+        if waiting.failures:
+            self.patience.answered()
+        self.stats.add("samples", len(plan))
+        return delivery
+
+    def _read(self, delivery: Delivery) -> None:
+        """Ask one tier after the other for what is missing."""
         for tier in self.tiers:
             before = delivery.checked.copy()
             self._ask(tier, delivery)
@@ -113,18 +132,34 @@ class Session:
             if tier.name != "origin":  # that one is counted where it is read
                 self.stats.add(f"bytes_{tier.name}", delivery.bytes_at(arrived))
             if delivery.checked.all():
-                break
-        else:
-            raise Unavailable(self.manifest.header.base, f"{len(delivery.missing())} samples could not be had")
-        self.stats.add("samples", len(plan))
-        return delivery
+                return
+        why = f"{self._described(delivery)} could not be had"
+        raise Unavailable(self.manifest.header.base, why, lasting=True)
 
-    def bring(self, plan: Plan) -> int:
-        """Make the plan's shards resident; return how many of them the cache could not take."""
+    def _described(self, delivery: Delivery) -> str:
+        """Return how many samples are missing, and the name of one."""
+        missing = delivery.missing()
+        [key, *_] = self.manifest.keys_of_blobs(delivery.plan.blobs[missing[:1]], 1)
+        return f"{len(missing)} samples, {key!r} among them,"
+
+    def bring(self, plan: Plan) -> dict[int, QuiverError]:
+        """Make the plan's shards resident; return those that the cache did not take, or not whole, and why."""
         delivery = Delivery(plan, "off")
-        self._cache.fetch(delivery)
-        delivery.check()
-        return len(delivery.missing())
+        waiting = self.patience.begin()
+        while True:
+            self._cache.fetch(delivery)
+            delivery.check()
+            missing = set(plan.shards[delivery.missing()].tolist())
+            failed = {shard: self._cache.why(shard) for shard in plan.shards.tolist()}
+            failures = {shard: error for shard, error in failed.items() if shard in missing or error is not None}
+            found = {shard: error or NotFound("it was evicted at once") for shard, error in failures.items()}
+            away = [error for shard, error in found.items() if shard in missing and isinstance(error, Unavailable)]
+            if not away:
+                return found
+            try:
+                self.patience.wait(waiting, away[0], lambda: f"{len(missing)} shards")  # noqa: B023 - called at once
+            except Unavailable as error:
+                return {shard: error if each in away else each for shard, each in found.items()}
 
     def needs(self) -> Exchange | None:
         """Return a new way to tell the cache what is still needed; ``None`` if there is no cache."""
@@ -135,15 +170,19 @@ class Session:
         with self._lock:
             if self._opened_origin is None:
                 self._opened_origin = open_origin(
-                    self.manifest, may_fork=True, count=lambda count: self.stats.add("bytes_origin", count)
+                    self.manifest,
+                    may_fork=True,
+                    count=lambda count: self.stats.add("bytes_origin", count),
+                    within_seconds=self.patience.read_seconds,
                 )
             return self._opened_origin
 
     def close(self) -> None:
+        self.patience.close()
+        if self._opened_origin is not None:  # first: what waits for it holds the tiers' threads
+            self._opened_origin.close()
         for tier in self.tiers:
             tier.close()
-        if self._opened_origin is not None:
-            self._opened_origin.close()
 
     def _ask(self, tier: Tier, delivery: Delivery) -> None:
         """Fetch from a tier; what is wrong is held against the tier, which gets one more try."""

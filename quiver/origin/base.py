@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from quiver.errors import BadRequest, Misconfigured
 from quiver.location import SCHEMES, Location, refuse_credentials, shown
+
+# How long one read may take without anything arriving. Retries included, requests in parallel: it is one deadline. Long
+# enough for a store that is slow to wake up, short enough for a fill thread of a daemon, of which there are four.
+READ_SECONDS: Final = 20.0
 
 REMOTE_SCHEMES = SCHEMES - {"file"}
 
@@ -24,11 +28,13 @@ class ObjectStore(Protocol):
 
     base: str
 
-    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
+    def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         """Put the extents back to back into ``out`` (exactly their sum in size); return the bytes that were read.
 
         That is more than their sum where neighbours were coalesced over a gap. Raises ``Changed`` for an object that
-        is gone or too short, ``Forbidden`` for refused credentials, ``Unavailable`` when the store does not answer.
+        is gone or too short, ``Forbidden`` for refused credentials, ``Unavailable`` when the store does not answer
+        ``within_seconds``; what arrives slowly extends that. A local file system has no deadline: a network mount that
+        hangs holds the reading thread in the kernel.
         """
         ...
 

@@ -1,186 +1,318 @@
 """A remote store in a process of its own, for processes that may fork.
 
 The threads of an object store's client do not survive ``fork``, and a DataLoader forks at times that nobody chooses. So
-a training process starts this module as a program, sends it what to read, and gets the bytes through memory that both
-map: no payload crosses the socket. The helper ends when the socket does, so it cannot outlive its owner.
+a training process starts this module as a program, its reader, sends it what to read, and gets the bytes through memory
+that both map: no payload crosses a socket.
 
-Each request is a datagram: msgpack, and the file descriptor of the memory to fill. Each answer is one as well.
+Each request has a socket pair of its own. One end goes to the reader, with the memory to fill; the answer comes back by
+it, and closing the other end takes the request back. So requests run side by side, none is mistaken for another, and
+a thread that is interrupted leaves nothing behind. The reader ends, in the middle of a request as well, when its socket
+is closed or its owner's process is gone, however that ended and whoever inherited a copy of the socket.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import mmap
+import multiprocessing
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from quiver.errors import Changed, Forbidden, Misconfigured, QuiverError, Unavailable
-from quiver.origin.base import Extent
+from quiver.errors import Changed, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError, Unavailable
+from quiver.origin.base import READ_SECONDS, Extent
+from quiver.origin.remote import SLOWEST_BYTES_PER_SECOND, RemoteStore
 
-REQUEST_BYTES_MAX: Final = 1 << 26
-ANSWER_SECONDS_MAX: Final = 300.0
-END_SECONDS_MAX: Final = 2.0
-_ERRORS: Final[dict[str, type[QuiverError]]] = {"forbidden": Forbidden, "misconfigured": Misconfigured}
+ANSWER_BYTES_MAX: Final = 1 << 16
+SLACK_SECONDS: Final = 10.0  # a reader says itself when its deadline passed, unless it hangs or is stopped
+END_SECONDS_MAX: Final = 1.0
+_ERRORS: Final[dict[str, type[QuiverError]]] = {
+    kind.code: kind for kind in (Forbidden, Misconfigured, NotFound, DiskFailed)
+}
+
+
+class _Request(msgspec.Struct):
+    """What is asked: extents into the memory, which has ``size_bytes``, or an object into a folder."""
+
+    size_bytes: int
+    within_seconds: float
+    extents: list[Extent]
+    folder: str = ""
 
 
 class _Answer(msgspec.Struct):
     read_bytes: int = 0
+    path: str = ""
     error: str = ""
     about: str = ""
     message: str = ""
+    retry_after_seconds: float = 0.0
+    lasting: bool = False
 
 
 class IsolatedStore:
-    """``ObjectStore`` whose requests a helper process answers, started on first use and once again if it dies."""
+    """``ObjectStore`` whose requests a reader answers: started on first use, and once again if it dies."""
 
     def __init__(self, base: str) -> None:
-        self._helper: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._reader: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.base = base if base.endswith("/") else base + "/"
-        self._lock = threading.Lock()  # one request at a time: the helper itself reads with many threads
+        self._lock = threading.Lock()  # over the reader's start and end, and never while an answer is awaited
         self._owner = os.getpid()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"IsolatedStore({self.base!r})"
 
-    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
+    def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         if not len(out):
             return 0
         memory = os.memfd_create("quiver-origin", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(memory, len(out))
+            answer = self._asked(_Request(len(out), within_seconds, list(extents)), memory)
             with mmap.mmap(memory, len(out)) as shared:
-                answer = self._ask(msgspec.msgpack.encode(list(extents)), memory)
-                if answer.error == Changed.code:
-                    raise Changed(answer.about, answer.message)
-                if answer.error:
-                    kind = _ERRORS.get(answer.error)
-                    raise kind(answer.message) if kind else Unavailable(self.base, answer.message)
                 out[:] = memoryview(shared)
         finally:
             os.close(memory)
         return answer.read_bytes
 
+    def download(self, path: str, folder: Path, within_seconds: float = READ_SECONDS) -> Path:
+        """Bring one object into a folder, once per version of it; return its file there. See ``RemoteStore``."""
+        memory = os.memfd_create("quiver-origin", os.MFD_CLOEXEC)
+        try:
+            return Path(self._asked(_Request(0, within_seconds, [Extent(path, 0, 0)], str(folder)), memory).path)
+        finally:
+            os.close(memory)
+
     def close(self) -> None:
-        helper, self._helper = self._helper, None
-        if helper is None:
+        """End the reader. Reads that wait for it fail at once."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    def __del__(self) -> None:
+        if "_lock" in self.__dict__:
+            self._end()
+
+    def _end(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is None:
             return
-        process, link = helper
+        process, link = reader
         if self._owner == os.getpid():
             # Shut down and not only closed: a child that was forked meanwhile holds the socket by its copy.
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             try:
                 process.wait(END_SECONDS_MAX)
-            except subprocess.TimeoutExpired:  # in the midst of a request that nobody waits for any more
+            except subprocess.TimeoutExpired:  # stopped, perhaps
                 process.kill()
                 process.wait()
         else:
             process.returncode = 0  # the parent's child: not this process's to wait for
         link.close()
 
-    def __del__(self) -> None:
-        self.close()
-
-    def _ask(self, request: bytes, memory: int) -> _Answer:
-        with self._lock:
-            for attempt in (1, 2):
-                process, link = self._connected()
-                try:
-                    _send(link, request, memory)
-                    return msgspec.msgpack.decode(_receive(link)[0], type=_Answer)
-                except (OSError, EOFError) as error:
-                    self.close()
-                    if attempt == 2:
-                        raise Unavailable(
-                            self.base, f"the process that reads it died (exit {process.poll()})"
-                        ) from error
+    def _asked(self, request: _Request, memory: int) -> _Answer:
+        """Return the answer to a request. Raises what the reader met."""
+        raw = msgspec.msgpack.encode(request)
+        os.ftruncate(memory, request.size_bytes)
+        os.pwrite(memory, raw, request.size_bytes)
+        for attempt in (1, 2):
+            with self._lock:
+                if self._closed:
+                    raise Unavailable(self.base, "was closed", lasting=True)
+                process, link = reader = self._started()
+            try:
+                return _raised(self._exchanged(link, request, memory), self.base)
+            except (OSError, EOFError) as error:
+                with self._lock:
+                    if self._reader is reader:
+                        self._end()
+                    if self._closed:
+                        raise Unavailable(self.base, "was closed", lasting=True) from None
+                if attempt == 2:
+                    raise Unavailable(self.base, f"the process that reads it died (exit {process.poll()})") from error
         raise AssertionError("unreachable")
 
-    def _connected(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        if self._helper is None:
-            ours, theirs = socket.socketpair()
-            ours.settimeout(ANSWER_SECONDS_MAX)
+    def _exchanged(self, link: socket.socket, request: _Request, memory: int) -> _Answer:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                socket.send_fds(link, [request.size_bytes.to_bytes(8, "little")], [memory, theirs.fileno()])
+            seconds = request.within_seconds + request.size_bytes / SLOWEST_BYTES_PER_SECOND + SLACK_SECONDS
+            _wait_for(ours, time.monotonic() + seconds, self.base)
+            raw = ours.recv(ANSWER_BYTES_MAX)
+        if not raw:
+            raise EOFError
+        return msgspec.msgpack.decode(raw, type=_Answer)
+
+    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+        if self._reader is None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours.settimeout(SLACK_SECONDS)  # of sending: it reads at once what it is sent
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "quiver.origin.isolated", self.base, str(theirs.fileno())],
+                    [sys.executable, "-P", "-c", _PROGRAM, self.base, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
+                    process_group=0,  # Ctrl-C is its owner's business
                 )
-            self._helper = process, ours
-        return self._helper
+            self._reader = process, ours
+        return self._reader
 
 
-def _send(link: socket.socket, message: bytes, memory: int | None = None) -> None:
-    header = len(message).to_bytes(8, "little")
-    if memory is None:
-        link.sendall(header + message)
-    else:
-        socket.send_fds(link, [header], [memory])
-        link.sendall(message)
+_PROGRAM: Final = "import sys; from quiver.origin.isolated import main; main()"
 
 
-def _receive(link: socket.socket) -> tuple[bytes, int | None]:
-    header, fds, _, _ = socket.recv_fds(link, 8, 1)
-    while 0 < len(header) < 8:
-        header += link.recv(8 - len(header)) or b"\0" * 8
-    size = int.from_bytes(header[:8], "little")
-    if not header or size > REQUEST_BYTES_MAX:
-        raise EOFError
-    message = bytearray(size)
-    view = memoryview(message)
-    while view:
-        count = link.recv_into(view)
-        if not count:
-            raise EOFError
-        view = view[count:]
-    return bytes(message), (fds[0] if fds else None)
+def _wait_for(answer: socket.socket, until: float, base: str) -> None:
+    """Wait until there is something to receive. Raises ``Unavailable``.
+
+    A worker of a DataLoader whose parent is gone has nobody to read for: it ends, since the origin may hang for long.
+    """
+    poll = select.poll()
+    poll.register(answer, select.POLLIN)
+    with parent_of_worker() as parent:
+        if parent is not None:
+            poll.register(parent, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll(max(until - time.monotonic(), 0.0) * 1000)]
+    if answer.fileno() in ready:
+        return
+    if ready:
+        raise SystemExit(1)
+    raise Unavailable(base, "the process that reads it does not answer")
 
 
-def _serve(base: str, link: socket.socket) -> None:
-    from quiver.origin.remote import RemoteStore
+@contextlib.contextmanager
+def parent_of_worker() -> Iterator[int | None]:
+    """Open the parent of a process that should end with it, as workers should; ``None`` in any other process.
 
-    store: RemoteStore | None = None
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            request, memory = _receive(link)
-            if memory is None:
-                return
+    What is opened becomes readable when the parent is gone. (The sentinel that multiprocessing has is a pipe, which
+    workers that were forked later hold open as well.) Raises ``SystemExit`` if it is gone already.
+    """
+    parent = multiprocessing.parent_process() if multiprocessing.current_process().daemon else None
+    if parent is None or parent.pid is None:
+        yield None
+        return
+    try:
+        fd = os.pidfd_open(parent.pid)
+    except ProcessLookupError:
+        raise SystemExit(1) from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _raised(answer: _Answer, base: str) -> _Answer:
+    if not answer.error:
+        return answer
+    if answer.error == Changed.code:
+        raise Changed(answer.about, answer.message)
+    kind = _ERRORS.get(answer.error)
+    if kind is not None:
+        raise kind(answer.message)
+    retry_after = answer.retry_after_seconds
+    raise Unavailable(answer.about or base, answer.message, retry_after_seconds=retry_after, lasting=answer.lasting)
+
+
+# -- in the reader ----------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Answers the requests of one owner until that is gone."""
+
+    def __init__(self, base: str) -> None:
+        self._base = base
+        self._store: RemoteStore | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, link: socket.socket, owner: int) -> None:
+        loop, gone = asyncio.get_running_loop(), asyncio.Event()
+        link.setblocking(False)
+        loop.add_reader(link, self._take, link, gone)
+        loop.add_reader(owner, gone.set)
+        await gone.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks, timeout=END_SECONDS_MAX / 2) if self._tasks else None
+
+    def _take(self, link: socket.socket, gone: asyncio.Event) -> None:
+        try:
+            head, fds, _, _ = socket.recv_fds(link, 8, 2)
+        except BlockingIOError:
+            return
+        except OSError:
+            head, fds = b"", []
+        if not head:
+            gone.set()
+            return
+        memory, reply = fds
+        task = asyncio.get_running_loop().create_task(self._serve(memory, socket.socket(fileno=reply), head))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, memory: int, reply: socket.socket, head: bytes) -> None:
+        """Answer one request, unless whoever made it goes."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        with reply:
+            reply.setblocking(False)
+
+            def gone() -> None:  # nothing is sent by it: readable, it is closed
+                loop.remove_reader(reply)
+                task.cancel()
+
+            loop.add_reader(reply, gone)
             try:
-                store = store or RemoteStore(base)
-                answer = _fill(store, msgspec.msgpack.decode(request, type=list[Extent]), memory)
-            except Changed as error:
-                answer = _Answer(error=error.code, about=error.url, message=error.why)
-            except QuiverError as error:
-                answer = _Answer(error=error.code, message=str(error))
+                answer = await self._answer(memory, int.from_bytes(head, "little"))
             finally:
+                loop.remove_reader(reply)
                 os.close(memory)
-            _send(link, msgspec.msgpack.encode(answer))
+            with contextlib.suppress(OSError):
+                reply.send(msgspec.msgpack.encode(answer))
 
-
-def _fill(store: object, extents: list[Extent], memory: int) -> _Answer:
-    from quiver.origin.remote import RemoteStore
-
-    assert isinstance(store, RemoteStore)
-    with mmap.mmap(memory, 0) as shared, memoryview(shared) as out:
-        return _Answer(read_bytes=store.read(extents, out))
+    async def _answer(self, memory: int, size_bytes: int) -> _Answer:
+        shared = memoryview(mmap.mmap(memory, 0))  # unmapped with its last view, which a cancelled read may still have
+        request = msgspec.msgpack.decode(shared[size_bytes:], type=_Request)
+        try:
+            self._store = self._store or RemoteStore(self._base)
+            if request.folder:
+                folder = Path(request.folder)
+                path = await self._store.download(request.extents[0].path, folder, request.within_seconds)
+                return _Answer(path=str(path))
+            done = await self._store.fetch(request.extents, shared[:size_bytes], request.within_seconds)
+            return _Answer(read_bytes=done)
+        except Changed as error:
+            return _Answer(error=error.code, about=error.url, message=error.why)
+        except Unavailable as error:
+            after, lasting = error.retry_after_seconds, error.lasting
+            return _Answer(
+                error=error.code, about=error.who, message=error.why, retry_after_seconds=after, lasting=lasting
+            )
+        except QuiverError as error:
+            return _Answer(error=error.code, message=str(error))
+        except OSError as error:
+            why = f"cannot write to {request.folder}: {error.strerror or error}"
+            return _Answer(error=DiskFailed.code, message=why)
 
 
 def main() -> None:
-    """Serve one owner until it goes. Ctrl-C is the owner's business: this process ends with its socket."""
+    """Serve one owner until it is gone. Ctrl-C is the owner's business."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _, base, number = sys.argv
+    _, base, number, owner = sys.argv
     with socket.socket(fileno=int(number)) as link:
-        _serve(base, link)
-    os._exit(0)  # threads of a request that nobody waits for any more must not hold the process up
-
-
-if __name__ == "__main__":
-    main()
+        with contextlib.suppress(ProcessLookupError):
+            alive = os.pidfd_open(int(owner))
+            if os.getppid() == int(owner):  # else it was gone before, and its number is another's
+                asyncio.run(_Reader(base).run(link, alive))
+        os._exit(0)  # threads of obstore must not hold the process up

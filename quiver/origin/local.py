@@ -13,13 +13,15 @@ from typing import Final
 
 from quiver.errors import Changed, Forbidden, NotAllowed, Unavailable
 from quiver.location import Location, object_path, shown
-from quiver.origin.base import Extent
+from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.beneath import Beneath
 
 # A network file system answers a stat and a read in about a millisecond: 300 small files want several at once.
 THREADS: Final = 4
 PARALLEL_FROM_FILES: Final = 8
 OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a fifo must not hang us
+# A network mount whose server restarts says one of these, and waiting helps; any other error of a file lasts.
+PASSING: Final = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
 class LocalStore:
@@ -35,7 +37,7 @@ class LocalStore:
     def __repr__(self) -> str:
         return f"LocalStore({self.root!r})"
 
-    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
+    def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         jobs: list[tuple[str, list[tuple[int, memoryview]]]] = []
         at = 0
         for path, run in groupby(extents, key=lambda extent: extent.path):
@@ -92,7 +94,9 @@ class LocalStore:
                     f"{shown(full)} leads outside {self._within} through a symbolic link;"
                     " serve its target's folder instead"
                 ) from error
-            raise Unavailable(full, f"cannot be opened: {error.strerror}") from error
+            raise Unavailable(
+                full, f"cannot be opened: {error.strerror}", lasting=error.errno not in PASSING
+            ) from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise Changed(full, "is no regular file any more")
@@ -108,7 +112,8 @@ def _read_exactly(fd: int, piece: memoryview, offset: int, full: str) -> None:
         try:
             count = os.preadv(fd, [piece[done:]], offset + done)
         except OSError as error:
-            raise Unavailable(full, f"cannot be read: {error.strerror}") from error
+            lasting = error.errno not in PASSING
+            raise Unavailable(full, f"cannot be read: {error.strerror}", lasting=lasting) from error
         if count == 0:
             raise Changed(full, "became shorter")
         done += count

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from quiver.errors import NotAllowed
 from quiver.location import Location
 from quiver.manifest import Manifest
-from quiver.origin.base import ObjectStore
+from quiver.origin.base import READ_SECONDS, ObjectStore
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
 
 
@@ -17,14 +17,19 @@ def open_origin(
     may_fork: bool = False,
     within: Location | None = None,
     count: Callable[[int], None] = lambda read_bytes: None,
+    within_seconds: float = READ_SECONDS,
 ) -> SampleOrigin:
-    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered."""
+    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered.
+
+    ``within``: the folder or prefix that an operator allows, out of which nothing may lead. ``within_seconds``: how
+    long a remote store may take for a read without anything arriving.
+    """
     store = open_store(manifest.header.base, may_fork=may_fork, within=within)
     if manifest.header.source == "parquet":
         from quiver.origin.parquet import ParquetOrigin  # its reader takes a while to load
 
-        return Counted(ParquetOrigin(manifest, store), count)
-    return Counted(RangeOrigin(manifest, store), count)
+        return Counted(ParquetOrigin(manifest, store, within_seconds), count)
+    return Counted(RangeOrigin(manifest, store, within_seconds), count)
 
 
 def open_store(base: str, *, may_fork: bool = False, within: Location | None = None) -> ObjectStore:

@@ -10,16 +10,17 @@ import io
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quiver.errors import Changed, OverCapacity
+from quiver.errors import Changed, OverCapacity, Unavailable
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import Rows, array_type, as_bytes
-from quiver.origin.base import Extent, ObjectStore
+from quiver.origin.base import READ_SECONDS, Extent, ObjectStore
 from quiver.origin.kept import kept
 from quiver.origin.samples import naming_samples
 from quiver.sizes import format_size
@@ -34,12 +35,13 @@ RETRY_AFTER_SECONDS: Final = 60.0  # it will be as large then
 class ParquetOrigin:
     """``SampleOrigin`` over Parquet files: ``origin`` of a blob is its row in the file."""
 
-    def __init__(self, manifest: Manifest, store: ObjectStore) -> None:
+    def __init__(self, manifest: Manifest, store: ObjectStore, within_seconds: float = READ_SECONDS) -> None:
         self.base = store.base
         self._manifest = manifest
         self._store = store
         self._columns = [field.column for field in manifest.header.blobs]
         self._files: OrderedDict[int, _File] = OrderedDict()
+        self._asked = _Asked(store, within_seconds)
         self._lock = threading.Lock()  # one reader at a time: what one decodes the next one finds
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
@@ -50,7 +52,7 @@ class ParquetOrigin:
         starts = np.concatenate([[0], np.cumsum(sizes.reshape(-1), dtype=np.int64)])[:-1].reshape(sizes.shape)
         order = np.lexsort((tables.origins[rows, 0], tables.object_of[rows]))
         read_bytes = 0
-        with self._lock, naming_samples(self._manifest, rows):
+        with self._reading(), naming_samples(self._manifest, rows):
             for at in order.tolist():
                 number, row = int(tables.object_of[rows[at]]), int(tables.origins[rows[at], 0])
                 group, inside, delivered = self._group(number, row)
@@ -65,6 +67,20 @@ class ParquetOrigin:
         kept.let_go(self)
         self._store.close()
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Be the one reader. Raises ``Unavailable`` if the one before gets nothing for so long."""
+        answers = -1
+        within_seconds = self._asked.within_seconds
+        while not self._lock.acquire(timeout=max(within_seconds, 0.0)):
+            if answers == self._asked.answers:
+                raise Unavailable(self.base, f"another read of it got no answer within {within_seconds:.0f} s")
+            answers = self._asked.answers
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _value(self, column: pa.Array[Any], row: int, size: int, number: int) -> memoryview:
         buffer = column[row].as_buffer()
         if buffer is None or buffer.size != size:
@@ -76,7 +92,7 @@ class ParquetOrigin:
         delivered = 0
         file = self._files.get(number)
         if file is None:
-            file = self._files[number] = _File(self._store, self._manifest, number)
+            file = self._files[number] = _File(self._asked, self._manifest, number)
             delivered += file.take_read_bytes()
             while len(self._files) > FILES_OPEN_MAX:
                 self._files.popitem(last=False)
@@ -91,10 +107,25 @@ class ParquetOrigin:
         return columns, row - int(file.firsts[group]), delivered
 
 
+class _Asked:
+    """The store as files ask it, and how many answers there were."""
+
+    def __init__(self, store: ObjectStore, within_seconds: float) -> None:
+        self.base = store.base
+        self._store = store
+        self.within_seconds = within_seconds
+        self.answers = 0
+
+    def read(self, extent: Extent, out: memoryview) -> int:
+        read_bytes = self._store.read([extent], out, self.within_seconds)
+        self.answers += 1
+        return read_bytes
+
+
 class _File:
     """One open Parquet file: its footer, and its row groups on demand."""
 
-    def __init__(self, store: ObjectStore, manifest: Manifest, number: int) -> None:
+    def __init__(self, store: _Asked, manifest: Manifest, number: int) -> None:
         self._object = manifest.object(number)
         self.url = store.base + self._object.path
         self._too_large: set[int] = set()  # row groups, as it turned out
@@ -196,7 +227,7 @@ def _large_binary(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
 class _ObjectFile(io.RawIOBase):
     """An object of a store as a seekable file, which is what the Parquet reader takes. Counts what it read."""
 
-    def __init__(self, store: ObjectStore, path: str, size: int) -> None:
+    def __init__(self, store: _Asked, path: str, size: int) -> None:
         self._store = store
         self._path = path
         self._size = size
@@ -220,7 +251,7 @@ class _ObjectFile(io.RawIOBase):
         left = max(self._size - self._at, 0)
         take = left if size is None or size < 0 else min(size, left)
         data = bytearray(take)
-        self.read_bytes += self._store.read([Extent(self._path, self._at, take)], memoryview(data)) if take else 0
+        self.read_bytes += self._store.read(Extent(self._path, self._at, take), memoryview(data)) if take else 0
         self._at += take
         return data
 

@@ -7,7 +7,7 @@ from typing import Final
 
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import Location, shown
-from quiver.origin.remote import connect, store_errors
+from quiver.origin.remote import PROBE_SECONDS, connect, store_errors
 from quiver.origin.web import WebStore
 
 # What stores say to those who may get objects and not list them, and to those who may do neither.
@@ -22,7 +22,7 @@ def probe(location: Location) -> bool:
     if location.scheme == "file":
         _probe_folder(location.path)
         return True
-    store = connect(location.url, patient=False)
+    store = connect(location.url, attempts=1, request_seconds=PROBE_SECONDS)
     if isinstance(store, WebStore):
         try:
             return store.knock()

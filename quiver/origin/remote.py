@@ -2,30 +2,56 @@
 
 obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So
 a process that may fork uses ``isolated`` instead (docs/adr/0004).
+
+One read is many requests in parallel under one deadline, each repeated with full jitter until then (docs/adr/0014).
+obstore's own retries are off for that: they are over in a second, and know nothing of Retry-After.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import re
+import secrets
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote
 
+import blake3
+
+from quiver.digest import Digest
 from quiver.errors import BadRequest, Changed, Forbidden, Misconfigured, NotFound, Unavailable
 from quiver.location import WEB_SCHEMES, Location, object_path, shown
-from quiver.origin.base import Extent
+from quiver.manifest import SUFFIX
+from quiver.origin.background import submit
+from quiver.origin.base import READ_SECONDS, Extent
+from quiver.origin.gate import Gate, backoff_seconds
 from quiver.origin.web import WebStore
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
 GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another request; a tar header is 512 to 1536 bytes
 RUN_BYTES_MAX: Final = 4 << 20  # larger runs are split, so that one shard is read over several connections
-ATTEMPTS: Final = 5
-ATTEMPTS_SECONDS: Final = 30
+STREAMED_BYTES: Final = (
+    256 << 10
+)  # a request of more is received in pieces of about that, which is how progress is seen
+# What arrives extends the deadline of its read at this rate: a slow link gets on, a store that drips does not.
+SLOWEST_BYTES_PER_SECOND: Final = 64 << 10
+ATTEMPTS: Final = 6  # of a request: about 3 s of failures
+ATTEMPTS_SECONDS: Final = 30  # of requests that obstore repeats: listing, indexing
 REQUEST_SECONDS: Final = 60
 PROBE_SECONDS: Final = 5
+SIGNED_SECONDS: Final = 60  # how long the URL is good that a store is asked by how long to wait
+DOWNLOAD_BYTES: Final = 8 << 20
+_STATUS: Final = re.compile(r"status code: (\d{3})([^:\n]*)")
+_AGAIN: Final = frozenset({408, 425, 429})  # of the statuses below 500, those after which asking again may help
+_BUSY: Final = frozenset({429, 503})
+_LASTING: Final = re.compile(r"certificate|unsupported scheme|builder error", re.IGNORECASE)
 
 
 class _Run(NamedTuple):
@@ -37,6 +63,38 @@ class _Run(NamedTuple):
     cuts: list[tuple[int, int, int]]
 
 
+class _Deadline:
+    """Of one read, all its requests together: so many seconds, and more for what arrives."""
+
+    def __init__(self, within_seconds: float) -> None:
+        self.within_seconds = within_seconds
+        self.at = time.monotonic() + within_seconds
+        self.last: Unavailable | None = None  # what the store said last
+        self.timeout: asyncio.Timeout | None = None
+
+    def arrived(self, count: int) -> None:
+        self.last = None
+        self.at += count / SLOWEST_BYTES_PER_SECOND
+        if self.timeout is not None and not self.timeout.expired():
+            loop = asyncio.get_running_loop()
+            self.timeout.reschedule(loop.time() + self.at - time.monotonic())
+
+    @contextlib.asynccontextmanager
+    async def kept(self, url: str) -> AsyncIterator[None]:
+        """Raise ``Unavailable`` if the block takes longer."""
+        try:
+            async with asyncio.timeout(max(self.at - time.monotonic(), 0.0)) as self.timeout:
+                yield
+        except TimeoutError:
+            raise self.missed(url) from self.last
+
+    def missed(self, url: str) -> Unavailable:
+        last = self.last
+        if last is None:
+            return Unavailable(url, f"does not answer within {self.within_seconds:.0f} s")
+        return Unavailable(last.who, last.why, retry_after_seconds=last.retry_after_seconds)
+
+
 class RemoteStore:
     """Objects under an ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL. Safe to use from several threads."""
 
@@ -44,63 +102,207 @@ class RemoteStore:
         location = Location.parse(base)
         self.base = location.url
         self._scheme = location.scheme
-        self._store = connect(self.base)
-        self._pool = ThreadPoolExecutor(REQUESTS_AT_ONCE, thread_name_prefix="quiver-origin")
+        self._store = connect(self.base, attempts=1)
+        self._gate = Gate()
+        self._trying = asyncio.Lock()
+        self._known_troubled = False  # the last read gave up: the next ones ask once
+        self._slots = asyncio.Semaphore(REQUESTS_AT_ONCE)  # taken by one loop: of ``submit``, or of who calls ``fetch``
+        self._lock = threading.Lock()
+        self._reading: set[Future[int]] = set()
+        self._closed = False
 
     def __repr__(self) -> str:
         return f"RemoteStore({self.base!r})"
 
-    def read(self, extents: Sequence[Extent], out: memoryview) -> int:
-        runs = coalesce(extents)
-        for _ in self._pool.map(lambda run: self._fetch(run, out), runs):
-            pass
-        return sum(run.end - run.start for run in runs)
+    def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
+        with self._lock:
+            if self._closed:
+                raise Unavailable(self.base, "was closed", lasting=True)
+            reading = submit(self.fetch(extents, out, within_seconds))
+            self._reading.add(reading)
+        try:
+            return reading.result()
+        except CancelledError:
+            raise Unavailable(self.base, "was closed", lasting=True) from None
+        finally:
+            with self._lock:
+                self._reading.discard(reading)
+            if not reading.done():  # Ctrl-C
+                reading.cancel()
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        """Let no read wait any longer."""
+        with self._lock:
+            self._closed = True
+            reading = list(self._reading)
+        for each in reading:
+            each.cancel()
         if isinstance(self._store, WebStore):
             self._store.close()
 
-    def _fetch(self, run: _Run, out: memoryview) -> None:
-        data = memoryview(self._get(run))
-        if len(data) < run.end - run.start:
-            raise Changed(self.base + run.path, "became shorter")
-        for at, length, target in run.cuts:
-            out[target : target + length] = data[at : at + length]
+    async def fetch(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
+        """``read``, for who has a loop. All of a store's reads belong to one loop."""
+        runs = coalesce(extents)
+        for path in {run.path for run in runs}:
+            object_path(path, self._scheme)
+        deadline = _Deadline(within_seconds)
+        async with deadline.kept(self.base):
+            await _all(self._insisted(run, out, deadline) for run in runs)
+        return sum(run.end - run.start for run in runs)
 
-    def _get(self, run: _Run) -> Any:
-        url = self.base + object_path(run.path, self._scheme)
+    async def _insisted(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+        """Make a request until it is answered, a few times at most: who waits for longer does so without a thread."""
+        for failures in itertools.count(1):
+            # While the store is in trouble, one request at a time finds out whether it still is.
+            async with self._slots, self._trying if self._gate.in_trouble else contextlib.nullcontext():
+                if await self._answered(run, out, deadline):
+                    return
+            pause = backoff_seconds(failures)
+            if failures >= ATTEMPTS or self._known_troubled or time.monotonic() + pause >= deadline.at:
+                self._known_troubled = True
+                raise deadline.missed(self.base)
+            await asyncio.sleep(pause)
+
+    async def _answered(self, run: _Run, out: memoryview, deadline: _Deadline) -> bool:
+        """Make one request; return whether it was answered. Raises what does not pass by itself."""
+        seconds = await self._gate.passed(deadline.at)
+        if seconds:  # said at once: whoever asks may have something better to do than to wait
+            why = deadline.last.why if deadline.last is not None else "is busy"
+            asks = f"{why}, and asks to be left alone for {seconds:.0f} s"
+            raise Unavailable(self.base, asks, retry_after_seconds=seconds)
+        try:
+            await self._fetch(run, out, deadline)
+        except Unavailable as error:
+            if error.lasting:
+                raise
+            deadline.last, self._gate.in_trouble = error, True
+            if error.retry_after_seconds:
+                self._gate.close_for(error.retry_after_seconds)
+            elif _status(error) in _BUSY:
+                await self._gate.ask(await self._plain_url(run.path))
+            return False
+        self._gate.in_trouble = self._known_troubled = False
+        return True
+
+    async def _fetch(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+        url = self.base + run.path
         try:
             with store_errors(url):
-                return self._store.get_range(run.path, start=run.start, end=run.end)
+                await self._receive(run, out, deadline)
         except NotFound:
             raise Changed(url, "vanished") from None
         except Unavailable as error:
             if "416" not in str(error) and "range" not in str(error).lower():
                 raise
-            with store_errors(url):
-                if self._store.head(run.path)["size"] < run.end:
-                    raise Changed(url, "became shorter") from error
+            await self._without_ranges(run, out, error)
+
+    async def _receive(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+        size = run.end - run.start
+        if size <= STREAMED_BYTES:
+            data = memoryview(await self._store.get_range_async(run.path, start=run.start, end=run.end))
+            deadline.arrived(len(data))
+            self._cut(run, data, out)
+            return
+        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: it needs no buffer of its own
+        data = out[run.cuts[0][2] :][:size] if whole else memoryview(bytearray(size))
+        at = 0
+        result = await self._store.get_async(run.path, options={"range": (run.start, run.end)})
+        async for chunk in result.stream(min_chunk_size=STREAMED_BYTES):
+            piece = memoryview(chunk)
+            data[at : at + len(piece)] = piece
+            at += len(piece)
+            deadline.arrived(len(piece))
+        self._cut(run, data[:at], out, copy=not whole)
+
+    def _cut(self, run: _Run, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
+        if len(data) < run.end - run.start:
+            raise Changed(self.base + run.path, "became shorter")
+        for at, length, target in run.cuts if copy else ():
+            out[target : target + length] = data[at : at + length]
+
+    async def _without_ranges(self, run: _Run, out: memoryview, error: Unavailable) -> None:
+        """The object became shorter, or the server answers no byte ranges: then read it from its beginning."""
+        url = self.base + run.path
+        with store_errors(url):
+            if (await self._store.head_async(run.path))["size"] < run.end:
+                raise Changed(url, "became shorter") from error
             if run.start:
-                raise
-            with store_errors(url):  # a server that does not answer byte ranges: read the object from its beginning
-                return self._store.get(run.path).bytes()
+                raise error
+            result = await self._store.get_async(run.path)
+            self._cut(run, memoryview(await result.bytes_async()), out)
+
+    async def download(self, path: str, folder: Path, within_seconds: float) -> Path:
+        """Bring a manifest into a folder, once per version of it; return its file there, named by version and BLAKE3.
+
+        Raises ``NotFound``, ``Forbidden``, ``Unavailable``, and ``OSError`` for the folder.
+        """
+        url = self.base + path
+        deadline = _Deadline(within_seconds)
+        async with deadline.kept(url):
+            with store_errors(url):
+                result = await self._store.get_async(path)
+            meta = result.meta
+            version = Digest.of(f"{url} {meta['e_tag']} {meta['last_modified']} {meta['size']}".encode())
+            if (kept := _kept(folder, str(version))) is not None:
+                return kept
+            temporary = folder / f".{version}.{secrets.token_hex(8)}.tmp"
+            hasher = blake3.blake3()
+            try:
+                with temporary.open("wb") as file:
+                    chunks = aiter(result.stream(min_chunk_size=DOWNLOAD_BYTES))
+                    while True:
+                        with store_errors(url):
+                            chunk = await anext(chunks, None)
+                        if chunk is None:
+                            break
+                        hasher.update(chunk)
+                        deadline.arrived(file.write(chunk))
+                    file.flush()
+                    os.fsync(file.fileno())
+                target = folder / f"{version}.{hasher.hexdigest()}{SUFFIX}"
+                temporary.replace(target)
+            finally:
+                temporary.unlink(missing_ok=True)
+        return target
+
+    async def _plain_url(self, path: str) -> str:
+        """Return a URL by which anybody may read the object, for a moment; not for logs. Or nothing."""
+        import obstore
+        from obstore.exceptions import BaseError
+
+        try:
+            for_so_long = timedelta(seconds=SIGNED_SECONDS)
+            return str(await obstore.sign_async(self._store, "GET", path, expires_in=for_so_long))
+        except (BaseError, OSError, ValueError, TypeError):  # credentials that cannot sign: no Retry-After then
+            return ""
 
 
-def connect(base: str, *, patient: bool = True) -> Any:
-    """Return the store for a base URL: obstore's, or our own for a plain HTTP server.
+def _kept(folder: Path, version: str) -> Path | None:
+    return next(iter(sorted(folder.glob(f"{version}.*{SUFFIX}"))), None)
 
-    Both have the methods ``get_range``, ``head`` and ``get``. Credentials and endpoint come from the usual variables.
-    ``patient``: try again what fails; not where somebody waits to hear whether it works at all.
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. The first failure is raised, once nothing of the others goes on."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def connect(base: str, *, attempts: int = ATTEMPTS, request_seconds: float = REQUEST_SECONDS) -> Any:
+    """Return the store for a base URL: obstore's, or our own for a plain HTTP server, which has the same methods.
+
+    Credentials and endpoint come from the store's usual variables. ``attempts``: how many times the store itself makes
+    a request that fails.
     """
     location = Location.parse(base)
     base = location.url
     if location.scheme in WEB_SCHEMES:
         return WebStore(
-            location,
-            request_seconds=REQUEST_SECONDS if patient else PROBE_SECONDS,
-            attempts=ATTEMPTS if patient else 0,
-            attempts_seconds=ATTEMPTS_SECONDS,
+            location, request_seconds=request_seconds, attempts=attempts - 1, attempts_seconds=ATTEMPTS_SECONDS
         )
     try:
         from obstore.exceptions import BaseError
@@ -113,13 +315,10 @@ def connect(base: str, *, patient: bool = True) -> Any:
             base,
             client_options={
                 "allow_http": endpoint.startswith("http://"),
-                "timeout": timedelta(seconds=REQUEST_SECONDS if patient else PROBE_SECONDS),
+                "timeout": timedelta(seconds=request_seconds),
                 "connect_timeout": timedelta(seconds=5),
             },
-            retry_config={
-                "max_retries": ATTEMPTS if patient else 0,
-                "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS),
-            },
+            retry_config={"max_retries": attempts - 1, "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS)},
         )
     except (BaseError, ValueError, TypeError) as error:
         raise Misconfigured(f"{base}: {_first_line(error)}") from error
@@ -155,29 +354,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-class Download:
-    """One object being read from its beginning to its end."""
-
-    def __init__(self, url: str, result: Any) -> None:
-        self._url = url
-        self._result = result
-        meta = result.meta
-        self.version = f"{meta['e_tag']} {meta['last_modified']} {meta['size']}"
-
-    def chunks(self, size_bytes: int) -> Iterator[bytes]:
-        with store_errors(self._url):
-            for chunk in self._result.stream(min_chunk_size=size_bytes):
-                yield bytes(chunk)
-
-
-def download(url: str) -> Download:
-    """Begin to read one object, a manifest for instance."""
-    base, _, name = url.rpartition("/")
-    store = connect(base + "/")
-    with store_errors(url):
-        return Download(url, store.get(unquote(name)))
-
-
 @contextlib.contextmanager
 def store_errors(url: str) -> Iterator[None]:
     """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
@@ -195,7 +371,7 @@ def store_errors(url: str) -> Iterator[None]:
     except (failed.BaseError, OSError) as error:
         if "404 Not Found" in str(error):  # of a listing: there is no such bucket
             raise NotFound(f"{url} does not exist") from error
-        raise Unavailable(url, _first_line(error)) from error
+        raise _unavailable(url, error) from error
 
 
 @contextlib.contextmanager
@@ -211,3 +387,17 @@ def path_errors(url: str) -> Iterator[None]:
     except InvalidPathError as error:
         why = _first_line(error)
         raise BadRequest(f"{shown(url)}: {shown(why)}; rename the object, or index a folder without it") from error
+
+
+def _unavailable(url: str, error: BaseException) -> Unavailable:
+    """Return what the store did instead of answering, and whether that passes by itself."""
+    found = _STATUS.search(str(error))
+    if found is None:
+        return Unavailable(url, _first_line(error), lasting=_LASTING.search(str(error)) is not None)
+    status = int(found[1])
+    return Unavailable(url, f"answers {status}{found[2]}", lasting=status < 500 and status not in _AGAIN)
+
+
+def _status(error: Unavailable) -> int:
+    found = re.match(r"answers (\d{3})", error.why)
+    return int(found[1]) if found else 0

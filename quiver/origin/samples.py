@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from quiver.errors import Changed
 from quiver.manifest import ABSENT, Manifest
-from quiver.origin.base import Extent, ObjectStore
+from quiver.origin.base import READ_SECONDS, Extent, ObjectStore
 
 Rows = npt.NDArray[np.intp]
 
@@ -27,7 +27,8 @@ class SampleOrigin(Protocol):
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
         """Put the samples back to back into ``out``; return the bytes that the origin had to deliver for it.
 
-        Raises ``Changed`` naming the object and the samples that are lost with it.
+        Raises ``Changed`` naming the object and the samples that are lost with it, ``Unavailable`` if the origin does
+        not answer in the time that it was opened with.
         """
         ...
 
@@ -37,10 +38,11 @@ class SampleOrigin(Protocol):
 class RangeOrigin:
     """Samples that are byte ranges of objects: separate files, members of tars."""
 
-    def __init__(self, manifest: Manifest, store: ObjectStore) -> None:
+    def __init__(self, manifest: Manifest, store: ObjectStore, within_seconds: float = READ_SECONDS) -> None:
         self.base = store.base
         self._manifest = manifest
         self._store = store
+        self._within_seconds = within_seconds
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
         rows = np.asarray(blobs, np.intp)
@@ -57,7 +59,7 @@ class RangeOrigin:
             if length != ABSENT
         ]
         with naming_samples(self._manifest, rows):
-            return self._store.read(extents, out)
+            return self._store.read(extents, out, self._within_seconds)
 
     def close(self) -> None:
         self._store.close()

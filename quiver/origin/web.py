@@ -41,8 +41,7 @@ class NotNow(Unavailable):
     """What may go better next time; the server may have said when."""
 
     def __init__(self, who: str, why: str, pause_seconds: float = 0.0) -> None:
-        super().__init__(who, why)
-        self.pause_seconds = pause_seconds
+        super().__init__(who, why, retry_after_seconds=pause_seconds)
 
 
 class NoRanges(Unavailable):
@@ -148,9 +147,9 @@ class WebStore:
         """Return how many bytes of the range that was asked for are in the answer."""
         part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
         if answer.status != 206 or part is None:
-            raise NoRanges(self.url(path), "the server answers no byte ranges")
+            raise NoRanges(self.url(path), "the server answers no byte ranges", lasting=True)
         if int(part[1]) != start or not start <= int(part[2]) < end:
-            raise Unavailable(self.url(path), "the server answers another range than was asked for")
+            raise Unavailable(self.url(path), "the server answers another range than was asked for", lasting=True)
         return int(part[2]) + 1 - start
 
     def _described(self, path: str) -> dict[str, Any]:
@@ -175,7 +174,7 @@ class WebStore:
     def _meta(self, path: str, answer: _Answer) -> dict[str, Any]:
         size = answer.headers.get("Content-Length", "")
         if not (size.isascii() and size.isdecimal()):
-            raise Unavailable(self.url(path), "the server does not say how large it is")
+            raise Unavailable(self.url(path), "the server does not say how large it is", lasting=True)
         return {
             "path": path,
             "size": int(size),
@@ -285,7 +284,7 @@ class WebStore:
                 call: _Call | None = getattr(self._calls, "mine", None)
                 if call is not None and call.is_cut:
                     raise
-                pause = max(error.pause_seconds, PAUSE_SECONDS * 2**number * (1 + random.random()))  # noqa: S311
+                pause = max(error.retry_after_seconds, PAUSE_SECONDS * 2**number * (1 + random.random()))  # noqa: S311
                 if time.monotonic() + pause > deadline:
                     raise
                 time.sleep(pause)
@@ -308,9 +307,9 @@ class WebStore:
         if status in (401, 403, 407):
             return Forbidden(f"{url}: the server refuses to answer (status {status})")
         if status < 300:
-            return Unavailable(url, "the server compresses what it sends")
+            return Unavailable(url, "the server compresses what it sends", lasting=True)
         if status not in PASSING:
-            return Unavailable(url, f"the server answers with status {status}")
+            return Unavailable(url, f"the server answers with status {status}", lasting=True)
         after = answer.headers.get("Retry-After", "")
         pause_seconds = float(after) if after.isascii() and after.isdecimal() and len(after) < 6 else 0.0
         return NotNow(url, f"the server answers with status {status}", pause_seconds)

@@ -1,9 +1,9 @@
 """A content-addressed store on local disk that never holds more than its capacity.
 
-Invariant: a file under its final name is complete and hashed to that name when it was put there. One recipe sees to
-it: reserve room (a file of the final size in ``tmp``, locked) → write → compare with the name → fsync → rename → fsync
-of the folder → index. Whatever fails on the way leaves nothing; what a killed process leaves is swept at the next
-start.
+Invariant: a file under its final name is complete and hashed to that name when it was put there; of a partial shard its
+table did, and what it has of its samples did to their digests. One recipe sees to it: reserve room (a file of the final
+size in ``tmp``, locked) → write → compare with the name → fsync → rename → fsync of the folder → index. Whatever fails
+on the way leaves nothing; what a killed process leaves is swept at the next start.
 
 Files are immutable and only ever unlinked, so a file that was opened or mapped stays whole, whatever is evicted.
 """
@@ -253,7 +253,7 @@ class Store:
         """Come down to the capacity, which may have been more the last time. Who only looks must not call it."""
         with disk_errors(self.root), self.inventory.locked():
             excess = self.inventory.resident_bytes() - self.capacity_bytes
-            for kind in (Kind.SHARD, Kind.MANIFEST):
+            for kind in (Kind.PARTIAL, Kind.SHARD, Kind.MANIFEST):
                 for held in sorted(self.inventory.held(kind), key=lambda held: held.used) if excess > 0 else ():
                     if excess <= 0:
                         return
@@ -290,10 +290,12 @@ class Store:
             raise self._full()
 
     def _unneeded(self, free_bytes: int) -> dict[Kind, list[Held]] | None:
-        for kind in (Kind.SHARD, Kind.MANIFEST):  # manifests are small and needed for every fill: last
-            victims = choose_victims(self.inventory.held(kind), free_bytes, self.needed, self.inventory.now())
+        for kinds in ((Kind.PARTIAL, Kind.SHARD), (Kind.MANIFEST,)):  # manifests are small, and every fill needs one
+            held = {kind: self.inventory.held(kind) for kind in kinds}
+            every = [each for kind in kinds for each in held[kind]]
+            victims = choose_victims(every, free_bytes, self.needed, self.inventory.now())
             if victims is not None:
-                return {kind: victims}
+                return {kind: list(set(victims) & set(held[kind])) for kind in kinds}
         return None
 
     def _full(self) -> OverCapacity:

@@ -1,6 +1,7 @@
 """What a store holds. The files are the truth; a daemon that owns its folder alone may keep a copy in memory.
 
     <root>/shards/<2 hex>/<64 hex>      <root>/manifests/<2 hex>/<64 hex>      <root>/tmp      <root>/quarantine
+    <root>/partial/<2 hex>/<64 hex>     in an embedded cache: shards some of whose samples the origin lost
 
 A file in ``tmp`` has its final size from the first moment on and is locked by its writer: so reserved room counts, and
 what a dead writer left is known by its lock being free.
@@ -34,6 +35,7 @@ class Kind(enum.StrEnum):
 
     SHARD = "shards"
     MANIFEST = "manifests"
+    PARTIAL = "partial"  # shards some of whose samples the origin lost: bytes that do not hash to their digests
 
 
 TOUCH_SECONDS: Final = 20.0  # how exact "last read" is where it is written to the file

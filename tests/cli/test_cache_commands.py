@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.daemon import Daemon, clean_environment
@@ -138,3 +139,61 @@ def test_wrong_use_and_failures_are_one_line(own: Files, arguments: list[str], s
     assert says in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not Path("/nowhere").exists()
+
+
+LIMITED = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+from quiver_client.cli import main
+main()
+"""
+
+
+def test_warm_says_of_a_disk_that_refuses_that_it_is_the_disk(own: Files, tmp_path: Path) -> None:
+    environment = {**clean_environment(), "XDG_CACHE_HOME": str(tmp_path)}
+    arguments = ["warm", str(own.manifest), "--cache", f"file://{tmp_path}/cache"]
+    failed = subprocess.run(
+        [sys.executable, "-c", LIMITED, *arguments],
+        capture_output=True,
+        check=False,
+        text=True,
+        timeout=60,
+        env=environment,
+    )
+    assert failed.returncode == 1
+    assert f"cannot write to {tmp_path}/cache" in failed.stderr
+    assert "lost" not in failed.stderr
+    assert "no room" not in failed.stderr
+
+
+def test_warm_says_of_a_capacity_that_is_too_small_that_it_is_that(own: Files, tmp_path: Path) -> None:
+    largest = int(own.opened().tables.shard_sizes.max())
+    failed = quiver("warm", own.manifest, "--cache", f"file://{tmp_path}/cache?capacity={largest * 2}")
+    assert failed.returncode == 1
+    assert "all in use" in failed.stderr
+    assert "more capacity" in failed.stderr
+    assert "lost" not in failed.stderr
+
+
+def test_warm_names_a_lost_sample_and_caches_the_rest_of_its_shard(own: Files, tmp_path: Path) -> None:
+    manifest = own.opened()
+    number = next(each for each in range(manifest.shard_count) if len(manifest.shard_blobs(each)) > 1)
+    [gone] = manifest.keys_of_blobs(np.asarray([manifest.shard_blobs(number).start]))
+    (own.folder / gone).unlink()
+    for _ in range(2):
+        failed = quiver("warm", own.manifest, "--cache", f"file://{tmp_path}/cache")
+        assert failed.returncode == 1
+        assert repr(gone) in failed.stderr
+        assert "quiver verify" in failed.stderr
+        assert "room" not in failed.stderr
+    assert len([path for path in (tmp_path / "cache" / "partial").rglob("*") if path.is_file()]) == 1
+
+
+def test_warm_says_of_a_daemon_that_could_not_fill_why(own: Files, tmp_path: Path) -> None:
+    (own.folder / sorted(own.content)[0]).unlink()
+    with Daemon(tmp_path / "data", origins=[own.folder]) as daemon:
+        failed = quiver("warm", own.manifest, "--cache", daemon.url)
+        assert failed.returncode == 1
+        assert f"{daemon.url} could not fill it" in failed.stderr
+        assert "room" not in failed.stderr

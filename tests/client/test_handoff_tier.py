@@ -134,7 +134,7 @@ def test_warming_a_rack_is_done_by_the_rack_tier(small: Files, tmp_path: Path) -
     with Daemon(tmp_path / "data", "--socket", str(tmp_path / "s"), origins=[small.folder]) as daemon:
         manifest = small.opened()
         session = Session(manifest, parse_cache(daemon.url), "off", introduce=True)
-        assert session.bring(plan_shards(manifest, np.arange(manifest.shard_count))) == 0
+        assert session.bring(plan_shards(manifest, np.arange(manifest.shard_count))) == {}
         assert daemon.status()["shards"] == manifest.shard_count
         session.close()
 

@@ -434,7 +434,7 @@ def test_a_manifest_whose_shard_is_not_named_by_its_samples_is_refused(tmp_path:
             first_verified([source], manifest.shard_digest(1), int(manifest.tables.shard_sizes[1]))
 
 
-def test_the_helper_of_an_isolated_store_is_started_again_when_it_dies(stack: ExitStack, tmp_path: Path) -> None:
+def test_the_reader_of_an_isolated_store_is_started_again_when_it_dies(stack: ExitStack, tmp_path: Path) -> None:
     files = make_files(tmp_path, random_files(30), shard_bytes="64KiB")
     server_ = stack.enter_context(counting_origin(files.folder))
     manifest = rebased(files, server_.url, tmp_path / "remote.quiver").opened()
@@ -442,11 +442,11 @@ def test_the_helper_of_an_isolated_store_is_started_again_when_it_dies(stack: Ex
     source = OriginShards(manifest, samples)
     size = int(manifest.tables.shard_sizes[0])
     first_verified([source], manifest.shard_digest(0), size)
-    helper = samples._inner._store._helper[0]  # type: ignore[attr-defined]
-    helper.kill()
-    helper.wait()
+    reader = samples._inner._store._reader[0]  # type: ignore[attr-defined]
+    reader.kill()
+    reader.wait()
     first_verified([source], manifest.shard_digest(0), size)
-    assert samples._inner._store._helper[0].pid != helper.pid  # type: ignore[attr-defined]
+    assert samples._inner._store._reader[0].pid != reader.pid  # type: ignore[attr-defined]
 
 
 def test_an_origin_that_does_not_answer_is_unavailable(stack: ExitStack, tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ class World:
         peer = PeerClient(self.daemon.url)
         try:
             digest = Digest.of_file(manifest)
-            peer.put_manifest(digest, manifest)
+            peer.put_manifest(digest, manifest.read_bytes())
             ranges = np.zeros(1, RANGE)
             ranges["length"] = len(content)
             statuses, data = peer.read(ReadRequest(digest, (shard,), ranges, 5000))

@@ -32,6 +32,12 @@ class Script:
         return self.log.read_text().rpartition("\n")[0].splitlines()
 
     @property
+    def pid(self) -> int:
+        """Its process, which is also its session's and its group's."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def ended(self) -> bool:
         return self._process.exitcode is not None
 

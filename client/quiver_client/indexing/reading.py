@@ -171,11 +171,12 @@ class RemoteObjects:
     """Objects of S3, GCS, Azure or an HTTP server."""
 
     def __init__(self, base: str, meter: Meter) -> None:
-        from quiver.origin.remote import RemoteStore
+        from quiver.origin.remote import RemoteStore, connect
 
         self.threads = THREADS_REMOTE
         self.base = base
         self.store = RemoteStore(base)
+        self.client = connect(base)
         self.meter = meter
 
     def whole(self, listed: OriginObject) -> memoryview:
@@ -223,10 +224,6 @@ class RemoteObjects:
                     f"{url}: the server answers no byte ranges, which samples inside large objects need;"
                     " serve the data with one that does (nginx, S3), or copy it here"
                 ) from error
-
-    @property
-    def client(self) -> Any:
-        return self.store._store
 
     def compare(self, listed: OriginObject, now: Any) -> None:
         """Raise ``SourceChanged`` if the store describes another object than the listing did."""

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import random
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ RETRY_SECONDS: Final = 5.0  # of a shard that failed; twice as much each time
 RETRY_SECONDS_MAX: Final = 60.0
 PAUSE_SECONDS: Final = 0.25  # after a failure, before anything is tried; twice as much each time in a row
 PAUSE_SECONDS_MAX: Final = 8.0
+AWAY_SECONDS_MAX: Final = 4.0  # between two looks whether the origin answers again, which cost one request
 INTERVAL_SECONDS_MAX: Final = 2.0
 FILLING_MAX: Final = 1024
 
@@ -150,6 +152,10 @@ class FolderNeeds:
                 self._failures = 0
             elif outcome is Brought.NO_ROOM:
                 self._paused_until = now + NO_ROOM_SECONDS
+            elif outcome is Brought.AWAY:
+                most = min(PAUSE_SECONDS * 2 ** min(self._failures, 8), AWAY_SECONDS_MAX)
+                self._paused_until = now + random.uniform(most / 4, most)  # noqa: S311
+                self._failures += 1
             else:
                 times = self._failed.get(digest, (0, 0.0))[0]
                 self._failed[digest] = times + 1, now + min(RETRY_SECONDS * 2**times, RETRY_SECONDS_MAX)
@@ -211,7 +217,8 @@ class _Room:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):
                     writing += entry.stat(follow_symlinks=False).st_size
-        self._held = self._store.inventory.held(Kind.SHARD)
+        inventory = self._store.inventory
+        self._held = [*inventory.held(Kind.SHARD), *inventory.held(Kind.PARTIAL)]
         manifests = sum(info.st_size for _, info in scan(root, Kind.MANIFEST))
         self._occupied = writing + manifests + sum(held.size_bytes for held in self._held)
         idle_since = self._store.inventory.now() - IDLE_SECONDS

@@ -5,11 +5,12 @@ The last resort of every batch, and the place where a loss becomes an error: wha
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import numpy as np
 
-from quiver.errors import Changed
+from quiver.errors import Changed, Unavailable
 from quiver.origin import SampleOrigin
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
@@ -50,5 +51,6 @@ class OriginTier:
 
     def _one_by_one(self, blobs: Positions, starts: Positions, data: memoryview) -> None:
         """Raise for the first sample that is really lost, so that the error names it and not its whole batch."""
-        for at, blob in enumerate(blobs.tolist()):
-            self._origin().read([blob], data[int(starts[at]) : int(starts[at + 1])])
+        with contextlib.suppress(Unavailable):  # what was found already is raised
+            for at, blob in enumerate(blobs.tolist()):
+                self._origin().read([blob], data[int(starts[at]) : int(starts[at + 1])])

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from quiver.digest import Bytes, Digest
 from quiver.errors import (
     Changed,
     Corrupt,
@@ -35,12 +36,14 @@ from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.need import Origin
 from quiver.origin import SampleOrigin
+from quiver.shard import read_table, rotten, verified
 from quiver.sizes import format_size
 from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
+from quiver_client.patience import Patience
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.board import Board
@@ -59,6 +62,7 @@ class Brought(enum.Enum):
 
     HERE = enum.auto()
     NO_ROOM = enum.auto()
+    AWAY = enum.auto()  # the origin does not answer, which says nothing of the shard
     FAILED = enum.auto()
 
 
@@ -118,7 +122,14 @@ class EmbeddedTier:
 
     name = "host"
 
-    def __init__(self, manifest: Manifest, store: Store, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        store: Store,
+        origin: Callable[[], SampleOrigin],
+        stats: Stats,
+        patience: Patience | None = None,
+    ) -> None:
         largest = int(manifest.tables.shard_sizes.max())
         if largest > store.capacity_bytes:
             raise Misconfigured(
@@ -129,13 +140,18 @@ class EmbeddedTier:
         self._manifest = manifest
         self._origin = origin
         self.stats = stats
+        self._patience = patience or Patience(manifest.header.base, 0.0)
         self._maps: Maps[_File] = Maps()
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = threading.Event()
         self._tidied = time.monotonic()
         self._full_until = 0.0
         self._broken_until = 0.0  # the disk
+        self._silent_until = 0.0  # the origin
         self._failed: dict[int, float] = {}  # shard -> when to try again
+        self._lost: dict[int, Positions] = {}  # of the partial shards that were mapped, the blobs that are not there
+        self._failure: QuiverError = NotFound("nobody asked for it")  # the last one
+        self._why: dict[int, QuiverError] = {}  # shards that were not brought in, or not whole
         self._locks = store.root / "fills"
         with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
             self._locks.mkdir(exist_ok=True)
@@ -147,10 +163,11 @@ class EmbeddedTier:
         self._tidy()
         plan, missing = delivery.plan, delivery.missing()
         shards = plan.by_shard(missing)[0].tolist()
+        lost_before = dict(self._lost)
         here = self._maps.get_all(shards)
         if len(here) < len(shards):
             here.update(self._brought([shard for shard in shards if shard not in here]))
-        delivery.put_mapped(missing, here)
+        delivery.put_mapped(self._without_lost(delivery, missing, here, lost_before), here)
 
     def blame(self, delivery: Delivery, bad: Positions) -> None:
         """Verify the shards as a whole: one that is wrong is quarantined and will be filled again."""
@@ -167,6 +184,9 @@ class EmbeddedTier:
             refused: Future[Brought] = Future()
             refused.set_result(Brought.FAILED)
             return refused
+
+    def why(self, shard: int) -> QuiverError | None:
+        return self._why.get(shard)
 
     def filling(self) -> Iterator[Path]:
         """Yield the locks of the fills that are under way in any process, or that died in one."""
@@ -199,28 +219,96 @@ class EmbeddedTier:
         try:
             view = self.store.map_file(Kind.SHARD, digest)
         except NotFound:
-            return None
+            return self._mapped_partial(shard)
         except (DiskFailed, OverCapacity) as error:
-            self.stats.warn("disk", f"{error}; reading from the origin meanwhile")
+            self.stats.warn("disk", f"{error}; what is not in the cache is asked of the origin meanwhile")
             return None
         if len(view) != self._manifest.tables.shard_sizes[shard]:
             self.stats.add("corruptions")
             self.store.quarantine(Kind.SHARD, digest)
             return None
+        self._lost.pop(shard, None)
         return self._maps.put(shard, view, file)
+
+    def _mapped_partial(self, shard: int) -> Buffer | None:
+        """Map a shard some of whose samples the origin lost, and learn which: those that do not hash to their name."""
+        digest = self._manifest.shard_digest(shard)
+        file = _File.at(str(file_of(self.store.root, Kind.PARTIAL, digest)))
+        if not file.inode:
+            return None
+        try:
+            view = self.store.map_file(Kind.PARTIAL, digest)
+            lost = rotten(read_table(digest, view, self.store.name), view)
+        except NotFound:
+            return None
+        except (Corrupt, DiskFailed, OverCapacity):
+            self.store.drop(Kind.PARTIAL, digest)
+            return None
+        self._lost[shard] = blobs = np.asarray(lost, np.int64) + self._manifest.shard_blobs(shard).start
+        url = self._manifest.object_url(int(self._manifest.tables.object_of[blobs[0]]))
+        self._why.setdefault(shard, Changed(url, "was lost or changed", self._manifest.keys_of_blobs(blobs)))
+        return self._maps.put(shard, view, file)
+
+    def _without_lost(
+        self, delivery: Delivery, missing: Positions, here: dict[int, Buffer], before: dict[int, Positions]
+    ) -> Positions:
+        """Return those of the positions that are not lost in a partial shard; try to mend such, now and then.
+
+        ``before``: what was lost before ``here`` was looked up. Another thread may map a shard anew meanwhile, and of
+        what is in doubt nothing is handed out.
+        """
+        lost_in = [known[shard] for known in (before, dict(self._lost)) for shard in here if shard in known]
+        if not lost_in:
+            return missing
+        lost = np.isin(delivery.plan.blobs[missing], np.concatenate(lost_in))
+        mended = []
+        for shard in set(delivery.plan.shards[missing[lost]].tolist()):
+            if time.monotonic() >= self._failed.get(shard, 0.0):
+                self._failed[shard] = time.monotonic() + FAILED_SECONDS
+                with contextlib.suppress(QuiverError):
+                    whole = self._mended(shard)
+                    if whole is not None:
+                        here[shard] = whole
+                        mended.append(shard)
+        return missing[~lost | np.isin(delivery.plan.shards[missing], mended)]
+
+    def _mended(self, shard: int) -> Buffer | None:
+        """Return the shard, whole again, if the origin has again what it had lost. Raises ``Changed`` if not."""
+        digest = self._manifest.shard_digest(shard)
+        with _fill_lock(self._locks / digest.hex(), self._closing):
+            source = OriginShards(self._manifest, self._origin())
+            data = source.mend(digest, self.store.map_file(Kind.PARTIAL, digest))
+            self._write(Kind.SHARD, digest, verified(digest, data, source.name).data)
+        self.store.drop(Kind.PARTIAL, digest)
+        self._why.pop(shard, None)
+        return self._mapped(shard)
+
+    def _write(self, kind: Kind, digest: Digest, data: Bytes) -> None:
+        with self.store.reserve(kind, digest, len(data)) as writing:
+            writing.write(data)
+            writing.commit()
 
     def _filled(self, shard: int) -> Buffer | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
-        if time.monotonic() < max(self._full_until, self._broken_until, self._failed.get(shard, 0.0)):
+        # Of a batch's shards a few are filled at a time. Once one has met an origin that does not answer, the others
+        # are not tried one after the other: the origin tier asks for all samples at once, under one deadline.
+        if time.monotonic() < max(
+            self._full_until, self._broken_until, self._silent_until, self._failed.get(shard, 0.0)
+        ):
+            self._why.setdefault(shard, self._failure)
             return None
         try:
+            self._why.pop(shard, None)
             return self._fill(shard)
-        except OverCapacity:
+        except OverCapacity as error:
             self._full_until = time.monotonic() + FULL_SECONDS
+            failure: QuiverError = error
         except (DiskFailed, NotFound) as error:  # NotFound of one's own shard: the folder was taken away
-            self.stats.warn("disk", f"{error}; reading from the origin meanwhile")
-        except (Changed, Unavailable, Forbidden, Corrupt):
-            pass  # the samples of the shard that are still there can be read one by one, and are, for a while
+            self.stats.warn("disk", f"{error}; what is not in the cache is asked of the origin meanwhile")
+            failure = error
+        except (Changed, Unavailable, Forbidden, Corrupt) as error:
+            failure = error  # the samples that are still there can be read one by one, and are, for a while
+        self._why[shard] = self._failure = failure
         return None
 
     def _bring(self, shard: int) -> Brought:
@@ -231,6 +319,11 @@ class EmbeddedTier:
             here = self._fill(shard) is not None
         except OverCapacity:
             return Brought.NO_ROOM
+        except Unavailable as error:
+            if self._closing.is_set():
+                return Brought.FAILED
+            self._patience.say(error, "some shards")
+            return Brought.AWAY
         except QuiverError as error:
             if not self._closing.is_set():
                 self.stats.warn("bring", f"a shard could not be brought in ahead: {error}")
@@ -249,18 +342,27 @@ class EmbeddedTier:
                 found = self._maps.get(shard) or self._mapped(shard)
                 if found is not None:
                     return found
-                with self.store.reserve(Kind.SHARD, digest, size_bytes) as writing:
-                    source = OriginShards(self._manifest, self._origin())
-                    with self.pace.reading(size_bytes):
-                        data, _ = first_verified([source], digest, size_bytes)
-                    writing.write(data.data)
-                    writing.commit()
+                source = OriginShards(self._manifest, self._origin())
+                try:
+                    with self.store.reserve(Kind.SHARD, digest, size_bytes) as writing:
+                        with self.pace.reading(size_bytes):
+                            data, _ = first_verified([source], digest, size_bytes)
+                        writing.write(data.data)
+                        writing.commit()
+                except Changed as error:  # the shard's other samples need not be read one by one for ever
+                    self._why[shard] = error
+                    self._write(Kind.PARTIAL, digest, source.salvage(digest, size_bytes))
+                    self._failed[shard] = time.monotonic() + FAILED_SECONDS
+                    self.stats.warn("lost", f"{error} The rest of its shard is cached.")
         except DiskFailed:
             self._broken_until = time.monotonic() + FULL_SECONDS
             raise
-        except (Changed, Unavailable, Forbidden, Corrupt):
+        except (Changed, Unavailable, Forbidden, Corrupt) as error:
             self._failed[shard] = time.monotonic() + FAILED_SECONDS
+            if isinstance(error, Unavailable):
+                self._silent_until = time.monotonic() + FAILED_SECONDS
             raise
+        self._patience.answered()
         self.stats.add("fills")
         return self._mapped(shard)
 
@@ -276,7 +378,8 @@ class EmbeddedTier:
         """Tell the folder what was used, since what was read long ago makes way first; let go of what is gone."""
         for shard, file, used in self._maps.mapped():
             if used:
-                self.store.inventory.touched(Kind.SHARD, self._manifest.shard_digest(shard))
+                kind = Kind.PARTIAL if shard in self._lost else Kind.SHARD
+                self.store.inventory.touched(kind, self._manifest.shard_digest(shard))
             if drop and not file.is_there():
                 self._maps.drop(shard, file)
 

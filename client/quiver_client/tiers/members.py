@@ -69,8 +69,11 @@ class Members:
         """Whether it is time to ask for the ring again."""
         return time.monotonic() - self._asked >= RING_SECONDS
 
-    def refresh(self) -> Ring | None:
-        """Ask for the ring if it was long ago; return the ring, ``None`` while nobody ever answered."""
+    def refresh(self, *, opening: bool = False) -> Ring | None:
+        """Ask for the ring if it was long ago; return the ring, ``None`` while nobody ever answered.
+
+        ``opening``: without a ring the dataset is not opened, so nothing is said of the origin being read instead.
+        """
         if not self.is_stale:
             return self._ring
         self._asked = time.monotonic()
@@ -89,8 +92,8 @@ class Members:
                 self._set_ring(ring)
             self._told_by = url
             break
-        if self._ring is None:
-            self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin")
+        if self._ring is None and not opening:
+            self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; asking the origin instead")
         return self._ring
 
     def choices(self, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
@@ -194,7 +197,7 @@ class Members:
 
         Raises ``Unavailable`` if no daemon answers. One that answers and cannot take it costs speed, and a warning.
         """
-        ring = self.refresh()
+        ring = self.refresh(opening=True)
         if ring is None:
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
-from quiver.errors import Corrupt, OverCapacity, QuiverError, Unavailable
+from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
@@ -52,6 +52,7 @@ class _Round:
     told: set[tuple[str, int]] = field(default_factory=set)  # who was given the manifest for which shard
     progress: float = field(default_factory=time.monotonic)
     retry_at: float = 0.0  # a daemon that is overloaded said not to ask before
+    silent_origin: bool = False  # it did not answer this process
     moved: bool = False  # in this turn something arrived or somebody was passed over
 
     def pending(self) -> Positions:
@@ -74,12 +75,18 @@ class RackTier:
         self._stats = stats
         self._pool = DaemonPool(REQUESTS_AT_ONCE, "quiver-rack")
         self._suspects: set[int] = set()  # shards of which wrong bytes came
+        self._refused: dict[int, tuple[int, str]] = {}  # shards that a daemon could not bring in, and which
+        self._failures: dict[int, QuiverError] = {}  # and those that this process could not
         self._rechecked: dict[int, str] = {}  # and who answered for them since
         self._closing = threading.Event()
         self._lock = threading.Lock()
 
     def fetch(self, delivery: Delivery) -> None:
         self._look_around()
+        if self._refused or self._failures:
+            for shard in delivery.plan.shards.tolist():
+                self._refused.pop(shard, None)
+                self._failures.pop(shard, None)
         state = _Round(delivery)
         pause = PAUSE_SECONDS
         while len(positions := state.pending()):
@@ -110,6 +117,20 @@ class RackTier:
             self._suspects.update(shards)
         for url in liars:
             self._members.is_silent(url)
+
+    def why(self, shard: int) -> QuiverError | None:
+        """See ``Cache``. Asks the daemon: for who has time."""
+        status, url = self._refused.get(shard, (0, ""))
+        if shard in self._failures or not status:
+            return self._failures.get(shard)
+        if status == RangeStatus.NO_ROOM:
+            return OverCapacity(f"{url} has no room for it", 0.0)
+        try:
+            disk = self._members.peer(url).status().disk
+        except QuiverError as error:
+            return error
+        why = "the origin does not answer it, or lost samples: its log says which"
+        return DiskFailed(f"{url}: {disk}") if disk != "ok" else NotFound(f"{url} could not fill it; {why}")
 
     def close(self) -> None:
         self._closing.set()
@@ -205,6 +226,7 @@ class RackTier:
             self._members.ask_why(peer)
         if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
             state.given_up.add(shard)
+            self._refused[shard] = status, peer.url
             state.moved = True
         elif status == RangeStatus.FILLING:
             state.waited_for.add(peer.url)
@@ -224,9 +246,13 @@ class RackTier:
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         try:
+            if state.silent_origin:  # one deadline is enough: the origin tier asks for all samples at once
+                raise Unavailable(self._manifest.header.base, "does not answer")
             source = OriginShards(self._manifest, self._origin())
             data, _ = first_verified([source], digest, size_bytes)
-        except QuiverError:
+        except QuiverError as error:
+            self._failures[shard] = error
+            state.silent_origin |= isinstance(error, Unavailable)
             state.given_up.add(shard)  # the origin tier will meet the same and say which sample it is
             state.moved = True
             self._forgo(peer, digest)

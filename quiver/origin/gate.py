@@ -1,0 +1,97 @@
+"""When a store may be asked again: what it said itself (Retry-After), and full jitter where it said nothing.
+
+obstore shows status and body of an answer and none of its headers. So when a store says "too many requests", it is
+asked once more, for one byte, by a request of our own whose headers can be seen. While the gate is closed nobody else
+asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import ssl
+import time
+from email.utils import parsedate_to_datetime
+from typing import Final
+from urllib.parse import urlsplit
+
+BACKOFF_SECONDS: Final = 0.1  # up to so long after the first failure, and up to twice as long after each further one
+BACKOFF_SECONDS_MAX: Final = 10.0
+SPREAD_SECONDS: Final = 1.0  # over which those who waited for a Retry-After ask again
+RETRY_AFTER_SECONDS_MAX: Final = 3600.0  # what a server may ask for: a wrong header must not stop a daemon for a year
+ASK_SECONDS: Final = 5.0  # how long the request for a Retry-After may take
+ASK_AGAIN_SECONDS: Final = 5.0  # and how often one is made, at most
+HEAD_BYTES_MAX: Final = 1 << 16
+
+
+def backoff_seconds(failures: int) -> float:
+    """Return how long to wait after so many failures in a row (1 or more): full jitter."""
+    return random.uniform(0, min(BACKOFF_SECONDS * 2.0 ** min(failures - 1, 16), BACKOFF_SECONDS_MAX))  # noqa: S311
+
+
+class Gate:
+    """Of one store. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self.in_trouble = False  # the last answer was a failure
+        self._opens = 0.0
+        self._asked = -ASK_AGAIN_SECONDS
+        self._asking = asyncio.Lock()
+
+    async def passed(self, until: float) -> float:
+        """Wait until it is open. If that is after ``until`` (monotonic), return at once in how many seconds it is."""
+        while True:
+            async with self._asking:
+                seconds = self._opens - time.monotonic()
+            if seconds <= 0:
+                return 0.0
+            if time.monotonic() + seconds >= until:
+                return seconds
+            await asyncio.sleep(seconds + random.uniform(0, min(seconds, SPREAD_SECONDS)))  # noqa: S311
+
+    def close_for(self, seconds: float) -> None:
+        """The store said how long to wait."""
+        self._opens = max(self._opens, time.monotonic() + min(seconds, RETRY_AFTER_SECONDS_MAX))
+
+    async def ask(self, url: str) -> None:
+        """Ask the store how long to wait, unless that was done just now, and close the gate for so long."""
+        async with self._asking:
+            if time.monotonic() - max(self._asked, self._opens) < ASK_AGAIN_SECONDS:
+                return
+            seconds = await _retry_after(url)
+            self._asked = time.monotonic()
+            self._opens = self._asked + seconds
+
+
+async def _retry_after(url: str) -> float:
+    """Return what the answer to a GET of one byte has as Retry-After, in seconds, or 0."""
+    parts = urlsplit(url)
+    secure = ssl.create_default_context() if parts.scheme == "https" else None
+    path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
+    head = f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nRange: bytes=0-0\r\nConnection: close\r\n\r\n"
+    with contextlib.suppress(OSError, ValueError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        async with asyncio.timeout(ASK_SECONDS):
+            port = parts.port or (443 if secure else 80)
+            reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=secure, limit=HEAD_BYTES_MAX)
+            try:
+                writer.write(head.encode("ascii"))
+                return retry_after_seconds(await reader.readuntil(b"\r\n\r\n"))
+            finally:
+                writer.transport.abort()
+    return 0.0
+
+
+def retry_after_seconds(head: bytes) -> float:
+    """Return the Retry-After of an answer's head, a number of seconds or a date; 0 if it has none that can be read."""
+    status, *lines = head.decode("latin-1").split("\r\n")
+    if status.split(" ")[1:2] not in (["429"], ["503"]):
+        return 0.0
+    for name, _, value in (line.partition(":") for line in lines):
+        if name.strip().lower() != "retry-after":
+            continue
+        with contextlib.suppress(ValueError, TypeError, OverflowError):
+            value = value.strip()
+            seconds = float(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time.time()
+            return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX)
+    return 0.0
