@@ -7,7 +7,6 @@ survives a fork; the session behind it opens on first use in each process.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast, get_args
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
+from quiver import forks
 from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
 from quiver_client.config import parse_cache
@@ -64,7 +64,7 @@ class Dataset(TorchDataset[Any]):
         self._manifest: Manifest | None = None
         self._session: Session | None = None
         self._owner = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._choose(fields)
         self._let_views_be_sent()
         self._open(introduce=True)
@@ -143,7 +143,7 @@ class Dataset(TorchDataset[Any]):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=threading.Lock())
+        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=forks.lock())
         self._let_views_be_sent()
 
     # -- inside -------------------------------------------------------------------------------------------------------

@@ -7,12 +7,12 @@ the process that opened it.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from quiver import forks
 from quiver.errors import Misconfigured, Unavailable
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
@@ -21,7 +21,9 @@ from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Delivery, Positions, Tier, Verify
+from quiver_client.imports import import_ahead
 from quiver_client.needs.base import Exchange
+from quiver_client.needs.folder import FolderNeeds
 from quiver_client.needs.rack import RackNeeds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
@@ -48,10 +50,11 @@ class Session:
         ``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault.
         ``on_wrong`` hears which samples of a tier had wrong bytes, before they are fetched again.
         """
+        import_ahead(manifest)
         self.manifest = manifest
         self.stats = Stats()
         self._verify = verify
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._opened_origin: SampleOrigin | None = None
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
@@ -70,8 +73,6 @@ class Session:
         store.trim()  # after the tier has found the capacity to be enough for one shard
 
         def needs() -> Exchange:
-            from quiver_client.needs.folder import FolderNeeds
-
             return FolderNeeds(self.manifest, tier)
 
         self._needs = needs

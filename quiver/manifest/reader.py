@@ -6,7 +6,6 @@ Nothing is parsed per sample and nothing is copied: the arrays are views of the 
 from __future__ import annotations
 
 import mmap
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import quote
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from quiver.cached import cached_property
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, NotFound
 from quiver.manifest.checks import check_arrays, check_tables

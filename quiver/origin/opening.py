@@ -1,12 +1,25 @@
-"""The one place that decides which implementation an origin gets. A store's libraries load when it is opened."""
+"""The one place that decides which implementation an origin gets.
+
+Libraries that take a while to load are loaded when an origin needs them. That may be in a thread, and a process that is
+forked while a thread imports a module can never import it: who may fork calls ``import_ahead`` before it has threads.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from quiver.manifest import Manifest
 from quiver.origin.base import ObjectStore, split_url
+from quiver.origin.isolated import IsolatedStore
+from quiver.origin.local import LocalStore
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
+
+
+def import_ahead(manifest: Manifest) -> None:
+    """Import what ``open_origin`` and its readers need in a process that may fork."""
+    if manifest.header.source == "parquet":
+        importlib.import_module("quiver.origin.parquet")
 
 
 def open_origin(
@@ -34,12 +47,8 @@ def open_store(base: str, *, may_fork: bool = False, contain: bool = False) -> O
     """
     scheme, rest = split_url(base)
     if scheme == "file":
-        from quiver.origin.local import LocalStore
-
         return LocalStore(rest, contain=contain)
     if may_fork:
-        from quiver.origin.isolated import IsolatedStore
-
         return IsolatedStore(base)
     from quiver.origin.remote import RemoteStore
 

@@ -8,7 +8,6 @@ What is drawn depends on what is resident; what is saved depends on what was con
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections import Counter
@@ -19,6 +18,7 @@ import blake3
 import numpy as np
 from torch.utils.data import Sampler
 
+from quiver import forks
 from quiver.digest import Digest
 from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
@@ -100,7 +100,7 @@ class BatchSampler(Sampler[list[int]]):
         self._lookahead = lookahead_of(lookahead)
         self._history = History(dataset.manifest.digest, self.deal, ledger, replay)
         self._labels = LabelWatch(dataset) if self.deal.shuffle else None
-        self._lock = threading.RLock()
+        self._lock = forks.rlock()
         self._next_epoch = 0
         self._resume: State | None = None
         self._resumed = False  # this run goes on with another, and with its ledger
