@@ -50,8 +50,6 @@ class _Bringing:
 class FolderNeeds:
     """``Exchange`` with the other processes that share a folder. Used by one thread."""
 
-    orphaned: npt.NDArray[np.bool_] | None = None  # this process brings in what it needs
-
     def __init__(self, manifest: Manifest, tier: EmbeddedTier) -> None:
         self._manifest = manifest
         self._tier = tier
@@ -65,6 +63,10 @@ class FolderNeeds:
         self._paused_until = 0.0
         self._reported = time.monotonic()
         self._interval = 0.5
+        # This process brings in what it needs, unless it may not write to the folder: then nobody does it for it.
+        self.orphaned: npt.NDArray[np.bool_] | None = None
+        if not tier.store.writable:
+            self.orphaned = np.ones(manifest.shard_count, bool)
 
     def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Tell the others what this consumer needs, and begin what it needs to have brought in."""
