@@ -157,7 +157,7 @@ def _nobody(digest: Digest, held: bool) -> None:
 
 
 class MemoryInventory:
-    """The inventory of the one process that owns a folder. Takes the folder's lock for as long as it lives."""
+    """The inventory of the one process that owns a folder, which it claims for as long as it lives."""
 
     def __init__(self, root: Path, url: str = "") -> None:
         """Claim the folder for the daemon at ``url``. Raises ``Misconfigured`` if somebody uses it, ``DiskFailed``."""

@@ -23,6 +23,7 @@ from tests.support.data import Files, random_files, write_files
 from tests.support.scripts import Script
 
 CHILD_SECONDS_MAX = 20
+FORKS = 20  # of each kind
 UNDER_LOAD = """
     import os, random, signal, sys, threading, time
     import numpy as np
@@ -31,7 +32,7 @@ UNDER_LOAD = """
     from quiver.need import Report
     from quiver_client import DataLoader, Dataset
 
-    manifest, cache, name, count, seconds = sys.argv[1:]
+    manifest, cache, large, count, seconds = sys.argv[1:]
     ds = Dataset(manifest, cache)
     loader = DataLoader(ds, batch_size=8, shuffle=True)
     ended, errors = threading.Event(), []
@@ -54,9 +55,10 @@ UNDER_LOAD = """
         other.close()
 
     def child():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(seconds))  # a child that hangs is killed
         rng = np.random.default_rng(os.getpid())
-        assert Digest.of_file(Path(manifest)) == ds.manifest.digest
+        assert Digest.of_file(Path(large)) == digest
         for _ in range(3):
             rows = rng.integers(0, len(ds), 8).tolist()
             assert [sample["__key__"] for sample in fresh.__getitems__(rows)] == fresh.manifest.keys(np.array(rows))
@@ -66,8 +68,9 @@ UNDER_LOAD = """
         needs.report(Report(os.urandom(16), left, 0.0, 0.0, 5.0))
         needs.close()
 
-    fresh = Dataset(manifest, cache, fields=["__key__", name])
-    hashing = lambda: Digest.of_file(Path(manifest))
+    fresh = Dataset(manifest, cache, fields=["__key__", "image"])
+    digest = Digest.of_file(Path(large))
+    hashing = lambda: Digest.of_file(Path(large))
     threads = [threading.Thread(target=work, args=(once,)) for once in (train, open_and_close, hashing)]
     for thread in threads:
         thread.start()
@@ -129,6 +132,7 @@ def in_child(work: Callable[[], object]) -> None:
     """Do something in a forked child, and fail if it raises or does not end."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest has a handler, which a thread that hangs does not run
         signal.alarm(CHILD_SECONDS_MAX)
         try:
             work()
@@ -217,8 +221,10 @@ def test_children_forked_at_any_moment_under_load_read_hash_fill_and_end(
     manifest = files.manifest if kind == "files" else parquet_of(tmp_path, files.content)
     capacity = int(Manifest.open(manifest).tables.shard_sizes.sum()) // 2  # so that there is always something to fill
     cache = f"file://{tmp_path}/cache?capacity={capacity}"
+    large = tmp_path / "large"
+    large.write_bytes(os.urandom(2 << 20))
     script = Script(
-        textwrap.dedent(UNDER_LOAD), [manifest, cache, "image", 20, CHILD_SECONDS_MAX], tmp_path / "printed"
+        textwrap.dedent(UNDER_LOAD), [manifest, cache, large, FORKS, CHILD_SECONDS_MAX], tmp_path / "printed"
     )
     try:
         code = script.wait(90)

@@ -28,6 +28,7 @@ def as_user(uid: int, work: Callable[[], object], *, umask: int = 0o002) -> None
     """Do something in a child that is this user, of a group that all of them share; fail if it raises."""
     child = os.fork()
     if child == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest has a handler, which a thread that hangs does not run
         signal.alarm(CHILD_SECONDS_MAX)
         try:
             os.setgroups([GROUP])
