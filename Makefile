@@ -8,9 +8,16 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/pip --quiet --quiet --disable-pip-version-check
 EXTRAS := client,server,s3,test,dev,demo
 BENCH := bench,bench-webdataset,bench-litdata,bench-memcached,bench-redis
+EVERYTHING := $(EXTRAS),$(BENCH)
 BENCH_STAMP := $(VENV)/.bench
 MDS := $(VENV)/mds
 PYTEST_ARGS ?= -n 2 --dist loadfile
+# What the extras $(1) ask for, a line each. pip builds what comes as source only (a test tool does) in isolation, with a
+# build backend of its own; the project itself is built by what is pinned and installed, and is the only one that is.
+REQUIREMENTS = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	extras = [project["optional-dependencies"][name] for name in sys.argv[1].split(",")]; \
+	print(*project["dependencies"], *sum(extras, []), sep="\n")' $(1)
+PROJECT := --no-deps --no-build-isolation -e .
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -25,8 +32,9 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py client/quiver_client/nat
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; }
 	@echo "Installing into $(VENV), which takes a minute or two ..."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) install -c constraints.txt hatchling editables
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS)]'
+	@$(call REQUIREMENTS,$(EXTRAS)) >$(VENV)/requirements.txt
+	@$(PIP) install -c constraints.txt -r $(VENV)/requirements.txt
+	@$(PIP) install $(PROJECT)
 	@touch $@
 
 check: $(STAMP)  ## Lint, formatting, types, and which package may import which
@@ -52,10 +60,12 @@ bench: $(BENCH_STAMP)  ## Measure this beside what people use today; BENCH_ARGS=
 # redis-server and nginx, come from the system's packages; what is not there is listed in the report.
 $(BENCH_STAMP): $(STAMP)
 	@echo "Installing what is compared, which takes a few minutes ..."
-	@$(PIP) install -c constraints.txt --no-build-isolation -e '.[$(EXTRAS),$(BENCH)]'
+	@$(call REQUIREMENTS,$(BENCH)) >$(VENV)/bench.txt
+	@$(PIP) install -c constraints.txt -r $(VENV)/bench.txt
 	@$(BIN)/python -m venv $(MDS)
+	@$(call REQUIREMENTS,bench-mds) >$(MDS)/requirements.txt
 	@$(MDS)/bin/pip -qq install hatchling editables "$$(grep '^torch==' constraints.txt)"
-	@$(MDS)/bin/pip -qq install --no-build-isolation -e '.[bench-mds]' \
+	@{ $(MDS)/bin/pip -qq install -r $(MDS)/requirements.txt && $(MDS)/bin/pip -qq install $(PROJECT); } \
 		|| echo "make: the packages of MDS cannot be installed here; the report will say so" >&2
 	@touch $@
 
@@ -66,13 +76,13 @@ constraints:  ## Resolve every extra in a clean environment and pin what comes o
 	@set -e; clean=$$(mktemp -d); trap 'rm -rf "$$clean"' EXIT; \
 	torch=$$(grep '^torch==' constraints.txt); mds=$$(grep '^mosaicml-streaming==' constraints.txt); \
 	$(PYTHON) -m venv "$$clean"; \
-	"$$clean/bin/pip" -qq install "$$torch" hatchling editables; \
-	"$$clean/bin/pip" -qq install --no-build-isolation -e '.[$(EXTRAS),$(BENCH)]'; \
+	$(call REQUIREMENTS,$(EVERYTHING)) >"$$clean/requirements.txt"; \
+	"$$clean/bin/pip" -qq install "$$torch" -r "$$clean/requirements.txt"; \
 	{ sed -n '/^#/p' constraints.txt; \
 	  { "$$clean/bin/pip" freeze --exclude-editable | sed '/^#/d; s/^\(torch==[0-9.]*\)+.*/\1/'; echo "$$mds"; } \
 	    | LC_ALL=C sort -f; } >"$$clean/constraints.txt"; \
 	cp "$$clean/constraints.txt" constraints.txt
 
 clean:  ## Remove what was made, .venv included
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .ci/machine dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
+from quiver.lookup import as_rows
 from quiver.need import Needs, Origin, Report, rounded_up
 from quiver.substitution import Ints, Order, View, dealt, permutation
 
@@ -121,7 +122,7 @@ class Daemon:
     def __post_init__(self) -> None:
         self.needs = Needs(self.setting.seed)
         shards = self.setting.shards
-        self.needs.add_dataset(DATASET, self.names, np.ones(shards), np.zeros(shards, bool), self.mine)
+        self.needs.add_dataset(DATASET, as_rows(self.names), np.ones(shards), np.zeros(shards, bool), self.mine)
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
     def told(self, report: Report) -> npt.NDArray[np.uint8]:

@@ -32,6 +32,7 @@ from sklearn.model_selection import train_test_split
 
 from quiver import layout as placing
 from quiver.digest import Digest
+from quiver.lookup import as_rows
 from quiver.need import Needs, Origin, Report, rounded_up
 from quiver.substitution import DRAINED_AT_ONCE, DRAINED_WHERE_ALIKE, Ints, View
 from quiver_client.loader.epoch import Deal, Epoch, Layout
@@ -180,7 +181,9 @@ class Cache:
         self._names = [Digest((shard + 1).to_bytes(32, "big")) for shard in range(len(layout.counts))]
         self._shard_of = {name: shard for shard, name in enumerate(self._names)}
         self.held = np.zeros(len(self._sizes), bool)
-        self._needs.add_dataset(DATASET, self._names, self._sizes, self.held.copy(), np.ones(len(self._sizes), bool))
+        self._needs.add_dataset(
+            DATASET, as_rows(self._names), self._sizes, self.held.copy(), np.ones(len(self._sizes), bool)
+        )
         self._room = max(cached * self._sizes.sum(), 2 * self._sizes.max())
         self._since = np.zeros(len(self._sizes))
         self._coming: dict[int, int] = {}

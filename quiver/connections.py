@@ -1,4 +1,4 @@
-"""What connections to a daemon have in common: how long it is waited for, and where those are that nobody uses.
+"""What connections to a daemon have in common: how slow it may be, and where those are that nobody uses.
 
 Connections belong to the process that opened them. After a fork the child closes its end of the parent's and opens its
 own: two processes on one connection would read each other's answers.
@@ -12,8 +12,6 @@ from typing import Final, Generic, Protocol, TypeVar
 from quiver import forks
 from quiver.errors import Unavailable
 
-CONNECT_SECONDS: Final = 2.0
-SILENCE_SECONDS: Final = 10.0  # without a single byte; a daemon answers a batch within its wait and then some
 SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # a peer that drips is given up: elsewhere is faster
 IDLE_CONNECTIONS_MAX: Final = 8
 

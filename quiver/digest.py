@@ -7,7 +7,6 @@ goes into a file name or a URL.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final
 
 import blake3
@@ -17,7 +16,6 @@ from quiver.errors import BadRequest
 Bytes = bytes | bytearray | memoryview
 
 DIGEST_BYTES: Final = 32
-READ_BYTES: Final = 1 << 20  # at a time: stays in the processor's cache between being read and being hashed
 _TEXT = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
@@ -41,25 +39,19 @@ class Digest(bytes):
 
     @classmethod
     def of(cls, data: Bytes) -> Digest:
-        """BLAKE3 of ``data``."""
+        """BLAKE3 of ``data``, in this thread alone.
+
+        The threads that BLAKE3 would take by itself do not survive a fork: a child that hashes waits for them for ever.
+        """
         return cls(blake3.blake3(data).digest())
 
-    @classmethod
-    def of_file(cls, path: Path) -> Digest:
-        """BLAKE3 of a file's content, in this thread alone. Raises ``OSError``.
-
-        The threads that BLAKE3 would take by itself do not survive a fork, and a child that hashes waits for them for
-        ever. It is read and not mapped, so that a file that is cut off meanwhile is no signal.
-        """
-        hasher = blake3.blake3()
-        piece = memoryview(bytearray(READ_BYTES))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(piece):
-                hasher.update(piece[:count])
-        return cls(hasher.digest())
+    @property
+    def short(self) -> str:
+        """Its first twelve digits, for people."""
+        return f"{self.hex()[:12]}…"
 
     def __str__(self) -> str:
         return self.hex()
 
     def __repr__(self) -> str:
-        return f"Digest({self.hex()[:12]}…)"
+        return f"Digest({self.short})"

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
@@ -21,17 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.connections import (
-    CONNECT_SECONDS,
-    SILENCE_SECONDS,
     SLOWEST_BYTES_PER_SECOND,
     Idle,
     no_answer,
     unreachable,
 )
 from quiver.errors import BadRequest, Corrupt, Forbidden, Misconfigured, NotFound, OverCapacity, Unavailable
+from quiver.liveness import Patience, Vigil
 from quiver.wire import ErrorBody
 
 ERROR_BYTES_MAX: Final = 1 << 16
+PIECE_BYTES: Final = 1 << 20  # of a file that is sent
 _RAISED: Final = {kind.code: kind for kind in (BadRequest, Forbidden, NotFound, Misconfigured)}
 
 
@@ -58,12 +59,12 @@ class Exchange:
     Raises ``Unavailable`` when it does not answer, ``Corrupt`` when it answers nonsense, and what it says went wrong.
     """
 
-    def __init__(self, url: str, name: str, silence_seconds: float) -> None:
+    def __init__(self, url: str, name: str, patience: Patience) -> None:
         self._url = url
         self._name = name
         parts = urlsplit(url)
         self._host, self._port = parts.hostname or "", parts.port or 80
-        self._silence_seconds = silence_seconds
+        self._patience = patience
         self._idle: Idle[http.client.HTTPConnection] = Idle()
 
     def close(self) -> None:
@@ -82,21 +83,22 @@ class Exchange:
             size = os.fstat(body.fileno()).st_size  # type: ignore[attr-defined]
         if body is not None:
             headers["Content-Length"] = str(size)
-        patience = self._silence_seconds + wait_seconds + size / SLOWEST_BYTES_PER_SECOND
+        vigil = Vigil(self._url, self._patience, wait_seconds)
+        limit_seconds = self._patience.silence_seconds + wait_seconds + size / SLOWEST_BYTES_PER_SECOND
         # A file cannot be sent twice, so it goes over a connection that cannot have been closed for idleness.
         kept = None if hasattr(body, "read") else self._idle.take()
         connection = kept or self._connect()
         try:
             try:
-                response = _exchange(connection, method, path, body, headers, patience)
+                response = _exchange(connection, (method, path), body, headers, vigil, limit_seconds)
             except (ConnectionError, http.client.BadStatusLine):
                 if kept is None:
                     raise
                 connection.close()  # the daemon closed an idle connection just then: not its fault, ask once more
                 connection = self._connect()
-                response = _exchange(connection, method, path, body, headers, patience)
+                response = _exchange(connection, (method, path), body, headers, vigil, limit_seconds)
             with response:  # it may own the socket: a connection that is to be closed is handed over to it
-                deadline = time.monotonic() + self._silence_seconds
+                deadline = time.monotonic() + self._patience.silence_seconds
                 yield Answer(response, self._checked(response, method, deadline), deadline, self._name)
         except (OSError, http.client.HTTPException) as error:
             connection.close()
@@ -110,8 +112,7 @@ class Exchange:
             self._idle.keep(connection)
 
     def _connect(self) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=CONNECT_SECONDS, blocksize=1 << 20)
-        connection.response_class = _Response
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=self._patience.connect_seconds)
         try:
             connection.connect()
         except OSError as error:
@@ -157,21 +158,28 @@ class Exchange:
 class _PatientSocket(io.RawIOBase):
     """The reading end of a socket with a deadline for everything: a timeout alone never ends while bytes trickle in."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, vigil: Vigil, deadline: float) -> None:
         self._socket = sock
-        self._silence_seconds = sock.gettimeout() or SILENCE_SECONDS
         self._file = sock.makefile("rb", buffering=0)  # counts as a user of the socket, as http.client expects
-        self.deadline = time.monotonic() + self._silence_seconds
+        self._vigil = vigil
+        self.deadline = deadline
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int | None:
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("answers too slowly")
-        self._socket.settimeout(min(left, self._silence_seconds))
-        return self._file.readinto(buffer)
+        while True:
+            left = self.deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("answers too slowly")
+            self._socket.settimeout(min(left, self._vigil.wait_seconds()))
+            try:
+                count = self._socket.recv_into(buffer)
+            except TimeoutError:
+                self._vigil.check(self._socket)
+                continue
+            self._vigil.heard()
+            return count
 
     def close(self) -> None:
         self._file.close()
@@ -181,25 +189,28 @@ class _PatientSocket(io.RawIOBase):
 class _Response(http.client.HTTPResponse):
     """A response that is read through a ``_PatientSocket``, its head as well."""
 
-    def __init__(self, sock: socket.socket, *args: Any, **named: Any) -> None:
+    def __init__(self, vigil: Vigil, deadline: float, sock: socket.socket, *args: Any, **named: Any) -> None:
         super().__init__(sock, *args, **named)
         self.fp.close()
-        self.socket = _PatientSocket(sock)
+        self.socket = _PatientSocket(sock, vigil, deadline)
         self.fp = io.BufferedReader(self.socket)
 
 
 def _exchange(
     connection: http.client.HTTPConnection,
-    method: str,
-    path: str,
+    verb: tuple[str, str],
     body: object,
     headers: dict[str, str],
-    patience_seconds: float,
+    vigil: Vigil,
+    limit_seconds: float,
 ) -> _Response:
-    """Send a request and return the head of the answer, which must be here within ``patience_seconds``."""
-    connection.sock.settimeout(patience_seconds)
+    """Send a request (method, path) and return the head of the answer, which must be here within ``limit_seconds``."""
+    deadline = time.monotonic() + limit_seconds
+    connection.response_class = partial(_Response, vigil, deadline)  # type: ignore[assignment]
     try:
-        connection.request(method, path, body=body, headers=headers)  # type: ignore[arg-type]
+        connection.sock.settimeout(limit_seconds)
+        connection.request(*verb, headers=headers)  # the head, which announces the body
+        _send(connection.sock, body, deadline, vigil)
     except ConnectionError:
         # A daemon that refuses an upload answers before it has read it all: its answer says more than the reset.
         if body is None:
@@ -208,6 +219,24 @@ def _exchange(
             return cast(_Response, connection.getresponse())
         raise
     return cast(_Response, connection.getresponse())
+
+
+def _send(sock: socket.socket, body: Any, deadline: float, vigil: Vigil) -> None:
+    """Send a body, bytes or an open file. Who takes nothing is not waited for longer than who answers nothing."""
+    pieces = iter(lambda: body.read(PIECE_BYTES), b"") if hasattr(body, "read") else iter([body] if body else ())
+    for piece in pieces:
+        view = memoryview(piece).cast("B")
+        while view:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("takes too slowly what it is sent")
+            sock.settimeout(min(left, vigil.wait_seconds()))
+            try:
+                view = view[sock.send(view) :]
+            except TimeoutError:
+                vigil.check(sock)
+                continue
+            vigil.taken()
 
 
 def _receive(response: _Response, out: memoryview, deadline: float, who: str) -> None:

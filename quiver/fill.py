@@ -28,7 +28,7 @@ class OriginShards:
         rows = slice(blobs.start, blobs.stop)
         table = encode_table(self._manifest.tables.digests[rows], self._manifest.blob_sizes(rows))
         if name_of(table) != digest:
-            raise BadRequest(f"manifest {self._manifest.path}: shard {number} is not named by its samples")
+            raise BadRequest(f"the manifest of {self._origin.base}: shard {number} is not named by its samples")
         data = np.empty(size_bytes, np.uint8).data
         content = data[: size_bytes - len(table)]
         self._origin.read(blobs, content)

@@ -22,9 +22,24 @@ from quiver.shard import COUNT_BYTES, ROW_BYTES, U8, U64
 Layout = Literal["mixed", "sequential"]
 SHARD_BYTES_DEFAULT: Final = 32 << 20
 SHARD_BYTES_MIN: Final = 4 << 10
+SHARD_BYTES_AUTO_MIN: Final = 16 << 10  # below it a shard's own costs, a file and an fsync, are larger than its samples
+SHARDS_WANTED: Final = 256
 SHARD_BYTES_MAX: Final = 1 << 30
 
 I64 = npt.NDArray[np.int64]
+
+
+def auto_shard_bytes(total_bytes: int, unit_bytes: int = 0) -> int:
+    """Return the shard size for samples of so many distinct bytes: some hundred shards, as far as 32 MiB allow it.
+
+    A cache holds whole shards, so that few large ones are too coarse for one that is smaller than the dataset.
+    ``unit_bytes``: what is read as a whole, a row group of Parquet; a shard has room for it with a quarter to spare, or
+    several shards would each read it. The size is a power of two, since two copies of a dataset share shards only where
+    both came to the same size.
+    """
+    by_total = max(1 << (total_bytes // SHARDS_WANTED).bit_length() >> 1, SHARD_BYTES_AUTO_MIN)
+    by_unit = 1 << (unit_bytes * 4 // 3).bit_length()
+    return min(max(by_total, by_unit), SHARD_BYTES_DEFAULT)
 
 
 def place(layout: Layout, digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:

@@ -24,11 +24,13 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from quiver.digest import Digest
+from quiver.digest import DIGEST_BYTES, Digest
+from quiver.lookup import DigestRows
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+U8 = npt.NDArray[np.uint8]
 
 LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
 STARVING_SHARDS: Final = 0.25  # runway, once a fill is over, below which a shard that somebody needs may be dropped
@@ -56,12 +58,24 @@ class Report:
     ordered: bool = False
 
 
+class Grown(NamedTuple):
+    """The slots of all shards once a dataset's are among them, and which those are ``(n,)``."""
+
+    before: DigestRows
+    after: DigestRows
+    slots: Ints
+
+
 class Fetch(NamedTuple):
-    """A shard to bring in now, of which dataset, and what may be dropped for it although somebody needs it."""
+    """A shard to bring in now, of which dataset, and what may be dropped for it although somebody needs it.
+
+    ``starving``: the consumers on whose behalf that is dropped.
+    """
 
     digest: Digest
     dataset: Digest
     victim: Digest | None
+    starving: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -119,8 +133,7 @@ class Needs:
     """All consumers known here. Belongs to one thread; ``needed`` alone may be asked from others."""
 
     def __init__(self, seed: int = 0) -> None:
-        self._slots: dict[Digest, int] = {}
-        self._names: list[Digest] = []
+        self._shards = DigestRows(np.zeros((0, DIGEST_BYTES), np.uint8))  # the slot of each
         self._sizes = np.zeros(0)
         self._held = np.zeros(0, bool)
         self._need = np.zeros(0, np.int32)
@@ -130,7 +143,8 @@ class Needs:
         self._consumers: dict[bytes, _Consumer] = {}
         self._turn_of_ordered = False
         self._given_up: dict[Digest, float] = {}  # when each victim was chosen, until it is gone
-        self._shown = self._slots, self._need  # to other threads, both of one moment
+        self._shown = self._shards, self._need  # to other threads, both of one moment
+        self.spent: Set[bytes] = frozenset()  # consumers for whom nothing may be dropped that somebody needs
         self.left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
 
     def __len__(self) -> int:
@@ -141,22 +155,34 @@ class Needs:
     def knows(self, dataset: Digest) -> bool:
         return dataset in self._datasets
 
-    def add_dataset(self, dataset: Digest, shards: Iterable[Digest], sizes: Floats, held: Mask, mine: Mask) -> None:
-        """Learn of a dataset's shards: names, bytes, which are held here, and which are mine to fetch."""
-        names = list(shards)
-        for name in names:
-            if name not in self._slots:
-                self._slots[name] = len(self._names)
-                self._names.append(name)
-        slots = np.fromiter((self._slots[name] for name in names), np.int64, len(names))
-        new = len(self._names) - len(self._sizes)
+    def grown(self, shards: U8) -> Grown:
+        """Return what ``add_dataset`` takes its time for. From any thread, while the needs stay in use."""
+        before = self._shards
+        rows = before.rows_of(shards)
+        new = rows < 0
+        rows[new] = np.arange(len(before), len(before) + int(new.sum()))
+        after = DigestRows(np.concatenate([before.digests, shards[new]])) if new.any() else before
+        return Grown(before, after, rows)
+
+    def add_dataset(
+        self, dataset: Digest, shards: U8, sizes: Floats, held: Mask, mine: Mask, grown: Grown | None = None
+    ) -> None:
+        """Learn of a dataset's shards: names ``(n, 32)``, bytes, which are held here, and which are mine to fetch.
+
+        ``grown``: what ``grown(shards)`` returned a moment ago.
+        """
+        if grown is None or grown.before is not self._shards:  # another dataset came or went meanwhile
+            grown = self.grown(shards)
+        slots = grown.slots
+        new = len(grown.after) - len(self._sizes)
+        self._shards = grown.after
         self._sizes = np.concatenate([self._sizes, np.zeros(new)])
         self._held = np.concatenate([self._held, np.zeros(new, bool)])
         self._need = np.concatenate([self._need, np.zeros(new, np.int32)])
         self._tie = np.concatenate([self._tie, self._chance.random(new) / 2])
         self._sizes[slots] = sizes
         self._held[slots] = held
-        self._shown = self._slots, self._need
+        self._shown = self._shards, self._need
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
         self._datasets[dataset] = _Dataset(slots, mine, share, float(sizes.max(initial=1.0)))
 
@@ -209,17 +235,17 @@ class Needs:
         if all(known.consumers for known in self._datasets.values()):
             return
         kept = {name: known for name, known in self._datasets.items() if known.consumers}
-        used = np.unique(np.concatenate([np.zeros(0, np.int64), *(known.slots for known in kept.values())]))
-        place = np.full(len(self._names), -1, np.int64)
-        place[used] = np.arange(len(used))
-        self._names = [self._names[slot] for slot in used.tolist()]
-        self._slots = {name: slot for slot, name in enumerate(self._names)}
+        used = np.zeros(len(self._shards), bool)
+        for known in kept.values():
+            used[known.slots] = True
+        place = np.cumsum(used) - 1
+        self._shards = self._shards.only(used)
         self._sizes, self._held, self._tie = self._sizes[used], self._held[used], self._tie[used]
         self._need = self._need[used]
         for known in kept.values():
             known.slots = place[known.slots]
         self._datasets = kept
-        self._shown = self._slots, self._need
+        self._shown = self._shards, self._need
 
     def arrived(self, digest: Digest) -> None:
         self._mark(digest, True)
@@ -228,7 +254,7 @@ class Needs:
         self._mark(digest, False)
 
     def _mark(self, digest: Digest, held: bool) -> None:
-        slot = self._slots.get(digest)
+        slot = self._shards.get(digest)
         if slot is not None:
             self._held[slot] = held
         self._given_up.pop(digest, None)
@@ -237,11 +263,24 @@ class Needs:
 
     def needed(self, digest: Digest) -> bool | None:
         """Whether some consumer needs a shard; ``None`` for one of a dataset that nobody reports on."""
-        slots, need = self._shown
-        slot = slots.get(digest)
-        if slot is None or slot >= len(need):
+        shards, need = self._shown
+        slot = shards.get(digest)
+        if slot is None:
             return None
         return bool(need[slot] > 0) and digest not in self._given_up
+
+    def needed_of(self, shards: U8) -> npt.NDArray[np.int8]:
+        """Return of many shards ``(n, 32)`` what ``needed`` says of each: 1, 0, and -1 where nobody said."""
+        known, need = self._shown
+        slots = known.rows_of(shards)
+        if not len(need):
+            return np.full(len(shards), -1, np.int8)
+        said: npt.NDArray[np.int8] = np.where(slots < 0, -1, need[slots] > 0).astype(np.int8)
+        for digest in list(self._given_up):
+            slot = known.get(digest)
+            if slot is not None:
+                said[slots == slot] = 0
+        return said
 
     def seen_by(self, consumer: bytes) -> npt.NDArray[np.uint8]:
         """Return by shard of the consumer's dataset: 0 for what is not held here, else 1 + how many others need it."""
@@ -278,7 +317,7 @@ class Needs:
                 del self._given_up[digest]
         present = self._present()
         for digest in coming:
-            slot = self._slots.get(digest)
+            slot = self._shards.get(digest)
             if slot is not None:
                 present[slot] = True
         moment = _Moment(now, origin, only)
@@ -288,11 +327,11 @@ class Needs:
             if fetch is None:
                 break
             chosen.append(fetch)
-            slot = self._slots[fetch.digest]
+            slot = self._shards[fetch.digest]
             present[slot] = True
             free_bytes -= self._sizes[slot]
             if fetch.victim is not None:
-                victim = self._slots[fetch.victim]
+                victim = self._shards[fetch.victim]
                 self._given_up[fetch.victim] = now
                 present[victim] = False
                 free_bytes += self._sizes[victim]
@@ -302,7 +341,7 @@ class Needs:
         """Return a new mask of what is held here, and will be for as long as somebody needs it."""
         present = self._held.copy()
         for digest in self._given_up:
-            slot = self._slots.get(digest)
+            slot = self._shards.get(digest)
             if slot is not None:
                 present[slot] = False
         return present
@@ -312,32 +351,34 @@ class Needs:
         starving = [it for it in hungry if it.starving]
         best = self._most_needed(starving or hungry)
         # What comes next in a fixed order takes turns with the rest, and never goes at the cost of what is needed.
-        following = next((it for it in in_order if self._sizes[self._slots[it.digest]] <= free_bytes), None)
+        following = next((it for it in in_order if self._sizes[self._shards[it.digest]] <= free_bytes), None)
         if best is None or (following is not None and self._turn_of_ordered):
             self._turn_of_ordered = False
             return following
         self._turn_of_ordered = True
         slot, dataset = best
         if self._sizes[slot] <= free_bytes:
-            return Fetch(self._names[slot], dataset, None)
+            return Fetch(self._shards.name(slot), dataset, None)
         return self._forced(starving, present, free_bytes)
 
     def _forced(self, starving: list[_Hungry], present: Mask, free_bytes: float) -> Fetch | None:
         """Return what to bring in for those who starve at the cost of what is needed, on account of all it is for."""
-        starving = [it for it in starving if it.consumer.drops_left > 0]
+        starving = [
+            it for it in starving if it.consumer.drops_left > 0 and it.consumer.report.consumer not in self.spent
+        ]
         best = self._most_needed(starving)
         if best is None:
             return None
         slot, dataset = best
         if self._sizes[slot] <= free_bytes:
-            return Fetch(self._names[slot], dataset, None)
+            return Fetch(self._shards.name(slot), dataset, None)
         victim = self._victim(present, self._sizes[slot] - free_bytes)
         if victim is None:
             return None
-        for it in starving:
-            if it.missing[self._datasets[it.consumer.dataset].slots == slot].any():
-                it.consumer.drops_left -= 1
-        return Fetch(self._names[slot], dataset, victim)
+        on_behalf = [it for it in starving if it.missing[self._datasets[it.consumer.dataset].slots == slot].any()]
+        for it in on_behalf:
+            it.consumer.drops_left -= 1
+        return Fetch(self._shards.name(slot), dataset, victim, tuple(it.consumer.report.consumer for it in on_behalf))
 
     def _most_needed(self, hungry: list[_Hungry]) -> tuple[int, Digest] | None:
         """Return the slot that most need of what some of them miss, and of which dataset it is."""
@@ -369,7 +410,7 @@ class Needs:
             known = self._datasets[it.dataset]
             if it.report.ordered:
                 wanted = it.soon[absent[it.dataset][it.soon]][:1]
-                in_order += [Fetch(self._names[slot], it.dataset, None) for slot in known.slots[wanted].tolist()]
+                in_order += [Fetch(self._shards.name(slot), it.dataset, None) for slot in known.slots[wanted].tolist()]
                 continue
             missing = it.pending & absent[it.dataset]
             if not missing.any():
@@ -408,7 +449,7 @@ class Needs:
         left = np.zeros(len(self._sizes))
         for it in self._consumers.values():
             left[self._datasets[it.dataset].slots] += it.left
-        return self._names[int(least[np.argmax(left[least])])]
+        return self._shards.name(int(least[np.argmax(left[least])]))
 
 
 class Origin(NamedTuple):

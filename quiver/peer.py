@@ -7,12 +7,10 @@ go by streams where the peer has them (``quiver.stream``), all else by HTTP (``q
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from quiver.connections import SILENCE_SECONDS
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.exchange import Exchange
+from quiver.liveness import PATIENT, Patience
 from quiver.reporting import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.stream import U8, ReadStreams
@@ -31,11 +29,11 @@ from quiver.wire import (
 class PeerClient:
     """The verbs of one daemon. Raises ``Unavailable`` when it does not answer, ``Corrupt`` when it answers nonsense."""
 
-    def __init__(self, url: str, *, silence_seconds: float = SILENCE_SECONDS) -> None:
+    def __init__(self, url: str, patience: Patience = PATIENT) -> None:
         self.url = check_url(url)
         self.name = f"peer {self.url}"
-        self._exchange = Exchange(self.url, self.name, silence_seconds)
-        self._streams = ReadStreams(self.url, self.name, silence_seconds)
+        self._exchange = Exchange(self.url, self.name, patience)
+        self._streams = ReadStreams(self.url, self.name, patience)
 
     def __repr__(self) -> str:
         return f"PeerClient({self.url!r})"
@@ -109,8 +107,8 @@ class PeerClient:
         with self._exchange.asked("PUT", f"/v1/shards/{digest}", data, SHARD_TYPE):
             pass
 
-    def put_manifest(self, digest: Digest, path: Path) -> None:
-        with path.open("rb") as file, self._exchange.asked("PUT", f"/v1/manifests/{digest}", file, SHARD_TYPE):
+    def put_manifest(self, digest: Digest, content: Bytes) -> None:
+        with self._exchange.asked("PUT", f"/v1/manifests/{digest}", content, SHARD_TYPE):
             pass
 
     # -- answers ------------------------------------------------------------------------------------------------------

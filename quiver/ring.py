@@ -33,6 +33,8 @@ U64 = npt.NDArray[np.uint64]
 I32 = npt.NDArray[np.int32]
 
 MEMBERS_MAX: Final = 4096
+# Copies of a shard. Every reader ranks this many members for every shard of its dataset: 4 bytes each.
+REPLICAS_MAX: Final = 8
 DRAWS_AT_ONCE: Final = 1 << 14
 DRAWS_MAX: Final = 1 << 22  # at a time: 32 MiB of temporaries, however many shards and members there are
 URL_BYTES_MAX: Final = 256
@@ -102,6 +104,8 @@ class Ring:
     def __post_init__(self) -> None:
         if len(self.members) > MEMBERS_MAX:
             raise BadRequest(f"a ring of {len(self.members)} members is larger than {MEMBERS_MAX}")
+        if self.replicas > REPLICAS_MAX:
+            raise BadRequest(f"a ring of {self.replicas} replicas has more than {REPLICAS_MAX}")
         ordered = tuple(sorted(self.members, key=lambda member: member.id))
         if len({member.id for member in ordered}) != len(ordered):
             raise BadRequest("two members of the ring have the same id")

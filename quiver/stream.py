@@ -23,8 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quiver.connections import CONNECT_SECONDS, SLOWEST_BYTES_PER_SECOND, Idle, no_answer, unreachable
+from quiver.connections import SLOWEST_BYTES_PER_SECOND, Idle, no_answer, unreachable
 from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
+from quiver.liveness import Gone, Patience, Vigil
 from quiver.wire import ErrorBody, RangeStatus, ReadRequest
 
 PROTOCOL: Final = "quiver-read"
@@ -61,29 +62,31 @@ def ranges_frame(statuses: U8, payload_bytes: int) -> bytes:
 class ReadStream:
     """The reader's end. Blocking; belongs to one thread at a time and to the process that opened it."""
 
-    def __init__(self, sock: socket.socket, name: str, silence_seconds: float) -> None:
+    def __init__(self, sock: socket.socket, url: str, name: str, patience: Patience) -> None:
         self._socket = sock
+        self._url = url
         self._name = name
-        self._silence_seconds = silence_seconds
+        self._patience = patience
 
     @classmethod
-    def upgraded(cls, sock: socket.socket, host: str, name: str, silence_seconds: float) -> ReadStream | None:
+    def upgraded(cls, sock: socket.socket, url: str, name: str, patience: Patience) -> ReadStream | None:
         """Return the stream that a new connection becomes; ``None``, and it is closed, if the daemon does not do that.
 
-        Raises ``OSError`` if there is no answer at all.
+        Raises ``OSError`` if there is no answer at all; ``Gone`` if the daemon answers nothing else either.
         """
         done = False
+        host = urlsplit(url).netloc
         try:
             sock.settimeout(HANDSHAKE_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(
                 f"GET {PATH} HTTP/1.1\r\nHost: {host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
             )
-            if not _is_switched(_head(sock)):
+            if not _is_switched(_head(sock, Vigil(url, patience))):
                 return None
             sock.settimeout(None)  # from here on the kernel keeps the time: see _receive
             done = True
-            return cls(sock, name, silence_seconds)
+            return cls(sock, url, name, patience)
         finally:
             if not done:
                 sock.close()
@@ -97,33 +100,35 @@ class ReadStream:
         Raises what the daemon refused with; ``Corrupt`` for a wrong answer, and ``OSError``: then the stream is over.
         """
         body = request.encode()
-        patience = self._silence_seconds + request.wait_ms / 1000
-        self._send(memoryview(SIZE.pack(len(body)) + body), time.monotonic() + patience)
+        wait_seconds = request.wait_ms / 1000
+        patience_seconds = self._patience.silence_seconds + wait_seconds
+        vigil = Vigil(self._url, self._patience, wait_seconds)
+        self._send(memoryview(SIZE.pack(len(body)) + body), time.monotonic() + patience_seconds, vigil)
         count = len(request.ranges)
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + patience_seconds
         head = bytearray(FRAME.size)
-        self._receive(memoryview(head), deadline, patience)
+        self._receive(memoryview(head), deadline, vigil)
         magic, kind, size = FRAME.unpack(head)
         if magic != MAGIC or kind not in (RANGES, REFUSAL):
             raise Corrupt("an answer that is none", self._name)
         if kind == REFUSAL:
-            self._refused(size, deadline)
+            self._refused(size, deadline, vigil)
         if size < count:
             raise Corrupt(f"an answer of {size} bytes to {count} ranges", self._name)
         statuses = np.empty(count, np.uint8)
-        self._receive(statuses.data, deadline, self._silence_seconds)
+        self._receive(statuses.data, deadline, vigil)
         present = int(request.ranges["length"][statuses == RangeStatus.PRESENT].sum())
         if size != count + present:
             raise Corrupt(f"an answer of {size} bytes where {count + present} belong", self._name)
         data = np.empty(present, np.uint8)
-        self._receive(data.data, deadline + present / SLOWEST_BYTES_PER_SECOND, self._silence_seconds)
+        self._receive(data.data, deadline + present / SLOWEST_BYTES_PER_SECOND, vigil)
         return statuses, data
 
-    def _refused(self, size: int, deadline: float) -> None:
+    def _refused(self, size: int, deadline: float, vigil: Vigil) -> None:
         if size > REFUSAL_BYTES_MAX:
             raise Corrupt(f"a refusal of {size} bytes", self._name)
         body = bytearray(size)
-        self._receive(memoryview(body), deadline, self._silence_seconds)
+        self._receive(memoryview(body), deadline, vigil)
         try:
             told = msgspec.json.decode(body, type=Refusal)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -134,28 +139,33 @@ class ReadStream:
             raise BadRequest(f"{self._name}: {told.message}")
         raise Unavailable(self._name, f"answers {told.error}: {told.message}")
 
-    def _send(self, data: memoryview, deadline: float) -> None:
+    def _send(self, data: memoryview, deadline: float, vigil: Vigil) -> None:
         """Send all of it by the deadline: ``sendall`` has none while a byte goes now and then."""
         while data:
-            self._wait("SNDTIMEO", max(deadline - time.monotonic(), 0.0))
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("takes no request")
+            self._wait("SNDTIMEO", min(left, vigil.wait_seconds()))
             try:
                 data = data[self._socket.send(data) :]
             except BlockingIOError:
-                raise TimeoutError("takes no request") from None
+                vigil.check(self._socket)
 
-    def _receive(self, out: memoryview, deadline: float, silence_seconds: float) -> None:
+    def _receive(self, out: memoryview, deadline: float, vigil: Vigil) -> None:
         """Fill ``out`` in as few calls as the kernel makes of it. Neither silence nor a trickle is waited for long."""
         while out:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError("answers too slowly")
-            self._wait("RCVTIMEO", min(left, silence_seconds))
+            self._wait("RCVTIMEO", min(left, vigil.wait_seconds()))
             try:
                 count = self._socket.recv_into(out, 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise TimeoutError("answers nothing any more") from None
+                vigil.check(self._socket)
+                continue
             if not count:
                 raise ConnectionResetError(f"the answer ends {len(out)} bytes early")
+            vigil.heard()
             out = out[count:]
 
     def _wait(self, option: str, seconds: float) -> None:
@@ -168,12 +178,12 @@ class ReadStream:
 class ReadStreams:
     """The streams to one daemon, as long as it takes upgrades. Blocking; safe from threads."""
 
-    def __init__(self, url: str, name: str, silence_seconds: float) -> None:
+    def __init__(self, url: str, name: str, patience: Patience) -> None:
         self.idle: Idle[ReadStream] = Idle()
         self.none_until = 0.0  # monotonic seconds
         self._url = url
         self._name = name
-        self._silence_seconds = silence_seconds
+        self._patience = patience
 
     def close(self) -> None:
         self.idle.close()
@@ -218,27 +228,37 @@ class ReadStreams:
     def _opened(self) -> ReadStream | None:
         parts = urlsplit(self._url)
         try:
-            sock = socket.create_connection((parts.hostname or "", parts.port or 80), CONNECT_SECONDS)
+            address = parts.hostname or "", parts.port or 80
+            sock = socket.create_connection(address, self._patience.connect_seconds)
         except OSError as error:
             raise unreachable(self._url, error) from error
         stream = None
-        with contextlib.suppress(OSError):
-            stream = ReadStream.upgraded(sock, parts.netloc, self._name, self._silence_seconds)
+        try:
+            stream = ReadStream.upgraded(sock, self._url, self._name, self._patience)
+        except Gone as error:
+            raise no_answer(self._url, error) from error
+        except OSError:
+            pass  # what is alive and takes no upgrade is asked by HTTP
         if stream is None:
             self.none_until = time.monotonic() + NO_STREAM_SECONDS
         return stream
 
 
-def _head(sock: socket.socket) -> bytes:
+def _head(sock: socket.socket, vigil: Vigil) -> bytes:
     """Return an answer's head, and whatever a daemon that is none sends behind it."""
     head = b""
     deadline = time.monotonic() + HANDSHAKE_SECONDS
     while b"\r\n\r\n" not in head and len(head) < HEAD_BYTES_MAX and (left := deadline - time.monotonic()) > 0:
-        sock.settimeout(left)
-        more = sock.recv(HEAD_BYTES_MAX)
+        sock.settimeout(min(left, vigil.wait_seconds()))
+        try:
+            more = sock.recv(HEAD_BYTES_MAX)
+        except TimeoutError:
+            vigil.check(sock)
+            continue
         if not more:
             break
         head += more
+        vigil.heard()
     return head
 
 

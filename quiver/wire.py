@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
-from quiver.ring import MEMBERS_MAX, Member, Ring, check_member, usable_socket
+from quiver.ring import MEMBERS_MAX, REPLICAS_MAX, Member, Ring, check_member, usable_socket
 
 PORT: Final = 7717
 READ_TYPE: Final = "application/vnd.quiver.read"
@@ -116,7 +116,10 @@ class RingView(msgspec.Struct, frozen=True):
         return cls(ring.rack, ring.replicas, [msgspec.Raw(msgspec.json.encode(member)) for member in ring.members])
 
     def ring(self) -> tuple[Ring, int]:
-        """Return the ring and how many members were left out as impossible, or as more than there can be."""
+        """Return the ring and how many members were left out as impossible, or as more than there can be.
+
+        Replicas that there cannot be are cut down to what there can: they cost every reader memory for every shard.
+        """
         good: dict[str, Member] = {}
         for raw in self.members:
             try:
@@ -125,7 +128,7 @@ class RingView(msgspec.Struct, frozen=True):
                 continue
             if len(good) < MEMBERS_MAX:
                 good.setdefault(member.id, member)
-        replicas = min(max(self.replicas, 1), max(len(good), 1))
+        replicas = min(max(self.replicas, 1), max(len(good), 1), REPLICAS_MAX)
         return Ring.of(self.rack, good.values(), replicas), len(self.members) - len(good)
 
 
@@ -149,6 +152,7 @@ class NodeStatus(msgspec.Struct, frozen=True):
     ring_age_seconds: float
     uptime_seconds: float
     disk: str  # "ok", or why nothing can be written
+    ring_problem: str = ""  # what is wrong with its place in the ring, and what to do
 
 
 class ErrorBody(msgspec.Struct, frozen=True):

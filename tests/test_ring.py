@@ -210,6 +210,8 @@ def test_a_ring_with_two_members_of_one_id_or_too_many_is_refused() -> None:
         Ring.of("r", members(1.0) * 2)
     with pytest.raises(BadRequest, match="larger than"):
         Ring.of("r", members(*[1.0] * (MEMBERS_MAX + 1)))
+    with pytest.raises(BadRequest, match="9 replicas"):
+        Ring.of("r", members(1.0), 9)
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 2.0**60])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
 
 import msgspec
 from aiohttp import web
@@ -16,16 +15,16 @@ from quiver.errors import OverCapacity, QuiverError
 from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.reads import body_of, read
 from quiver_cacheserver.residency import INLINE_SHARDS_MAX
 from quiver_cacheserver.streams import Streams
+from quiver_cacheserver.timed import began, client_of
 from quiver_cacheserver.transfers import Transfers
 
 log = logging.getLogger(__name__)
-
-REPORTS_AT_ONCE: Final = 64  # each may have a body of 16 MiB, and usually has a few kilobytes
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -84,19 +83,15 @@ def make_app(node: Node) -> web.Application:
 
 async def _take_report(request: web.Request, node: Node) -> web.Response:
     """Answer one report of needs."""
-    if node.counters.reports_in_flight >= REPORTS_AT_ONCE:
-        node.counters.overloads += 1
-        raise OverCapacity(f"{REPORTS_AT_ONCE} reports are under way", 1.0)
-    node.counters.reports_in_flight += 1
-    try:
-        answer = await node.residency.take(await body_of(request, REPORT_BYTES_MAX))
+    client = client_of(request)
+    with node.budgets.holding(client, Resource.REPORTS):
+        async with body_of(request, node, REPORT_BYTES_MAX) as body:
+            answer = await node.residency.take(body, client)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:
             packed = answer.encode()
         return web.Response(body=packed, content_type=NEEDS_TYPE)
-    finally:
-        node.counters.reports_in_flight -= 1
 
 
 def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kind: Kind) -> Handler:
@@ -108,8 +103,14 @@ def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kin
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    began(request)
     try:
         return await handler(request)
+    except ConnectionError as error:  # the client is gone: nobody reads an answer, and its number is theirs to choose
+        log.debug("a request was given up by its client: %s", error)
+        gone = web.Response(status=400)
+        gone.force_close()
+        return gone
     except QuiverError as error:
         headers = {"Retry-After": f"{error.retry_after_seconds:.0f}"} if isinstance(error, OverCapacity) else {}
         return _json(ErrorBody(error.code, str(error)), error.status, headers)
@@ -117,6 +118,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if error.status < 400:
             raise
         return _json(ErrorBody("http", error.reason), error.status, dict(_allow(error)))
+    finally:
+        began(request)  # a route that was unhurried is done; its answer has the usual time
 
 
 def _allow(error: web.HTTPException) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -14,13 +13,13 @@ import msgspec
 from quiver.errors import Misconfigured
 from quiver.handoff import is_this_host
 from quiver.layout import SHARD_BYTES_MAX
-from quiver.ring import SOCKET_BYTES_MAX, check_url, usable_socket
-from quiver.sizes import parse_size
+from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
+from quiver.sizes import format_size, parse_size
 from quiver.wire import PORT
+from quiver_cacheserver.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
-REPLICAS_MAX: Final = 8
+CAPACITY_BYTES_MIN: Final = 64 << 10  # less is a number without its unit
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-ANY_ADDRESS: Final = ("0.0.0.0", "::", "")  # noqa: S104  recognised here, not bound to
 
 
 class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=True, kw_only=True):
@@ -60,8 +59,26 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
                 return check_url(peer)
         host = self.address[0]
         if host in ANY_ADDRESS:
-            host = _own_address(self.etcd or next(iter(self.peers), ""))
+            host = own_address(self._others())
         return check_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
+    def _others(self) -> list[tuple[str, int]]:
+        """Return host and port of everything else that belongs to the rack, as far as this says."""
+        urls = [urlsplit(peer) for peer in self.peers]
+        named = [(endpoint.host, endpoint.port) for endpoint in parse_endpoints(self.etcd)] if self.etcd else []
+        return named + [(url.hostname or "", url.port or PORT) for url in urls]
+
+    def check_reachable(self) -> None:
+        """Raise ``Misconfigured`` if the rack is on several machines and none but its own can reach this daemon."""
+        if self.advertise or not is_loopback(self.address[0]):
+            return
+        elsewhere = next((host for host, _ in self._others() if not is_loopback(host)), None)
+        if elsewhere is not None:
+            raise Misconfigured(
+                f"--listen {self.listen} can be reached from this machine alone, and {elsewhere.strip('[]')} is"
+                f" another one: write --listen 0.0.0.0:{self.address[1] or PORT}"
+                " (or --advertise URL, if something forwards to it)"
+            )
 
 
 def check(config: Config) -> Config:
@@ -73,16 +90,21 @@ def check(config: Config) -> Config:
         raise Misconfigured("--data-dir is missing: the folder on local SSD that the shards go to")
     if not config.capacity:
         raise Misconfigured("--capacity is missing: how much of the disk to use, for example 200GiB")
-    parse_size(config.capacity)
+    if config.capacity_bytes < CAPACITY_BYTES_MIN:
+        raise Misconfigured(
+            f"--capacity {config.capacity} is {format_size(config.capacity_bytes)}, less than one shard: write a unit,"
+            " for example 200GiB"
+        )
     for flag, name in (("--rack", config.rack), ("--node-id", config.node_id)):
         if not _NAME.fullmatch(name) and (name or flag == "--rack"):
             raise Misconfigured(f"{flag} {name!r}: use up to 64 letters, digits, dots, dashes and underscores")
     if config.etcd and config.peers:
         raise Misconfigured("--etcd and --peers exclude one another: a ring is kept in etcd, or it is given")
-    if config.etcd and (urlsplit(config.etcd).scheme not in ("http", "https") or not urlsplit(config.etcd).hostname):
-        raise Misconfigured("--etcd: write http://HOST:2379")
+    if config.etcd:
+        parse_endpoints(config.etcd)
     for peer in config.peers:
         check_url(peer)
+    config.check_reachable()
     if not 1 <= config.replicas <= REPLICAS_MAX:
         raise Misconfigured(f"--replicas {config.replicas}: 1 to {REPLICAS_MAX} copies of each shard")
     if config.socket and not usable_socket(config.socket):
@@ -108,20 +130,6 @@ def normal_prefix(prefix: str) -> str:
     if urlsplit(prefix).scheme not in ("s3", "gs", "az", "http", "https") or not urlsplit(prefix).netloc:
         raise Misconfigured(f"--origin {prefix!r}: write an absolute path, or s3://BUCKET/PREFIX, https://HOST/PATH")
     return unquote(prefix).rstrip("/") + "/"
-
-
-def _own_address(towards: str) -> str:
-    """Return this machine's address on the way to ``towards`` (a URL), or its name. Sends nothing."""
-    parts = urlsplit(towards)
-    if parts.hostname:
-        try:
-            family = socket.getaddrinfo(parts.hostname, parts.port or 1, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family[0], socket.SOCK_DGRAM) as probe:
-                probe.connect(family[4])
-                return str(probe.getsockname()[0])
-        except OSError:
-            pass
-    return socket.gethostname()
 
 
 UPLOAD_BYTES_MAX: Final = SHARD_BYTES_MAX * 4  # a shard of one sample may be larger than the shard size

@@ -16,16 +16,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self
-from urllib.parse import unquote, urlsplit
 
 import aetcd
 from aetcd import rpc
 
-from quiver.errors import Misconfigured, NotFound, Unavailable
+from quiver.errors import NotFound, Unavailable
 from quiver.membership import KEYS_MAX, Changed, Entry, Gone, Listed
+from quiver_cacheserver.addresses import Endpoint
 
 PAGE_KEYS_MAX: Final = 256
 """Records of 4 KiB, the largest that are valid, fill a quarter of what gRPC accepts."""
@@ -33,43 +32,6 @@ _OPTIONS: Final = {
     "grpc.use_local_subchannel_pool": 1,  # a new connection tries at once: no back-off left over from the lost one
     "grpc.enable_http_proxy": 0,  # etcd is inside the cluster; http_proxy is for outside
 }
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where etcd is. Its text form never shows the password."""
-
-    host: str
-    port: int
-    username: str | None = None
-    password: str | None = field(default=None, repr=False)
-
-    def __str__(self) -> str:
-        return f"etcd at http://{self.host}:{self.port}"
-
-
-def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """Parse ``http://[USER:PASSWORD@]HOST:PORT``, several with commas between them."""
-    endpoints = []
-    for url in filter(None, (each.strip() for each in text.split(","))):
-        shown = url.rpartition("@")[2][:120]  # what stands before may be a password
-        try:
-            parts = urlsplit(url)
-            host, port = parts.hostname, parts.port
-        except ValueError as error:
-            raise Misconfigured(f"not the URL of an etcd: {shown!r}; expected http://HOST:2379") from error
-        if parts.scheme == "https":
-            raise Misconfigured(f"etcd over https is not supported ({shown!r}); use http://HOST:2379 inside the rack")
-        if parts.scheme != "http" or not host or not port or parts.path.strip("/") or parts.query or parts.fragment:
-            raise Misconfigured(f"not the URL of an etcd: {shown!r}; expected http://HOST:2379")
-        if (parts.username is None) != (parts.password is None):
-            raise Misconfigured(f"the URL of etcd at {shown!r} needs both a user and a password, or neither")
-        user = unquote(parts.username) if parts.username is not None else None
-        password = unquote(parts.password) if parts.password is not None else None
-        endpoints.append(Endpoint(f"[{host}]" if ":" in host else host, port, user, password))
-    if not endpoints:
-        raise Misconfigured("no URL of an etcd given; expected http://HOST:2379")
-    return tuple(endpoints)
 
 
 class Etcd:

@@ -1,7 +1,8 @@
 """Bringing missing shards in: one fill per shard at a time, whoever asks, a few at once, and never asked for in vain.
 
 A fill belongs to the daemon and not to the reader who asked first: readers wait for it as long as they care to and it
-goes on without them. Success alone is shared; a failure is remembered for a moment, so that a hundred readers of one
+goes on without them. Clients take turns: what one asked for waits for one fill of each other client, not for all of
+them. Success alone is shared; a failure is remembered for a moment, so that a hundred readers of one
 broken object do not read it a hundred times.
 """
 
@@ -10,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from typing import Final
 
 from quiver.digest import Digest
@@ -21,8 +23,12 @@ from quiver.wire import RangeStatus
 
 log = logging.getLogger(__name__)
 
+Work = Callable[[], object]
+
 FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
-PENDING_MAX: Final = 4096  # past it a reader is told to ask again, which costs nothing here
+# Past it a reader is told to ask again, which costs nothing here; unless its client has none that wait.
+PENDING_MAX: Final = 4096
+WARNING_SECONDS: Final = 1.0  # between two lines about failed fills: an origin that is gone fails all of them
 FAILURE_SECONDS: Final = 3.0
 UPLOADS_A_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
 UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and put it here
@@ -47,7 +53,13 @@ class Fills:
     def __init__(self, executor: Executor, count_failure: Callable[[QuiverError], None]) -> None:
         self._executor = executor
         self._count_failure = count_failure
-        self._running: dict[Digest, asyncio.Future[object]] = {}
+        self._running: dict[Digest, asyncio.Future[object]] = {}  # or waiting
+        self._waiting: OrderedDict[str, deque[tuple[Work, asyncio.Future[object]]]] = (
+            OrderedDict()
+        )  # by whose turn it is
+        self._active = 0
+        self._closed = False
+        self._warned, self._unsaid = -WARNING_SECONDS, 0
         self._failed: OrderedDict[Digest, tuple[float, RangeStatus]] = OrderedDict()
         self._uploads: OrderedDict[Digest, _Upload] = OrderedDict()
 
@@ -59,10 +71,17 @@ class Fills:
         """Return what is being brought in, by the daemon or by a client that was chosen."""
         return [*self._running, *(digest for digest in list(self._uploads) if self._upload(digest) is not None)]
 
+    def close(self) -> None:
+        """Begin no more fills."""
+        self._closed = True
+
     def start(
-        self, digest: Digest, work: Callable[[], object], *, room: bool = False
+        self, digest: Digest, work: Work, client: str = "", *, room: bool = False
     ) -> asyncio.Future[object] | RangeStatus:
-        """Return the fill that is under way, or why there is none. ``room``: there is some now, if there was none."""
+        """Return the fill that is under way, or why there is none. ``room``: there is some now, if there was none.
+
+        ``client``: whose turn it takes; ``""`` is the daemon's own.
+        """
         running = self._running.get(digest)
         if running is not None:
             return running
@@ -72,12 +91,35 @@ class Fills:
         status = self.refusal(digest)
         if status is not None and not (room and status is RangeStatus.NO_ROOM):
             return status
-        if len(self._running) >= PENDING_MAX:
+        if self._closed or (len(self._running) >= PENDING_MAX and client in self._waiting):
             return RangeStatus.FILLING
-        future: asyncio.Future[object] = asyncio.get_running_loop().run_in_executor(self._executor, work)
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._running[digest] = future
         future.add_done_callback(lambda done: self._done(digest, done))
+        self._waiting.setdefault(client, deque()).append((work, future))
+        self._begin()
         return future
+
+    def _begin(self) -> None:
+        """Begin what there are threads for, one of each client in turn."""
+        while self._waiting and self._active < FILL_THREADS and not self._closed:
+            client, queue = self._waiting.popitem(last=False)
+            work, future = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the others
+            self._active += 1
+            ran = asyncio.get_running_loop().run_in_executor(self._executor, work)
+            ran.add_done_callback(partial(self._ran, future))
+
+    def _ran(self, future: asyncio.Future[object], ran: asyncio.Future[object]) -> None:
+        self._active -= 1
+        if ran.cancelled():
+            future.cancel()
+        elif (error := ran.exception()) is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(ran.result())
+        self._begin()
 
     def outcome(self, digest: Digest, *, choose: bool) -> RangeStatus:
         """Return what to tell a reader of a shard that is not there after its fill ended, or while it goes on.
@@ -154,8 +196,17 @@ class Fills:
         elif isinstance(error, OverCapacity):
             self._remember(digest, RangeStatus.NO_ROOM, FAILURE_SECONDS)
         else:
-            log.warning("a shard was not filled: %s", error)
+            self._warn(error)
             self._remember(digest, RangeStatus.FAILED, FAILURE_SECONDS)
+
+    def _warn(self, error: QuiverError) -> None:
+        now = time.monotonic()
+        if now - self._warned < WARNING_SECONDS:
+            self._unsaid += 1
+            return
+        unsaid = f" ({self._unsaid} more before it)" if self._unsaid else ""
+        log.warning("a shard was not filled%s: %s", unsaid, error)
+        self._warned, self._unsaid = now, 0
 
     def _remember(self, digest: Digest, status: RangeStatus, seconds: float) -> None:
         self._failed[digest] = (time.monotonic() + seconds, status)

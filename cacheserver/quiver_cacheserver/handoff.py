@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Misconfigured, QuiverError
+from quiver.errors import BadRequest, Misconfigured, OverCapacity, QuiverError
 from quiver.handoff import (
     RECHECK,
     REQUEST_BYTES_MAX,
@@ -44,14 +44,13 @@ from quiver.handoff import (
     refusal,
 )
 from quiver.store import Kind, MemoryInventory, OpenFile
+from quiver_cacheserver.budget import LOCAL, Resource
 from quiver_cacheserver.node import Node
 
 log = logging.getLogger(__name__)
 
-CONNECTIONS_MAX: Final = 512  # a process of a training job has one or two
 BACKLOG: Final = 128
 SILENCE_SECONDS: Final = 30.0  # of a reader; while it has maps it asks every few seconds
-REQUESTS_AT_ONCE: Final = 64
 THREADS: Final = 2  # not the disk's: to open a file takes microseconds, and must not queue behind reads of cold ones
 PAUSE_SECONDS: Final = 0.5  # without descriptors nobody is let in; somebody may close one
 PROBE_SECONDS: Final = 1.0
@@ -151,8 +150,8 @@ class Handoff:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-handoff")
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
-        self._connections: OrderedDict[asyncio.Task[None], None] = OrderedDict()  # who was silent for longest is first
-        self._in_flight = 0
+        # By user; who was silent for longest is first.
+        self._connections: dict[str, OrderedDict[asyncio.Task[None], None]] = {}
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # given up to tell somebody that there are none
 
     async def __aenter__(self) -> Self:
@@ -163,7 +162,7 @@ class Handoff:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        for task in [*self._tasks, *self._connections]:
+        for task in [*self._tasks, *(task for its in self._connections.values() for task in its)]:
             task.cancel()
         try:
             await self._group.__aexit__(None, None, None)
@@ -183,15 +182,36 @@ class Handoff:
                     self._turn_away()
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
-            if len(self._connections) >= CONNECTIONS_MAX:
-                self._connections.popitem(last=False)[0].cancel()  # who still wants something connects again
-            task = self._group.create_task(self._serve(connection), name="handoff connection")
-            self._connections[task] = None
-            task.add_done_callback(partial(self._end, connection))
+            user = _user_of(connection)
+            if self._has_room(user):
+                task = self._group.create_task(self._serve(connection, user), name="handoff connection")
+                self._connections.setdefault(user, OrderedDict())[task] = None
+                task.add_done_callback(partial(self._end, connection, user))
+            else:
+                connection.close()
             await asyncio.sleep(0)  # accepting takes turns with all else
 
-    def _end(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
-        self._connections.pop(task, None)
+    def _has_room(self, user: str) -> bool:
+        """Hold what one more connection takes; the user's own oldest is closed for it, if that is what it takes."""
+        hold = self._node.budgets.hold
+        if hold(user, Resource.SOCKET_CONNECTIONS, counted=False):
+            return True
+        its = self._connections.get(user)
+        if its:
+            next(iter(its)).cancel()  # who still wants something connects again
+            self._forget(next(iter(its)), user)
+        return hold(user, Resource.SOCKET_CONNECTIONS)
+
+    def _forget(self, task: asyncio.Task[None], user: str) -> None:
+        its = self._connections.get(user, OrderedDict())
+        if task in its:
+            del its[task]
+            self._node.budgets.release(user, Resource.SOCKET_CONNECTIONS)
+        if not its:
+            self._connections.pop(user, None)
+
+    def _end(self, connection: socket.socket, user: str, task: asyncio.Task[None]) -> None:
+        self._forget(task, user)
         connection.close()  # also of a task that was cancelled before it began
 
     def _turn_away(self) -> None:
@@ -210,21 +230,22 @@ class Handoff:
         except OSError:
             self._spare = -1
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket, user: str) -> None:
         """Answer one reader until it leaves, is silent for too long, or says what is no request."""
         try:
             connection.setblocking(False)
-            while await self._exchange(connection):
+            while await self._exchange(connection, user):
                 task = asyncio.current_task()
                 assert task is not None
-                if task in self._connections:
-                    self._connections.move_to_end(task)
+                its = self._connections.get(user)
+                if its is not None and task in its:
+                    its.move_to_end(task)
         except (OSError, TimeoutError):
             return
         except Exception:  # a supervisor: a bug costs this connection, and not the daemon
             log.exception("a connection to --socket was closed")
 
-    async def _exchange(self, connection: socket.socket) -> bool:
+    async def _exchange(self, connection: socket.socket, user: str) -> bool:
         """Answer one request; return whether there may be another."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(SILENCE_SECONDS):
@@ -236,15 +257,12 @@ class Handoff:
         except BadRequest:
             connection.send(refusal(Status.REFUSED))
             return False
-        if self._in_flight >= REQUESTS_AT_ONCE:
-            self._node.counters.overloads += 1
+        try:
+            with self._node.budgets.holding(user, Resource.SOCKET_REQUESTS):
+                answer, files = await self._answer(request)
+        except OverCapacity:
             connection.send(refusal(Status.BUSY))
             return True
-        self._in_flight += 1
-        try:
-            answer, files = await self._answer(request)
-        finally:
-            self._in_flight -= 1
         return self._send(connection, answer, files)
 
     def _send(self, connection: socket.socket, answer: bytes, files: list[OpenFile]) -> bool:
@@ -266,7 +284,7 @@ class Handoff:
             return hello_answer(self._node.name), []
         node, loop = self._node, asyncio.get_running_loop()
         if request.flags & RECHECK:
-            node.suspect(entry.digest for entry in request.entries)
+            node.suspect((entry.digest for entry in request.entries), LOCAL)
         if request.verb is Verb.HELD:
             held = [self._is_held(entry) for entry in request.entries]
             if request.flags & USED:
@@ -305,6 +323,15 @@ class Handoff:
             except QuiverError:  # gone meanwhile; the disk fails; no descriptor is to be had: read it over TCP
                 files.append(None)
         return files
+
+
+def _user_of(connection: socket.socket) -> str:
+    """Return whose budget a reader on this host falls under: its user's."""
+    try:
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    except OSError:
+        return "local"
+    return f"user {struct.unpack('3i', credentials)[1]}"
 
 
 def _unread_bytes(connection: socket.socket) -> int:

@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from quiver.malloc import M_MMAP_THRESHOLD, tune
 from quiver.origin.kept import kept
+from quiver_cacheserver.bounds import ROW_GROUP_BYTES_MAX
 from quiver_cacheserver.node import Node
 
 LARGE_BYTES: Final = 128 << 10  # where glibc begins; by itself it goes up to 32 MiB with what it sees freed
@@ -25,7 +26,9 @@ def give_back_what_is_freed() -> None:
     """Have large pieces of memory mapped one by one, so that each is gone when it is freed. Once, as a process begins.
 
     For Arrow as well, whose own allocator keeps what it had at its most, for each thread. What the user set holds.
+    Row groups have a bound from here on, since a manifest of anybody's says which are decoded.
     """
+    kept.group_bytes_max = ROW_GROUP_BYTES_MAX
     tune({M_MMAP_THRESHOLD: LARGE_BYTES})
     if "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
         pa.set_memory_pool(pa.system_memory_pool())

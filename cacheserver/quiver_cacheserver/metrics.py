@@ -21,12 +21,13 @@ class Collector:
 
     def collect(self) -> Iterable[Metric]:
         node, counters = self._node, self._node.counters
+        overloads = counters.overloads + sum(node.budgets.refused.values())
         totals = (
             ("quiver_origin_read_bytes", "Bytes read from origins", counters.origin_read_bytes),
             ("quiver_served_bytes", "Payload bytes sent to readers", counters.served_bytes),
             ("quiver_uploaded_bytes", "Bytes of shards that clients put here", counters.uploaded_bytes),
             ("quiver_handed_files", "Shard files passed to readers on this host", counters.handed_files),
-            ("quiver_overloads", "Requests refused because too many were under way", counters.overloads),
+            ("quiver_overloads", "Requests refused because too many were under way", overloads),
             ("quiver_need_fetches", "Fetches begun because a consumer needs the shard", counters.need_fetches),
             ("quiver_forced_drops", "Shards dropped although somebody needs them", counters.forced_drops),
             ("quiver_ring_records_ignored", "Ring entries that could not be members", node.registry.ignored_total),
@@ -46,6 +47,14 @@ class Collector:
         )
         for name, text, level in gauges:
             yield GaugeMetricFamily(name, text, level)
+        yield _labelled("quiver_limit_refusals", "What was refused, by limit", "limit", node.budgets.refused)
+        yield _labelled(
+            "quiver_connections_closed", "Connections closed by this daemon, by why", "why", counters.connections_closed
+        )
+        under_way = GaugeMetricFamily("quiver_under_way", "What is held of a limited resource", labels=["limit"])
+        for what in node.budgets.held_max:
+            under_way.add_metric([what], node.budgets.used[what])
+        yield under_way
         yield _labelled("quiver_fills", "Shards brought in, by where from", "source", counters.fills)
         yield _labelled("quiver_fill_failures", "Fills that failed, by error", "error", counters.failures)
         yield _labelled("quiver_corruptions", "Wrong bytes found, by who had them", "source", counters.corruptions)

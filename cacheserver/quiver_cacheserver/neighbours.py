@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 
 from quiver.digest import Digest
-from quiver.errors import QuiverError
+from quiver.errors import OverCapacity, QuiverError
+from quiver.liveness import IN_RACK
 from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver_cacheserver.registry import Registry
@@ -23,10 +24,12 @@ log = logging.getLogger(__name__)
 
 RUNNERS_UP: Final = 2  # after a join the previous owner is the runner-up
 DRAINING_ASKED_MAX: Final = 4
-MANIFEST_ASKED_MAX: Final = 32  # a rack has 20 to 30 machines; a ring that claims more is not walked to its end
-# A neighbour has a shard at hand or says that it has not: one that says nothing for so long is dead or frozen, and a
-# reader waits here meanwhile. Then it is left alone, and for longer each time.
-SILENCE_SECONDS: Final = 2.0
+MANIFEST_ASKED_MAX: Final = 4  # its first owners, to which clients put it: a made-up digest must not cost a whole rack
+# A neighbour has a shard at hand or says that it has not: one that is alive and says nothing for so long is overloaded,
+# and a reader waits here meanwhile. Then it is left alone, and for longer each time.
+# A reader who was turned away by a silent owner has spent its own patience on it already, so this one is shorter: both
+# together stay below a second.
+PATIENCE: Final = IN_RACK._replace(silence_seconds=2.0, suspect_seconds=0.1, alive_seconds=0.25)
 PAUSE_SECONDS: Final = 5.0
 PAUSE_SECONDS_MAX: Final = 60.0
 
@@ -60,7 +63,9 @@ class Neighbours:
         return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
-        """Leave a neighbour alone for a while: it did not answer, or answered wrongly."""
+        """Leave a neighbour alone for a while: it did not answer, or answered wrongly. One that is busy is well."""
+        if isinstance(error, OverCapacity):
+            return
         until, before = self._silent.get(peer.url, (0.0, PAUSE_SECONDS / 2))
         if time.monotonic() >= until:  # and not another thread that met the same silence
             pause = min(before * 2, PAUSE_SECONDS_MAX)
@@ -82,6 +87,6 @@ class Neighbours:
                 continue
             with self._lock:
                 if url not in self._peers:
-                    self._peers[url] = PeerClient(url, silence_seconds=SILENCE_SECONDS)
+                    self._peers[url] = PeerClient(url, patience=PATIENCE)
                 peer = self._peers[url]
             yield peer

@@ -13,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -25,13 +26,17 @@ from quiver.peer import PeerClient
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.bounds import FillMemory
+from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.config import normal_prefix
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.evicting import Evicting
 from quiver_cacheserver.fills import FILL_THREADS, Fills
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
+from quiver_cacheserver.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +58,8 @@ class Node:
         self.store = store
         self.registry = registry
         self.counters = Counters()
+        self.budgets = Budgets()
+        self.turns = Turns(self.budgets, self.counters)
         self.state: str = "up"
         self.disk = "ok"
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
@@ -61,7 +68,7 @@ class Node:
         self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
-        self.manifests = Manifests(store, self._look_threads, self.neighbours)
+        self.manifests = Manifests(store, self._look_threads, self.neighbours, self.budgets)
         self._allowed = tuple(normal_prefix(prefix) for prefix in origins)
         self._origins: dict[str, SampleOrigin] = {}
         self._lock = threading.Lock()  # over the origins, which fill threads open
@@ -70,7 +77,10 @@ class Node:
         self._suspected: OrderedDict[Digest, float] = OrderedDict()
         self._started = time.monotonic()
         self.residency = Residency(self)
-        store.needed = self.residency.needed
+        self.memory = FillMemory()
+        evicting = Evicting(self)
+        self.holders = evicting.holders
+        store.choose = evicting.choose
 
     @property
     def shard_count(self) -> int:
@@ -80,6 +90,7 @@ class Node:
 
     def close(self) -> None:
         self.residency.close()
+        self.fills.close()
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
@@ -111,6 +122,7 @@ class Node:
             ring_age_seconds=self.registry.age_seconds,
             uptime_seconds=time.monotonic() - self._started,
             disk=self.disk,
+            ring_problem=self.registry.problem,
         )
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -133,7 +145,9 @@ class Node:
             self._verified(digest)
         return self.resident(digest)
 
-    async def bring(self, digests: Iterable[Digest], manifest: Manifest | None, wait_seconds: float) -> None:
+    async def bring(
+        self, digests: Iterable[Digest], manifest: Manifest | None, wait_seconds: float, client: str = ""
+    ) -> None:
         """Bring shards in, waiting for them no longer than ``wait_seconds``; whatever is late goes on coming."""
         deadline = time.monotonic() + wait_seconds
         wanted = list(digests)
@@ -145,7 +159,7 @@ class Node:
         for digest in wanted:
             known = manifest is not None and digest in manifest.shard_numbers
             if known and digest not in self._unverified and not self.resident(digest):
-                begun = self.fills.start(digest, lambda digest=digest: self.fill(digest, manifest))  # type: ignore[misc]
+                begun = self.fills.start(digest, partial(self.fill, digest, manifest, client), client)
                 if isinstance(begun, asyncio.Future):
                     waiting.add(begun)
         if waiting:
@@ -168,10 +182,12 @@ class Node:
 
     def absence(self, digest: Digest, manifest: Manifest | None, *, choose: bool) -> RangeStatus:
         """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it."""
-        if manifest is None or digest not in manifest.shard_numbers:
-            return RangeStatus.NO_MANIFEST
+        if self.resident(digest):  # since a moment ago
+            return RangeStatus.FILLING
         if digest in self._unverified:  # being verified, or on a disk that cannot be read
             return RangeStatus.FILLING if digest in self._verifying else RangeStatus.FAILED
+        if manifest is None or digest not in manifest.shard_numbers:
+            return RangeStatus.NO_MANIFEST
         return self.fills.outcome(digest, choose=choose)
 
     async def open_shard(self, digest: Digest) -> OpenFile:
@@ -183,29 +199,39 @@ class Node:
             raise NotFound("the shard is not resident")
         return await loop.run_in_executor(self.disk_threads, self.store.open_file, Kind.SHARD, digest)
 
-    def suspect(self, digests: Iterable[Digest]) -> None:
-        """A reader got wrong bytes: verify these shards again before they are served, but not over and over."""
+    def suspect(self, digests: Iterable[Digest], client: str = "") -> None:
+        """A reader got wrong bytes: verify these shards again before they are served, but not over and over.
+
+        What a client says is believed as far as its budget goes; ``""``: what this daemon found itself.
+        """
         inventory = self.store.inventory
         assert isinstance(inventory, MemoryInventory)
         now = time.monotonic()
         for digest in digests:
             if inventory.has(Kind.SHARD, digest) and now - self._suspected.get(digest, -inf) >= RECHECK_SECONDS:
+                size_bytes = inventory.size(Kind.SHARD, digest)
+                if client and not self.budgets.spend(client, Cost.RECHECK_BYTES, size_bytes, now):
+                    return  # served as they are, to a reader who checks what it gets
                 self._suspected[digest] = now
                 self._suspected.move_to_end(digest)
                 self._unverified.add(digest)
         while len(self._suspected) > SUSPECTED_MAX:
             self._suspected.popitem(last=False)
 
-    def admitted(self, digest: Digest, source: str) -> None:
-        """A shard was written by way of ``source`` and verified."""
+    def admitted(self, digest: Digest, source: str, client: str = "") -> None:
+        """A shard was written by way of ``source`` on behalf of ``client``, and verified."""
         self._unverified.discard(digest)
+        self.holders.brought(digest, client)
         self.counters.count("fills", source)
         self.disk = "ok"
         if source != "peer" and self.registry.ring.replicas > 1:
             self.fill_threads.submit(self._replicate, digest)
 
-    def fill(self, digest: Digest, manifest: Manifest | None) -> str:
-        """In a thread: make the shard resident and verified; return where it was, or raise why it is not here."""
+    def fill(self, digest: Digest, manifest: Manifest | None, client: str = "") -> str:
+        """In a thread: make the shard resident and verified; return where it was, or raise why it is not here.
+
+        ``client``: on whose behalf, ``""`` for what consumers at several addresses need.
+        """
         if self._verify(digest):
             return "disk"
         number = manifest.shard_numbers.get(digest) if manifest is not None else None
@@ -213,7 +239,7 @@ class Node:
             raise NotFound("the shard is not resident and no manifest says where its samples lie")
         size_bytes = int(manifest.tables.shard_sizes[number])
         try:
-            with self.store.reserve(Kind.SHARD, digest, size_bytes) as writing:
+            with self.memory.taken(size_bytes), self.store.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
                 shard, source = first_verified(self._sources(digest, manifest), digest, size_bytes, self._blame)
                 writing.write(shard.data)
                 writing.commit()
@@ -223,7 +249,7 @@ class Node:
         if isinstance(source, PeerClient):
             self.neighbours.delivered(source)
         where = "peer" if isinstance(source, PeerClient) else "origin"
-        self.admitted(digest, where)
+        self.admitted(digest, where, client)
         return where
 
     def _verify(self, digest: Digest) -> bool:

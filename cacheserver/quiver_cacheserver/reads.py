@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,7 @@ from aiohttp import web
 
 from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Digest
-from quiver.errors import BadRequest, DiskFailed, NotFound, OverCapacity, QuiverError
+from quiver.errors import BadRequest, DiskFailed, NotFound, QuiverError
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
     FORGO,
@@ -29,13 +29,15 @@ from quiver.wire import (
     RangeStatus,
     ReadRequest,
 )
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.sending import Line, Payload
+from quiver_cacheserver.timed import client_of, unhurried
+from quiver_cacheserver.turns import Turn
 
 log = logging.getLogger(__name__)
 
-READS_AT_ONCE: Final = 128
 BODY_SECONDS_MAX: Final = 10.0
 SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``Taking``
 
@@ -45,38 +47,35 @@ Answer = tuple[npt.NDArray[np.uint8], Payload]  # a status per range, and what i
 
 async def read(request: web.Request, node: Node) -> web.StreamResponse:
     """Answer one batched read."""
-    with under_way(node):
-        asked = ReadRequest.decode(await body_of(request, READ_REQUEST_BYTES_MAX))
-        statuses, payload = await gather(node, asked)
-        headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
-        return await respond(request, node, headers, statuses.tobytes(), payload)
+    unhurried(request)
+    async with body_of(request, node, READ_REQUEST_BYTES_MAX) as body:
+        with Turn(node.turns, client_of(request)) as turn:
+            statuses, payload = await gather(node, ReadRequest.decode(body), turn)
+            headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
+            return await respond(request, node, headers, statuses.tobytes(), payload)
 
 
-@contextlib.contextmanager
-def under_way(node: Node) -> Iterator[None]:
-    """Count a read. Raises ``OverCapacity`` if there are too many."""
-    if node.counters.reads_in_flight >= READS_AT_ONCE:
-        node.counters.add("overloads", 1)
-        raise OverCapacity(f"{READS_AT_ONCE} reads are under way", 1.0)
-    node.counters.add("reads_in_flight", 1)
-    try:
-        yield
-    finally:
-        node.counters.add("reads_in_flight", -1)
+@contextlib.asynccontextmanager
+async def body_of(request: web.Request, node: Node, limit_bytes: int) -> AsyncIterator[bytes]:
+    """Yield a request's body, which counts as held until the end of the block.
 
-
-async def body_of(request: web.Request, limit_bytes: int) -> bytes:
-    """Return a small request's body. Raises ``BadRequest`` if it is too large or too slow."""
-    if request.content_length is None or request.content_length > limit_bytes:
+    Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or on its way.
+    """
+    client, size_bytes = client_of(request), request.content_length
+    if size_bytes is None or size_bytes > limit_bytes:
         raise BadRequest(f"a body with a Content-Length of at most {limit_bytes} is wanted")
-    try:
-        async with asyncio.timeout(BODY_SECONDS_MAX):
-            return await request.content.readexactly(request.content_length)
-    except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
-        raise BadRequest("the body did not arrive") from error
+    with node.budgets.holding(client, Resource.BODY_BYTES, size_bytes):
+        here = request.content.is_eof()  # as that of most is, with the head
+        with contextlib.nullcontext() if here else node.budgets.holding(client, Resource.ARRIVING):
+            try:
+                async with asyncio.timeout(BODY_SECONDS_MAX):
+                    body = await request.content.readexactly(size_bytes)
+            except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
+                raise BadRequest("the body did not arrive") from error
+        yield body
 
 
-def at_hand(node: Node, asked: ReadRequest) -> Answer | None:
+def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
     """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
     if asked.flags or not all(map(node.resident, asked.shards)):
         return None
@@ -84,19 +83,24 @@ def at_hand(node: Node, asked: ReadRequest) -> Answer | None:
     files = _open_all(node, read_from)
     if files.count(None) > read_from.count(None):
         return None
+    node.holders.read(asked.shards, client)
     return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
 
 
-async def gather(node: Node, asked: ReadRequest) -> Answer:
+async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
     """Bring in what is missing, as long as the reader waits for it, and answer."""
-    manifest = await node.manifests.get(asked.manifest) if asked.manifest is not None else None
     wanted = asked.shards
     if asked.flags & RECHECK:
-        node.suspect(wanted)
-    if asked.flags & FORGO:
-        for digest in wanted:
-            node.fills.forgo(digest)
-    await node.bring(wanted, manifest, asked.wait_ms / 1000)
+        node.suspect(wanted, turn.client)
+    manifest = node.manifests.known(asked.manifest)
+    if asked.flags & FORGO or not all(map(node.resident, wanted)):
+        async with turn.waiting():
+            if manifest is None and asked.manifest is not None:
+                manifest = await node.manifests.get(asked.manifest, turn.client)
+            if asked.flags & FORGO:
+                for digest in wanted:
+                    node.fills.forgo(digest)
+            await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
     here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
     files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
@@ -112,6 +116,7 @@ async def gather(node: Node, asked: ReadRequest) -> Answer:
             status = node.absence(digest, manifest, choose=uploads < UPLOADS_A_READER)
             uploads += status is RangeStatus.UPLOAD
             statuses.append(status)
+    node.holders.read(wanted if asked.manifest is None else [*wanted, asked.manifest], turn.client)
     return _answer(node, asked, files, statuses)
 
 

@@ -26,12 +26,14 @@ import xxhash
 from quiver import membership as m
 from quiver.errors import Misconfigured, NotFound, Unavailable
 from quiver.ring import Member, Ring, check_member, check_url
-from quiver_cacheserver.etcd import Etcd, Inbox, parse_endpoints
+from quiver_cacheserver.addresses import is_loopback, parse_endpoints
+from quiver_cacheserver.etcd import Etcd, Inbox
 
 log = logging.getLogger(__name__)
 
 TTL_SECONDS: Final = 10.0
 LOG_EVERY_SECONDS: Final = 30.0
+_CHECK_ETCD: Final = "Check that etcd runs there and that --etcd names it"
 _RACK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
@@ -57,6 +59,10 @@ class Registry(Protocol):
     @property
     def registered(self) -> bool:
         """Others can see this daemon, as far as it knows."""
+
+    @property
+    def problem(self) -> str:
+        """What an operator should look at, and what to do about it; empty while all is well."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -96,10 +102,10 @@ class StaticRegistry:
         # Its socket is known to this daemon alone: readers on this host ask it for the ring, and find it there.
         self._own = member if not peers else Member(static_id(member.url), check_url(member.url), socket=member.socket)
         members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
+        self.problem = ""
         if peers and self._own.id not in members:
-            log.warning(
-                "%s is not among --peers: it is added, here only; name it there, or --advertise it", self._own.url
-            )
+            self.problem = f"{self._own.url} is not among --peers: added, here only; name it there, or --advertise it"
+            log.warning("%s", self.problem)
         members[self._own.id] = self._own
         self._ring = Ring.of(rack, members.values(), replicas)
         self._news = asyncio.Event()
@@ -182,6 +188,8 @@ class EtcdRegistry:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._failed_in_a_row = 0
+        self._failure = ""  # why etcd was lost, until it answers again
+        self._reached = False
         self._inbox = Inbox()
         self._news = asyncio.Event()
         self._rarely = _Rarely(clock)
@@ -205,6 +213,14 @@ class EtcdRegistry:
     @property
     def registered(self) -> bool:
         return self._state.registered
+
+    @property
+    def problem(self) -> str:
+        away = self._clock() - self._state.heard_at
+        if self._failure and (not self._reached or away > self._state.ttl_seconds):
+            ring = "the last ring" if self._reached else "a ring of this daemon alone"
+            return f"{self._failure}; no answer for {away:.0f} s. Serving on with {ring}. {_CHECK_ETCD}"
+        return _apart(self.ring, self._state.own)
 
     @property
     def state(self) -> m.State:
@@ -244,7 +260,7 @@ class EtcdRegistry:
 
     async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
         def told() -> bool:
-            away = timeout_seconds is None and self._failed_in_a_row > 0
+            away = timeout_seconds is None and self._failed_in_a_row >= len(self._endpoints)
             return self.registered or self._state.taken is not None or away
 
         await self._wait_for(told, 3 * self._state.ttl_seconds if timeout_seconds is None else timeout_seconds)
@@ -270,6 +286,9 @@ class EtcdRegistry:
                     await self._converse(etcd)
             except Unavailable as error:
                 self._warn(error)
+            except Exception as error:
+                self._warn(Unavailable(str(endpoint), f"{type(error).__name__}: {error}"))
+                log.debug("the conversation with etcd failed", exc_info=error)
             self._learn(m.Lost())
             if self._closing:
                 return
@@ -332,6 +351,10 @@ class EtcdRegistry:
         after = self._state
         if after.ring is not before.ring:
             log.info("the ring of rack %s has %d members", after.rack, len(after.ring.members))
+        if isinstance(event, m.Listed):
+            self._failure, self._reached = "", True
+            if (problem := self.problem) and self._rarely("problem"):
+                log.warning("%s", problem)
         if after.ignored_total > before.ignored_total and self._rarely("ignored"):
             log.warning("ignored %d records under %s that describe no member", after.ignored_total, after.prefix)
         if after.taken is not None and self._rarely("taken"):
@@ -345,12 +368,12 @@ class EtcdRegistry:
         news.set()
 
     def _warn(self, error: Unavailable) -> None:
+        self._failure = str(error)
         if self._rarely("away"):
             count = len(self._state.ring.members)
             log.warning(
-                "%s; serving on with the last ring (%d members, %.0f s old) and trying again. "
-                "Check that etcd runs there and that --etcd names it",
-                *(error, count, self.age_seconds),
+                "%s; serving on with the last ring (%d members, %.0f s old) and trying again. %s",
+                *(error, count, self.age_seconds, _CHECK_ETCD),
             )
 
     async def _leave(self) -> None:
@@ -368,6 +391,19 @@ class EtcdRegistry:
 def _standing(state: m.State) -> tuple[object, ...]:
     """What waiters wait for: all but the timers."""
     return id(state.ring), state.registered, state.taken, state.connected, state.watching, len(state.kept)
+
+
+def _apart(ring: Ring, own: Member) -> str:
+    """Say whose address means another machine to each reader: of several machines none can be at a loopback address."""
+    local = [member for member in ring.members if is_loopback(urlsplit(member.url).hostname or "")]
+    if not local or len(local) == len(ring.members):
+        return ""
+    named = "this daemon" if own in local else f"node {local[0].id!r}"
+    url = own.url if own in local else local[0].url
+    return (
+        f"{named} is in the ring at {url}, where other machines cannot reach it; "
+        "start it with --listen 0.0.0.0:PORT, or with --advertise URL"
+    )
 
 
 def _taken(own: Member, rival: Member) -> str:

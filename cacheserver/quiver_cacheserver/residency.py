@@ -11,8 +11,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,12 +21,15 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Forbidden, OverCapacity
 from quiver.manifest import Manifest
-from quiver.need import GIVEN_UP_SECONDS, Fetch, Needs
+from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
-from quiver.residency import IDLE_SECONDS
+from quiver.residency import IDLE_SECONDS, Held
 from quiver.ring import Ring
 from quiver.store import Kind, MemoryInventory
 from quiver.wire import RangeStatus
+from quiver_cacheserver.bounds import FILL_BYTES_MAX
+from quiver_cacheserver.budget import Cost
+from quiver_cacheserver.consumers import Lease, Leases
 from quiver_cacheserver.fills import FAILURE_SECONDS, FILL_THREADS, UPLOADS_A_READER
 from quiver_cacheserver.pace import Pace
 
@@ -41,7 +45,6 @@ NO_ROOM_SECONDS: Final = 1.0  # for which what nobody reports on is taken to be 
 SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpectedly
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 DATASETS_MAX: Final = 256
-SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
 INLINE_SHARDS_MAX: Final = 1 << 20  # reports of more are unpacked, and their answers packed, in a thread: milliseconds
 UPLOADS_WANTED_MAX: Final = 64  # of one dataset
 
@@ -57,12 +60,12 @@ class _Dataset:
     used: float  # when somebody last reported on it
 
 
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    dataset: Digest
-    shards: int
-    at: float
-    seconds: float
+class _Learned(NamedTuple):
+    """What is found out of a dataset in a thread: which shards are held, which are this daemon's, and ``grown``."""
+
+    held: Mask
+    first: Mask
+    grown: Grown
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +88,9 @@ class Residency:
         self._needs = Needs()
         self._pace = Pace()
         self._datasets: dict[Digest, _Dataset] = {}
-        self._leases: dict[bytes, _Lease] = {}
+        self._learning = asyncio.Lock()
+        self._heard_meanwhile: list[tuple[Digest, bool]] = []  # what came and went since the last one was looked into
+        self._leases = Leases()
         self._fills: dict[Digest, _Fill] = {}
         self._refused: dict[Digest, float] = {}  # until when a shard is not tried again
         # To be uploaded by some consumer, since the origin is not ours to read; and of which dataset.
@@ -105,25 +110,30 @@ class Residency:
     def close(self) -> None:
         self._inventory.listener = lambda digest, held: None
 
-    def needed(self, digest: Digest) -> bool | None:
-        """Whether a shard or manifest must stay; ``None``: nobody said. From any thread: ``Store.needed``."""
-        need = self._needs.needed(digest)
-        if need is None and (digest in self._datasets or self._node.manifests.in_use(digest)):
-            return True
-        return need
+    def needed_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.int8]:
+        """Return of each shard ``(n, 32)``: 1 somebody needs it, 0 nobody does, -1 nobody said. From threads."""
+        return self._needs.needed_of(shards)
+
+    def given_up(self) -> list[Digest]:
+        """Return what is to be evicted although it is needed. From threads."""
+        return list(self._victims)
+
+    def reported_of(self, manifests: Iterable[Held]) -> npt.NDArray[np.int8]:
+        """Return of each manifest 1 if its dataset is known here, else -1. From threads."""
+        return np.asarray([1 if item.digest in self._datasets else -1 for item in manifests], np.int8)
 
     # -- reports ------------------------------------------------------------------------------------------------------
 
-    async def take(self, body: bytes) -> NeedsAnswer:
+    async def take(self, body: bytes, client: str) -> NeedsAnswer:
         """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
         head = NeedsReport.head(body)
         consumer, shards = head.consumer, head.shards
         if head.leaving:
             self._needs.leave(consumer)
-            self._leases.pop(consumer, None)
+            self._leases.leave(consumer)
             self._wake.set()
             return _empty(NeedsStatus.TAKEN)
-        manifest = await self._manifest(head.manifest)
+        manifest = await self._manifest(head.manifest, client)
         if manifest is None:
             return _empty(NeedsStatus.NO_MANIFEST)
         if shards != manifest.shard_count:
@@ -135,44 +145,57 @@ class Residency:
         report = told.report
         dataset = await self._learned(head.manifest, manifest)
         now = time.monotonic()
-        before = self._leases.pop(consumer, None)
-        room = sum(lease.shards for lease in self._leases.values()) + shards <= SHARDS_MAX
-        if not room or not self._needs.report(told.manifest, report, now):
-            self._needs.leave(consumer)
+        before = self._leases.get(consumer)
+        gone = self._leases.take(consumer, Lease(told.manifest, shards, now, report.lease_seconds, client))
+        for loser in [consumer] if gone is None else gone:
+            self._needs.leave(loser)
+        if gone is None or not self._needs.report(told.manifest, report, now):
+            self._leases.leave(consumer)
             return _empty(NeedsStatus.FULL)
         if before is not None:
             self._pace.reported(now - before.at)
-        self._leases[consumer] = _Lease(told.manifest, shards, now, report.lease_seconds)
         dataset.used = now
         self._wake.set()
         return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(consumer), self._uploads_of(told, dataset, now))
 
-    async def _manifest(self, name: Digest) -> Manifest | None:
+    async def _manifest(self, name: Digest, client: str) -> Manifest | None:
         known = self._datasets.get(name)
-        return known.manifest if known is not None else await self._node.manifests.get(name)
+        return known.manifest if known is not None else await self._node.manifests.get(name, client)
 
     async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset:
         """Return the dataset, learned from its manifest if it was not known."""
-        known = self._datasets.get(name)
-        if known is not None:
-            return known
-        ring = self._node.registry.ring
-        shards, first = await asyncio.get_running_loop().run_in_executor(None, self._described, manifest, ring)
-        if name in self._datasets:  # by another report, meanwhile
+        if name in self._datasets:
             return self._datasets[name]
-        self._listen()  # from before what is held is looked at: nothing is missed, and hearing twice does no harm
-        held = np.fromiter((self._inventory.has(Kind.SHARD, shard) for shard in shards), bool, len(shards))
+        async with self._learning:  # one at a time, as each sorts the shards of all
+            if name in self._datasets:
+                return self._datasets[name]
+            return await self._learn(name, manifest)
+
+    async def _learn(self, name: Digest, manifest: Manifest) -> _Dataset:
+        ring = self._node.registry.ring
+        self._listen()
+        heard = self._heard_meanwhile = []  # from before what is held is looked at: nothing is missed
+        learned = await asyncio.get_running_loop().run_in_executor(None, self._described, manifest, ring)
         sizes = manifest.tables.shard_sizes.astype(np.float64)
-        self._needs.add_dataset(name, shards, sizes, held, first)
-        self._datasets[name] = _Dataset(manifest, sizes, ring, first, time.monotonic())
+        self._needs.add_dataset(name, manifest.tables.shard_digests, sizes, learned.held, learned.first, learned.grown)
+        for digest, held in heard:  # hearing twice does no harm
+            (self._needs.arrived if held else self._needs.gone)(digest)
+        self._datasets[name] = _Dataset(manifest, sizes, ring, learned.first, time.monotonic())
         self._mine_changed = True
         return self._datasets[name]
 
-    def _described(self, manifest: Manifest, ring: Ring) -> tuple[list[Digest], Mask]:
-        """In a thread, since it takes a while for many: return the shards, and which the ring gives to this daemon."""
+    def _described(self, manifest: Manifest, ring: Ring) -> _Learned:
+        """In a thread, since it takes a while for many shards."""
+        held = np.zeros(manifest.shard_count, bool)
+        rows = manifest.shard_numbers.rows_of(self._inventory.digests(Kind.SHARD))
+        held[rows[rows >= 0]] = True
+        return _Learned(held, self._first(manifest, ring), self._needs.grown(manifest.tables.shard_digests))
+
+    def _first(self, manifest: Manifest, ring: Ring) -> Mask:
+        """In a thread: return which shards the ring gives to this daemon first."""
         own = next((at for at, member in enumerate(ring.members) if member.id == self._node.name), -2)
         first: Mask = ring.rank(manifest.tables.shard_digests, 1)[:, 0] == own
-        return list(manifest.shard_numbers), first
+        return first
 
     def _listen(self) -> None:
         loop = asyncio.get_running_loop()
@@ -184,6 +207,8 @@ class Residency:
         self._inventory.listener = hear
 
     def _heard(self, digest: Digest, held: bool) -> None:
+        if self._learning.locked():
+            self._heard_meanwhile.append((digest, held))
         if held:
             self._needs.arrived(digest)
             self._wanted.pop(digest, None)
@@ -220,7 +245,7 @@ class Residency:
         loop = asyncio.get_running_loop()
         for dataset in list(self._datasets.values()):
             if dataset.ring is not ring:
-                _, first = await loop.run_in_executor(None, self._described, dataset.manifest, ring)
+                first = await loop.run_in_executor(None, self._first, dataset.manifest, ring)
                 dataset.ring, dataset.first, self._mine_changed = ring, first, True
 
     def _step(self, now: float) -> None:
@@ -235,16 +260,30 @@ class Residency:
             return
         known = {*self._node.fills.coming(), *self._wanted}
         self._needs.left_out = {name for name in set(self._wanted.values()) if self._wants_enough(name)}
+        self._needs.spent = self._spent(now)
         for fetch in self._needs.fetches(now, known, self._free_bytes(now), self._pace.origin, at_most):
             if fetch.victim is not None:
                 self._victims[fetch.victim] = now + GIVEN_UP_SECONDS
+                self._charge(fetch.starving, now)
             if not self._begin(fetch, now) and fetch.victim is not None:
                 del self._victims[fetch.victim]
                 self._needs.arrived(fetch.victim)  # it stays: what was given up is not any more
 
+    def _spent(self, now: float) -> set[bytes]:
+        """Return the consumers whose addresses may have nothing evicted that somebody needs, for now."""
+        budgets = self._node.budgets
+        clients = {lease.client for lease in self._leases}
+        spent = {client for client in clients if budgets.left(client, Cost.EVICTIONS, now) <= 0}
+        return self._leases.of(spent) if spent else set()
+
+    def _charge(self, consumers: Iterable[bytes], now: float) -> None:
+        leases = filter(None, map(self._leases.get, consumers))
+        for client in {lease.client for lease in leases}:
+            self._node.budgets.charge(client, Cost.EVICTIONS, 1, now)
+
     def _tidy(self, now: float) -> None:
         """Let go of what has run out: leases, refusals, and victims that were not dropped after all."""
-        self._leases = {who: lease for who, lease in self._leases.items() if now - lease.at <= lease.seconds}
+        self._leases.expire(now)
         self._victims = {digest: until for digest, until in self._victims.items() if now < until}
         over = [digest for digest, until in self._refused.items() if now >= until]
         for digest in over:
@@ -257,7 +296,7 @@ class Residency:
         A dataset that is known and not reported on makes way for whatever is needed; of one that is not known, being
         idle decides, and it was read until a moment ago.
         """
-        reported = {lease.dataset for lease in self._leases.values()}
+        reported = {lease.dataset for lease in self._leases}
         idle = [dataset.used for name, dataset in self._datasets.items() if name not in reported]
         for name in reported:
             self._datasets[name].used = now
@@ -269,7 +308,7 @@ class Residency:
         """Say which shards are to be fetched here: those of this daemon that it can have now."""
         self._mine_changed = False
         for name, dataset in self._datasets.items():
-            mine = dataset.first & (dataset.sizes <= self._node.store.capacity_bytes)
+            mine = dataset.first & (dataset.sizes <= min(self._node.store.capacity_bytes, FILL_BYTES_MAX))
             for digest in self._refused:
                 number = dataset.manifest.shard_numbers.get(digest)
                 if number is not None:
@@ -303,10 +342,11 @@ class Residency:
         digest = fetch.digest
         fill = _Fill(self._size_of(digest))
         manifest = self._datasets[fetch.dataset].manifest
+        client = self._leases.client_of(fetch.dataset)
 
         def work() -> None:
             began = time.monotonic()
-            fill.source = self._node.fill(digest, manifest)
+            fill.source = self._node.fill(digest, manifest, client)
             fill.seconds = time.monotonic() - began
 
         begun = self._node.fills.start(digest, work, room=True)
@@ -360,7 +400,7 @@ class Residency:
 
     def _wants_enough(self, dataset: Digest) -> bool:
         """Whether all consumers of a dataset have enough to upload. Other datasets do not wait for them."""
-        consumers = sum(lease.dataset == dataset for lease in self._leases.values())
+        consumers = sum(lease.dataset == dataset for lease in self._leases)
         wanted = sum(name == dataset for name in self._wanted.values())
         return wanted >= min(UPLOADS_A_READER * consumers, UPLOADS_WANTED_MAX)
 

@@ -1,9 +1,10 @@
-"""The daemon's life: built, bound to a port, in the ring, serving; and on SIGTERM drained, out of the ring, gone."""
+"""The daemon's life: built, bound to a port, in the ring, serving; and once told to end, drained and off the ring."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import shutil
@@ -14,7 +15,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Final
 
-from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from quiver import __version__
@@ -22,15 +22,16 @@ from quiver.errors import Corrupt, Misconfigured, QuiverError
 from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
-from quiver_cacheserver.app import make_app
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.handoff import Handoff, bound
+from quiver_cacheserver.listening import Listening
 from quiver_cacheserver.memory import let_go_of_row_groups
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
 
 log = logging.getLogger(__name__)
 
+ENDED_BY: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # each drains; HUP: the terminal is gone
 BACKLOG: Final = 1024
 QUIET_SECONDS: Final = 1.0  # a draining daemon that nobody has read from for so long has been left by all
 SCRUB_BYTES_PER_SECOND: Final = 16 << 20  # 1.4 TB a day: the whole of an SSD in days, without anyone noticing
@@ -61,20 +62,25 @@ def bind(config: Config) -> socket.socket:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise Misconfigured(f"--listen {config.listen}: {why}; is another daemon running there?") from error
+        why = {
+            errno.EADDRINUSE: "another process listens there, perhaps another daemon; stop it, or choose another port",
+            errno.EADDRNOTAVAIL: "that is no address of this machine; write 0.0.0.0:PORT to listen on all that it has",
+            errno.EACCES: "this user may not listen there; ports below 1024 are for root",
+        }.get(getattr(error, "errno", None) or 0)
+        raise Misconfigured(f"--listen {config.listen}: {why or getattr(error, 'strerror', None) or error}") from error
     listener.setblocking(False)
     return listener
 
 
 async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | None = None) -> None:
-    """Run the daemon until SIGTERM or SIGINT. Raises ``Misconfigured`` if it cannot start."""
+    """Run the daemon until SIGTERM, SIGINT or SIGHUP. Raises ``Misconfigured`` if it cannot start."""
     check(config)
     _allow_open_files()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    for number in ENDED_BY:
+        if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # as nohup has it
+            loop.add_signal_handler(number, stop.set)
     with contextlib.closing(bind(config)) as listener, bound(config.socket) as readers:
         port = listener.getsockname()[1]
         node = build(config, config.advertised_url(port))
@@ -99,27 +105,18 @@ async def _serve(
     stop: asyncio.Event,
     started: Callable[[Node], Awaitable[None]] | None,
 ) -> None:
-    # auto_decompress off: an upload is bytes with a name, never something to unpack.
-    runner = web.AppRunner(
-        make_app(node), access_log=None, handle_signals=False, auto_decompress=False, shutdown_timeout=5.0
-    )
     logging.getLogger("aiohttp.server").addFilter(_no_tracebacks_for_strangers)
-    await runner.setup()
-    try:
-        await web.SockSite(runner, listener).start()
-        async with node.registry:
-            await node.registry.wait_until_registered()
-            log.info("%s serves rack %s at %s", node.name, node.registry.ring.rack, node.url)
-            if started is not None:
-                await started(node)
-            async with asyncio.TaskGroup() as tasks:
-                running = [tasks.create_task(work) for work in _background(node)]
-                await stop.wait()
-                for task in running:
-                    task.cancel()
-            await _drain(config, node)
-    finally:
-        await runner.cleanup()
+    async with Listening(node, listener), node.registry:
+        await node.registry.wait_until_registered()
+        log.info("%s serves rack %s at %s", node.name, node.registry.ring.rack, node.url)
+        if started is not None:
+            await started(node)
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(work) for work in _background(node)]
+            await stop.wait()
+            for task in running:
+                task.cancel()
+        await _drain(config, node)
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -22,13 +23,15 @@ from aiohttp import HttpVersion11, web
 from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
 from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather, under_way
+from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather
 from quiver_cacheserver.sending import Payload
+from quiver_cacheserver.timed import client_of, unhurried
+from quiver_cacheserver.turns import Turn
 
 log = logging.getLogger(__name__)
 
-STREAMS_MAX: Final = 256  # each is a thread, which mostly sleeps; further readers are served by HTTP
 IDLE_SECONDS: Final = 120.0
 PIECE_BYTES: Final = 64 << 10  # what a request may take up before it has come
 ANSWER_SECONDS_MAX: Final = 90.0  # the longest wait that a reader may ask for, and what looking a manifest up takes
@@ -39,7 +42,7 @@ class Streams:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._threads = ThreadPoolExecutor(STREAMS_MAX, thread_name_prefix="quiver-stream")
+        self._threads = ThreadPoolExecutor(node.budgets.held_max[Resource.STREAMS], thread_name_prefix="quiver-stream")
         self._sockets: set[socket.socket] = set()
         self._closed = False
 
@@ -48,20 +51,33 @@ class Streams:
         transport = request.transport
         if not _is_upgrade(request):
             raise BadRequest(f"upgrade an HTTP/1.1 connection to {PROTOCOL} and send no body, or POST /v1/read")
-        if self._closed or transport is None or len(self._sockets) >= STREAMS_MAX:
-            raise OverCapacity(f"{STREAMS_MAX} streams are open; POST /v1/read", 60.0)
-        transport.set_write_buffer_limits(0)
-        transport.pause_reading()  # from here on the thread reads
-        response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": PROTOCOL})
-        writer = await response.prepare(request)
-        assert writer is not None
-        await writer.drain()
-        sock = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
-        sock.setblocking(False)
+        client, budgets = client_of(request), self._node.budgets
+        if self._closed or transport is None or not budgets.hold(client, Resource.STREAMS):
+            raise OverCapacity("as many streams are open here as this address may have; POST /v1/read", 60.0)
+        try:
+            return await self._switch(request, transport, client)
+        finally:
+            budgets.release(client, Resource.STREAMS)
+
+    async def _switch(self, request: web.Request, transport: asyncio.Transport, client: str) -> web.StreamResponse:
+        """Answer 101 and serve the stream to its end. Raises ``OSError`` if the reader is gone before that."""
+        sock = _own_socket(transport)
+        try:
+            transport.set_write_buffer_limits(0)
+            transport.pause_reading()  # from here on the thread reads
+            response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": PROTOCOL})
+            async with asyncio.timeout(BODY_SECONDS_MAX):
+                writer = await response.prepare(request)
+                assert writer is not None
+                await writer.drain()
+        except BaseException:
+            sock.close()
+            raise
+        unhurried(request)
         self._sockets.add(sock)
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.shield(loop.run_in_executor(self._threads, self._run, sock, loop))
+            await asyncio.shield(loop.run_in_executor(self._threads, self._run, sock, loop, client))
         finally:
             self._end(sock)
             transport.abort()
@@ -81,9 +97,9 @@ class Streams:
 
     # -- in the stream's thread ---------------------------------------------------------------------------------------
 
-    def _run(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    def _run(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, client: str) -> None:
         try:
-            while self._one(sock, loop):
+            while self._one(sock, loop, client):
                 pass
         except (OSError, CancelledError) as error:
             log.debug("a stream ended: %s", error)
@@ -91,7 +107,7 @@ class Streams:
             self._sockets.discard(sock)
             sock.close()
 
-    def _one(self, sock: socket.socket, loop: asyncio.AbstractEventLoop) -> bool:
+    def _one(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, client: str) -> bool:
         """Serve one read; return whether there may be another."""
         head = _receive(sock, SIZE.size, IDLE_SECONDS)
         if head is None:
@@ -100,22 +116,33 @@ class Streams:
         if size > READ_REQUEST_BYTES_MAX:
             sock.sendall(refusal_frame(BadRequest(f"a request of {size} bytes; {READ_REQUEST_BYTES_MAX} are the most")))
             return False
+        budgets = self._node.budgets
+        if not budgets.hold(client, Resource.BODY_BYTES, size):
+            sock.sendall(refusal_frame(budgets.refusal(Resource.BODY_BYTES)))
+            return False  # its body is not read: what would come next is not a request
+        try:
+            return self._read(sock, loop, size, client)
+        finally:
+            budgets.release(client, Resource.BODY_BYTES, size)
+
+    def _read(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, size: int, client: str) -> bool:
+        """Take the body of a request and answer it; return whether there may be another."""
         body = _receive(sock, size, BODY_SECONDS_MAX)
         if body is None:
             return False
         try:
-            with under_way(self._node):
-                statuses, payload = self._answer(loop, ReadRequest.decode(body))
+            with Turn(self._node.turns, client) as turn:
+                statuses, payload = self._answer(loop, ReadRequest.decode(body), turn)
                 payload.head = ranges_frame(statuses, payload.size_bytes)
                 return self._send(sock, loop, payload)
         except QuiverError as error:
             sock.sendall(refusal_frame(error))
             return not isinstance(error, BadRequest)
 
-    def _answer(self, loop: asyncio.AbstractEventLoop, asked: ReadRequest) -> Answer:
-        answer = at_hand(self._node, asked)
+    def _answer(self, loop: asyncio.AbstractEventLoop, asked: ReadRequest, turn: Turn) -> Answer:
+        answer = at_hand(self._node, asked, turn.client)
         if answer is None:
-            asking = asyncio.run_coroutine_threadsafe(gather(self._node, asked), loop)
+            asking = asyncio.run_coroutine_threadsafe(gather(self._node, asked, turn), loop)
             try:
                 answer = asking.result(ANSWER_SECONDS_MAX)
             except TimeoutError:
@@ -137,6 +164,19 @@ class Streams:
                 loop.call_soon_threadsafe(self._node.suspect, payload.shards)
             return False
         return True
+
+
+def _own_socket(transport: asyncio.Transport) -> socket.socket:
+    """Return a socket of our own on a connection. Raises ``OverCapacity`` without a descriptor for it."""
+    try:
+        fd = os.dup(transport.get_extra_info("socket").fileno())
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise OverCapacity("no descriptor is left for a stream; POST /v1/read", 60.0) from error
+        raise ConnectionResetError("the reader is gone") from error
+    sock = socket.socket(fileno=fd)
+    sock.setblocking(False)
+    return sock
 
 
 def _is_upgrade(request: web.Request) -> bool:

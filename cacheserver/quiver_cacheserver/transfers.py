@@ -7,26 +7,32 @@ and never makes the daemon fill: neighbours ask one another this way, and must n
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from typing import Final
 
 import numpy as np
 from aiohttp import web
 
+from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, OverCapacity
-from quiver.manifest import Manifest
+from quiver.errors import BadRequest, Corrupt, DiskFailed
 from quiver.shard import verified
 from quiver.store import Kind, Writing
 from quiver.wire import SHARD_TYPE
+from quiver_cacheserver.bounds import open_manifest
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.reads import respond
 from quiver_cacheserver.sending import Payload
+from quiver_cacheserver.timed import client_of, unhurried
 
-UPLOADS_AT_ONCE: Final = 16
-CHUNK_BYTES: Final = 1 << 20
-SILENCE_SECONDS: Final = 10.0
+PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
+PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte, each is not written by itself
+FIRST_BYTES: Final = 4 << 20  # of an upload are here before room is made for the whole of it, which may evict others
+SILENCE_SECONDS: Final = 10.0  # without anything, and of delay in all: see ``Arriving``
 
 
 class Transfers:
@@ -34,21 +40,23 @@ class Transfers:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._uploads = 0
+        self._checking = asyncio.Lock()  # manifests are checked one at a time: each is read into memory for it
 
     async def get(self, request: web.Request, kind: Kind) -> web.StreamResponse:
+        unhurried(request)
         digest = Digest.parse(request.match_info["digest"])
-        if kind is Kind.SHARD:
-            file = await self._node.open_shard(digest)
-        else:
-            loop = asyncio.get_running_loop()
-            file = await loop.run_in_executor(
-                self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
-            )
-        headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
-        whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
-        whole.shards = [digest] if kind is Kind.SHARD else []
-        return await respond(request, self._node, headers, b"", whole if request.method == "GET" else None)
+        with self._node.budgets.holding(client_of(request), Resource.FILES):
+            if kind is Kind.SHARD:
+                file = await self._node.open_shard(digest)
+            else:
+                loop = asyncio.get_running_loop()
+                file = await loop.run_in_executor(
+                    self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
+                )
+            headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
+            whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
+            whole.shards = [digest] if kind is Kind.SHARD else []
+            return await respond(request, self._node, headers, b"", whole if request.method == "GET" else None)
 
     async def put(self, request: web.Request, kind: Kind) -> web.Response:
         digest = Digest.parse(request.match_info["digest"])
@@ -56,32 +64,35 @@ class Transfers:
         limit = UPLOAD_BYTES_MAX if kind is Kind.SHARD else MANIFEST_BYTES_MAX
         if size_bytes is None or not 0 < size_bytes <= limit:
             raise BadRequest(f"a body with a Content-Length of 1 to {limit} bytes is wanted")
-        if self._uploads >= UPLOADS_AT_ONCE:
-            self._node.counters.overloads += 1
-            raise OverCapacity(f"{UPLOADS_AT_ONCE} uploads are under way", 1.0)
-        self._uploads += 1
-        try:
-            await self._take(request, kind, digest, size_bytes)
-        finally:
-            self._uploads -= 1
+        unhurried(request)
+        client, budgets = client_of(request), self._node.budgets
+        with budgets.holding(client, Resource.UPLOADS):
+            arriving = Arriving(request)
+            first = [await arriving.piece(size_bytes)]
+            while (here := sum(map(len, first))) < min(FIRST_BYTES, size_bytes):
+                first.append(await arriving.piece(size_bytes - here))
+            with budgets.holding(client, Resource.UPLOAD_BYTES, size_bytes):
+                await self._take(arriving, first, kind, digest, size_bytes)
         if kind is Kind.SHARD:
             self._node.fills.arrived(digest)
-            self._node.admitted(digest, "upload")
+            self._node.admitted(digest, "upload", client)
             self._node.counters.uploaded_bytes += size_bytes
         else:
             self._node.manifests.forget_missing(digest)
+            self._node.holders.brought(digest, client)
         return web.Response(status=201)
 
-    async def _take(self, request: web.Request, kind: Kind, digest: Digest, size_bytes: int) -> None:
+    async def _take(self, arriving: Arriving, first: list[bytes], kind: Kind, digest: Digest, size_bytes: int) -> None:
         """Write the body under the store's recipe. What does not verify leaves nothing."""
         loop = asyncio.get_running_loop()
         threads = self._node.disk_threads
-        room = self._node.store.reserve(kind, digest, size_bytes)
+        room = self._node.store.reserve(kind, digest, size_bytes, arriving.client)
         try:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:
-                await self._receive(request, writing)
-                await loop.run_in_executor(threads, _commit, writing, kind, digest)
+                await self._receive(arriving, first, writing)
+                async with self._checking if kind is Kind.MANIFEST else contextlib.nullcontext():
+                    await loop.run_in_executor(threads, _commit, writing, kind, digest)
             finally:
                 await asyncio.shield(loop.run_in_executor(threads, room.__exit__, None, None, None))
         except Corrupt:
@@ -91,30 +102,47 @@ class Transfers:
             self._node.disk = str(error)
             raise
 
-    async def _receive(self, request: web.Request, writing: Writing) -> None:
+    async def _receive(self, arriving: Arriving, first: list[bytes], writing: Writing) -> None:
         loop = asyncio.get_running_loop()
         left = writing.size_bytes
         while left:
-            try:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    chunk = await request.content.read(min(CHUNK_BYTES, left))
-            except (TimeoutError, ConnectionError) as error:
-                raise BadRequest("the upload stopped midway") from error
-            if not chunk:
-                raise BadRequest("the upload ended early")
-            left -= len(chunk)
-            await loop.run_in_executor(self._node.disk_threads, writing.write, chunk)
+            piece = first.pop(0) if first else await arriving.piece(left)
+            left -= len(piece)
+            await loop.run_in_executor(self._node.disk_threads, writing.write, piece)
+
+
+class Arriving:
+    """An upload's body, as its client sends it: it is waited for, though not for ever.
+
+    One that sends a byte now and then would otherwise hold one of the uploads that may be under way, and room on disk,
+    for as long as it likes. So all of it that was waited for took no longer than it takes at the rate at which readers
+    themselves give up; what the disk takes meanwhile is not counted against the client.
+    """
+
+    def __init__(self, request: web.Request) -> None:
+        self.client = client_of(request)
+        self._content = request.content
+        self._left_seconds = SILENCE_SECONDS
+
+    async def piece(self, size_bytes_max: int) -> bytes:
+        """Return the next piece. Raises ``BadRequest`` if it does not come in time."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(self._left_seconds, SILENCE_SECONDS)):
+                piece = await self._content.read(min(PIECE_BYTES_MAX, size_bytes_max))
+                if len(piece) < min(PIECE_BYTES_MIN, size_bytes_max):
+                    piece += await self._content.readexactly(min(PIECE_BYTES_MIN, size_bytes_max) - len(piece))
+        except TimeoutError as error:
+            raise BadRequest("the upload stopped midway, or is too slow") from error
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            raise BadRequest("the upload ended early") from error
+        self._left_seconds += len(piece) / SLOWEST_BYTES_PER_SECOND - (time.monotonic() - began)
+        return piece
 
 
 def _commit(writing: Writing, kind: Kind, digest: Digest) -> None:
-    content = memoryview(writing.content())
     if kind is Kind.SHARD:
-        verified(digest, content, "upload")
+        verified(digest, memoryview(writing.content()), "upload")
     else:
-        if Digest.of(content) != digest:
-            raise Corrupt("the manifest does not hash to its name", "upload")
-        try:
-            Manifest.open(writing.path)
-        except (BadRequest, Misconfigured) as error:
-            raise type(error)(str(error).replace(str(writing.path), "the manifest")) from error
+        open_manifest(writing.path, digest)
     writing.commit()

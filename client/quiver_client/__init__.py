@@ -11,6 +11,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from quiver.extras import what_is_missing
+
 if TYPE_CHECKING:
     from quiver_client.dataset import Dataset
     from quiver_client.indexing import index
@@ -36,4 +38,7 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(what_is_missing(error, f"quiver_client.{name}", "client")) from error

@@ -60,7 +60,14 @@ class Columns(torch.utils.data.Dataset[Any]):
             return stacked if stacked is not None else list(dataset.column(name, rows, delivery))
         if name == KEY_FIELD:
             return dataset.manifest.keys(rows)
-        return _scalars(dataset.manifest.scalar_column(name, rows))
+        column = dataset.manifest.scalar_column(name, rows)
+        if column.null_count:
+            row = int(rows[int(np.argmin(np.asarray(column.is_valid())))])
+            raise ValueError(
+                f"field {name!r} of sample {row} ({dataset.manifest.key(row)!r}) has no value, and a batch needs one;"
+                " give the Dataset a transform that puts one there, or fields=[…] without it"
+            )
+        return _scalars(column)
 
 
 def collated(batch: Any) -> Any:
@@ -69,18 +76,16 @@ def collated(batch: Any) -> Any:
 
 
 def _stacked(delivery: Delivery, field: Field, at: int) -> torch.Tensor | None:
-    if not field.dtype or field.shape is None:
+    if not field.dtype or field.fixed_shape is None:
         return None
     rows = delivery.rows(at, field.skip)
     if rows is None:  # some sample lacks it
         return None
-    return torch.from_numpy(as_values(rows, field).reshape(len(rows), *field.shape))
+    return torch.from_numpy(as_values(rows, field).reshape(len(rows), *field.fixed_shape))
 
 
 def _scalars(column: Any) -> Any:
     """Return a tensor of the type that Python's numbers get, which is what samples hold."""
-    if column.null_count:
-        return default_collate(column.to_pylist())  # which says what is wrong with it
     values = column.to_numpy(zero_copy_only=False)
     if values.dtype.kind == "u" and values.dtype.itemsize == 8:
         return default_collate(values.tolist())  # beyond an int64 there is an error

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing.reduction import ForkingPickler
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, cast, get_args
 
 import numpy as np
@@ -20,7 +21,7 @@ from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
 from quiver_client.config import parse_cache
 from quiver_client.delivery import Delivery, Verify
-from quiver_client.fetched import local_manifest
+from quiver_client.fetched import open_manifest
 from quiver_client.needs.base import Exchange
 from quiver_client.session import Session
 
@@ -56,12 +57,14 @@ class Dataset(TorchDataset[Any]):
     ) -> None:
         if verify not in get_args(Verify):
             raise ValueError(f"verify={verify!r}: choose fast, full or off")
-        self._path = local_manifest(os.fspath(manifest))
+        opened = open_manifest(os.fspath(manifest))
+        # The digest goes wherever this description goes: the same path may name another manifest by then.
+        self._path, self._digest = opened.path, opened.digest
         self._cache = parse_cache(cache)
         self._verify: Verify = verify
         self._transform = transform
         self._copy = copy
-        self._manifest: Manifest | None = None
+        self._manifest: Manifest | None = opened
         self._session: Session | None = None
         self._owner = 0
         self._lock = forks.lock()
@@ -89,9 +92,12 @@ class Dataset(TorchDataset[Any]):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest, mapped and shared with all processes of the machine."""
+        """The manifest: the same in every process that this dataset was pickled to, or forked into.
+
+        Raises ``Corrupt`` if the file at its path is another one by now, of which the digests are named.
+        """
         if self._manifest is None:
-            self._manifest = Manifest.open(self._path)
+            self._manifest = Manifest.open(self._path, self._digest)
         return self._manifest
 
     @property
@@ -140,10 +146,16 @@ class Dataset(TorchDataset[Any]):
         state = dict(self.__dict__)
         for name in ("_manifest", "_session", "_lock"):
             del state[name]
+        # A worker that is being spawned gets the manifest itself, whatever is under its path by now.
+        fd = self.manifest.share() if get_spawning_popen() is not None else None
+        state["_passed"] = None if fd is None else DupFd(fd)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        passed = state.pop("_passed")
         self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=forks.lock())
+        if passed is not None:
+            self._manifest = Manifest.adopt(self._path, passed.detach(), self._digest)
         self._let_views_be_sent()
 
     # -- inside -------------------------------------------------------------------------------------------------------

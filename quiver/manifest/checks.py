@@ -47,11 +47,11 @@ def check_arrays(tables: Tables, blobs: Sequence[Field]) -> None:
         for lo, hi in _blocks(len(tables.lengths)):
             lengths = tables.lengths[lo:hi, column]
             exact = field.array_bytes
-            fits = lengths % np.uint64(field.item_bytes) == 0 if exact is None else lengths == np.uint64(exact)
+            fits = lengths % np.uint64(field.step_bytes) == 0 if exact is None else lengths == np.uint64(exact)
             fits |= lengths == np.uint64(ABSENT)
             if not fits.all():
                 at = int(np.argmin(fits))
-                wanted = f"whole values of {field.item_bytes}" if exact is None else str(exact)
+                wanted = f"whole values of {field.step_bytes}" if exact is None else str(exact)
                 raise BadRequest(
                     f"column blobs.length: row {lo + at} has {int(lengths[at])} bytes of field {field.name!r},"
                     f" an array of {wanted} bytes"

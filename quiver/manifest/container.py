@@ -1,69 +1,142 @@
-"""The Arrow file around a manifest, opened as what may come from anybody: mapped, never unpacked, one batch.
+"""The Arrow file around a manifest, taken apart as what may come from anybody: only what the writer writes is accepted.
 
-Arrow's file reader decompresses without asking, and a few kilobytes can unpack to any size. So the messages are read
-one after another, as in a stream, and the head of the only record batch is looked at before its body is.
+    magic · schema message · record batch message · end of stream · footer · length of the footer · magic
+
+Arrow's own reader does more than a manifest needs: it decompresses without asking, and says so in several places of
+several versions of its metadata. So it is asked for the schema alone, of metadata that holds nothing else; the buffers
+of the record batch are taken from the file as they are. Nothing is unpacked: what is read is as large as the file.
 """
 
 from __future__ import annotations
 
-import itertools
-import mmap
-import os
-import stat
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Final
 
 import pyarrow as pa
 
 from quiver.errors import BadRequest
+from quiver.manifest.flatbuffer import Table
 
 INDEX_AGAIN: Final = "make it again with `quiver index`"
-_MAGIC: Final = b"ARROW1\0\0"
+MAGIC: Final = b"ARROW1\0\0"
+_TAIL_BYTES: Final = 10  # length of the footer, and the magic without its padding
+_CONTINUES: Final = b"\xff\xff\xff\xff"
+_PREFIX_BYTES: Final = 8  # the continuation marker, and the length of a message's metadata
+_END: Final = _CONTINUES + bytes(4)
+_VERSION: Final = 4  # V5, of Arrow 1.0 and later: V4 has another place to say that it is compressed
+_SCHEMA, _RECORD_BATCH = 1, 3  # kinds of messages
+_PADDING_BYTES: Final = 64  # Arrow pads a buffer to so many bytes at most
+_FIELDS_MAX: Final = 1 << 10  # of a schema, nested ones too: more than a manifest of FIELDS_MAX fields has
+_BUFFERS_MAX: Final = 4 * _FIELDS_MAX  # each of these becomes an object
+_HEAD_BYTES_MAX: Final = (
+    64 << 20
+)  # of a message's metadata, which is parsed: 60 bytes for each of a million class names
+_DEPTH_MAX: Final = 8
 
 
-def map_file(path: Path) -> mmap.mmap:
-    """Map a file read-only. Raises ``OSError``, and ``BadRequest`` for what is empty or no regular file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # non-blocking: a fifo must not hang us
-    try:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise BadRequest("it is no regular file")
-        if not found.st_size:
-            raise BadRequest(f"it is empty; {INDEX_AGAIN}")
-        return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-    finally:
-        os.close(fd)
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What an Arrow file of one record batch of one row consists of."""
+
+    schema: pa.Schema
+    batch: memoryview  # the record batch's message: marker, length, metadata, body
+    nodes: list[tuple[int, int]]  # of each column, nested ones too: its rows, and how many have no value
+    buffers: list[memoryview]  # in the body
 
 
-def only_batch(file: pa.Buffer, schema: pa.Schema) -> pa.RecordBatch:
-    """Return the record batch of an Arrow file. Raises ``BadRequest`` if there are others, or if it is compressed."""
-    messages = iter(pa.ipc.MessageReader.open_stream(pa.BufferReader(file.slice(len(_MAGIC)))))
-    kinds = []
-    for message in itertools.islice(messages, 3):
-        kinds.append(message.type)
-        if message.type == "record batch":
-            if _is_compressed(message.metadata.to_pybytes()):
-                raise BadRequest(f"it is compressed, which manifests are not; {INDEX_AGAIN}")
-            batch = pa.ipc.read_record_batch(message, schema)
-    if kinds != ["schema", "record batch"]:
+def take_apart(file: memoryview) -> Frame:
+    """Take a file apart. Raises ``BadRequest`` unless it is of the one shape that manifests have."""
+    schema, body_at = _message(file, len(MAGIC), _SCHEMA)
+    if schema.number(3, "<q"):
+        raise BadRequest("its schema has a body")
+    _check_schema(schema.table(2))
+    batch_at = body_at
+    batch, body_at = _message(file, batch_at, _RECORD_BATCH)
+    body_bytes = batch.number(3, "<q")
+    footer_at = body_at + body_bytes + len(_END)
+    if body_bytes < 0 or body_bytes % 8 or footer_at > len(file) - _TAIL_BYTES:
+        raise BadRequest(f"it is truncated, or its length is damaged; {INDEX_AGAIN}")
+    if file[footer_at - len(_END) : footer_at] != _END:
         raise BadRequest(f"it is not one schema and one record batch; {INDEX_AGAIN}")
-    return batch
+    block = (batch_at, body_at - batch_at, body_bytes)
+    nodes, places = _check_batch(batch.table(2), body_bytes)
+    _check_footer(file, footer_at, block)
+    try:
+        first = pa.ipc.read_schema(pa.py_buffer(file[len(MAGIC) : batch_at]))
+        again = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(file))).schema
+    except (pa.ArrowException, ValueError, OSError) as error:
+        raise BadRequest(f"its schema cannot be read ({error}); {INDEX_AGAIN}") from error
+    if not first.equals(again, check_metadata=True):
+        raise BadRequest(f"its two schemas differ; {INDEX_AGAIN}")
+    buffers = [file[body_at + offset : body_at + offset + length] for offset, length in places]
+    return Frame(first, file[batch_at : footer_at - len(_END)], nodes, buffers)
 
 
-def _is_compressed(metadata: bytes) -> bool:
-    """Whether a record batch message (a flatbuffer, see Arrow's ``Message.fbs``) says how it is compressed."""
-    header = _field(metadata, _u32(metadata, 0), 2)  # Message.header
-    return _field(metadata, header + _u32(metadata, header), 3) > 0  # RecordBatch.compression
+def _message(file: memoryview, at: int, kind: int) -> tuple[Table, int]:
+    """Return the message at a place, and where its body begins."""
+    prefix = bytes(file[at : at + _PREFIX_BYTES])
+    length = int.from_bytes(prefix[4:], "little", signed=True)
+    end = at + _PREFIX_BYTES + length
+    if prefix[:4] != _CONTINUES or length <= 0 or length % 8 or end > len(file):
+        raise BadRequest(f"it is not an Arrow file of today, or is truncated; {INDEX_AGAIN}")
+    if length > _HEAD_BYTES_MAX:
+        raise BadRequest(f"its metadata is of {length} bytes, and {_HEAD_BYTES_MAX} are allowed")
+    message = Table.root(file[at + _PREFIX_BYTES : end])
+    if message.number(0, "<h") != _VERSION:
+        raise BadRequest(f"its metadata is not of Arrow's version V5; {INDEX_AGAIN}")
+    if message.number(1, "<B") != kind:
+        raise BadRequest(f"it is not one schema and one record batch; {INDEX_AGAIN}")
+    if message.has(4):
+        raise BadRequest(f"a message of it has metadata of its own; {INDEX_AGAIN}")
+    return message, end
 
 
-def _field(data: bytes, table: int, slot: int) -> int:
-    """Return the position of a field of a flatbuffer's table, 0 if it is absent."""
-    vtable = table - int.from_bytes(data[table : table + 4], "little", signed=True)
-    at = 4 + 2 * slot
-    inside = at < int.from_bytes(data[vtable : vtable + 2], "little")
-    offset = int.from_bytes(data[vtable + at : vtable + at + 2], "little") if inside else 0
-    return table + offset if offset else 0
+def _check_schema(schema: Table) -> None:
+    """Refuse what a schema says beside names and types, before Arrow acts on it."""
+    if schema.number(0, "<h") or schema.has(3):
+        raise BadRequest(f"its schema is of another byte order, or wants more than types; {INDEX_AGAIN}")
+    count, fields = 0, schema.tables(1, _FIELDS_MAX)
+    for _ in range(_DEPTH_MAX):
+        count += len(fields)
+        if count > _FIELDS_MAX:
+            raise BadRequest(f"its schema has more than {_FIELDS_MAX} fields; {INDEX_AGAIN}")
+        if any(field.has(4) or field.has(6) for field in fields):
+            raise BadRequest(f"a field of its schema has a dictionary or metadata of its own; {INDEX_AGAIN}")
+        fields = [child for field in fields for child in field.tables(5, _FIELDS_MAX)]
+    if fields:
+        raise BadRequest(f"its schema is nested more than {_DEPTH_MAX} deep; {INDEX_AGAIN}")
 
 
-def _u32(data: bytes, at: int) -> int:
-    return int.from_bytes(data[at : at + 4], "little")
+def _check_batch(batch: Table, body_bytes: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Return the nodes of a record batch, and where its buffers are: one after another in the body."""
+    if batch.number(0, "<q") != 1:
+        raise BadRequest(f"it has {batch.number(0, '<q')} rows instead of one")
+    if batch.has(3):
+        raise BadRequest(f"it is compressed, which manifests are not; {INDEX_AGAIN}")
+    if batch.has(4):
+        raise BadRequest(f"its columns are not those of a manifest; {INDEX_AGAIN}")
+    places = batch.structs(2, "<qq", _BUFFERS_MAX)
+    end = 0
+    for offset, length in places:
+        if not end <= offset < end + _PADDING_BYTES or offset % 8 or not 0 <= length <= body_bytes - offset:
+            raise BadRequest("its buffers overlap, leave gaps or leave the file")
+        end = offset + length
+    if not end <= body_bytes < end + _PADDING_BYTES:
+        raise BadRequest("its buffers leave a gap")
+    return [(rows, nulls) for rows, nulls in batch.structs(1, "<qq", _BUFFERS_MAX)], [
+        (at, length) for at, length in places
+    ]
+
+
+def _check_footer(file: memoryview, at: int, block: tuple[int, int, int]) -> None:
+    """Check the footer to say what was found, and nothing else."""
+    tail = file[len(file) - _TAIL_BYTES :]
+    length = int.from_bytes(tail[:4], "little", signed=True)
+    if tail[4:] != MAGIC[: _TAIL_BYTES - 4] or at + length + _TAIL_BYTES != len(file):
+        raise BadRequest(f"it is truncated, or something follows it; {INDEX_AGAIN}")
+    footer = Table.root(file[at : at + length])
+    if footer.number(0, "<h") != _VERSION or footer.has(4):
+        raise BadRequest(f"its footer is not of Arrow's version V5, or has metadata of its own; {INDEX_AGAIN}")
+    if footer.structs(2, "<qi4xq", 1) or footer.structs(3, "<qi4xq", 1) != [block]:
+        raise BadRequest(f"its footer does not name one record batch; {INDEX_AGAIN}")
+    _check_schema(footer.table(1))

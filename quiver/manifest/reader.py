@@ -1,13 +1,13 @@
-"""A manifest as every process of a machine shares it: mapped, checked, answered from arrays.
+"""A manifest as every process of a job shares it: read once, checked, answered from arrays.
 
-Nothing is parsed per sample and nothing is copied: the arrays are views of the mapped file. Immutable.
+Nothing is parsed per sample, and nothing is copied after the file was: the arrays are views of ``Content``. Immutable,
+whatever becomes of the file.
 """
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 from urllib.parse import quote
 
 import msgspec
@@ -17,9 +17,13 @@ import pyarrow as pa
 
 from quiver.cached import cached_property
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Misconfigured, NotFound
+from quiver.errors import BadRequest, Corrupt, Misconfigured
+from quiver.lookup import DigestRows
 from quiver.manifest.checks import check_arrays, check_tables
-from quiver.manifest.container import INDEX_AGAIN, map_file, only_batch
+from quiver.manifest.checksums import CHECKSUMS_KEY, check_checksums
+from quiver.manifest.columns import tables_of
+from quiver.manifest.container import INDEX_AGAIN, Frame, take_apart
+from quiver.manifest.content import Content
 from quiver.manifest.schema import (
     FORMAT_VERSION,
     METADATA_KEY,
@@ -41,35 +45,69 @@ Indices = npt.NDArray[np.intp]
 class Manifest:
     """An opened, checked manifest. Open one with ``Manifest.open``."""
 
-    def __init__(self, path: Path, header: Header, tables: Tables) -> None:
+    _numbers: DigestRows | None = None
+
+    def __init__(
+        self,
+        path: Path,
+        header: Header,
+        tables: Tables,
+        content: Content | None = None,
+        *,
+        has_checksums: bool = False,
+        digest: Digest | None = None,
+    ) -> None:
         self.path = path
         self.header = header
         self.tables = tables
+        self.has_checksums = has_checksums  # or else nothing says whether its labels and keys are what was written
+        self._content = content
+        if digest is not None:
+            self.__dict__["digest"] = digest
 
     @classmethod
-    def open(cls, path: Path) -> Manifest:
-        """Map and check the manifest at ``path``.
+    def open(cls, path: Path, digest: Digest | None = None, *, size_bytes_max: int | None = None) -> Manifest:
+        """Read and check the manifest at ``path``, and that it is the one of this digest if one is given.
 
-        Raises ``NotFound`` if there is none, ``BadRequest`` if it is foreign, truncated, newer or inconsistent.
+        ``size_bytes_max``: refuse a larger file, of somebody who is not trusted with this process's memory.
+
+        Raises ``NotFound`` if there is none, ``BadRequest`` if it is foreign, truncated, damaged or inconsistent,
+        ``Misconfigured`` if it is newer, ``DiskFailed`` if the disk fails, ``Corrupt`` if it is not that of ``digest``.
         """
+        content = Content.read(path, size_bytes_max)
+        if digest is not None:
+            found = Digest.of(content.view)
+            if found != digest:
+                raise Corrupt(
+                    f"this is the manifest {found.short}, and {digest.short} is wanted; it was indexed again, or is"
+                    " damaged. Put the old file back, or open it anew where another one will do",
+                    str(path),
+                )
+        return cls._of(path, content, digest, trusted=False)
+
+    @classmethod
+    def adopt(cls, path: Path, fd: int, digest: Digest) -> Manifest:
+        """Return the manifest that another process of this job opened and passed by ``share``. Owns the descriptor."""
+        return cls._of(path, Content.adopt(fd), digest, trusted=True)
+
+    @classmethod
+    def _of(cls, path: Path, content: Content, digest: Digest | None, *, trusted: bool) -> Manifest:
+        """``trusted``: the content was checked by who passed it, and cannot have changed since."""
         try:
-            mapped = map_file(path)
-        except BadRequest as error:
-            raise BadRequest(f"{path} is not a manifest: {error}") from error
-        except FileNotFoundError as error:
-            raise NotFound(f"no manifest at {path}; make one with `quiver index SOURCE -o {path}`") from error
-        except OSError as error:
-            raise NotFound(f"cannot open the manifest {path}: {error.strerror or error}") from error
-        try:
-            header, tables = _parse(pa.py_buffer(mapped))
-            check_tables(tables, byte_ranges=header.source != "parquet")
-            check_arrays(tables, header.blobs)
-            mapped.madvise(mmap.MADV_DONTNEED)  # the checks walked the file; what stays mapped is what gets used
+            frame = take_apart(content.view)
+            header, raw = _header(frame.schema)
+            told = _expect_schema(frame, header, raw)
+            if told is not None and digest is None:  # who knows the digest knows more than the checksums say
+                check_checksums(told, raw, frame.batch)
+            tables = tables_of(frame, header)
+            if not trusted:
+                check_tables(tables, byte_ranges=header.source != "parquet")
+                check_arrays(tables, header.blobs)
         except (BadRequest, Misconfigured) as error:
-            raise type(error)(f"{path}: {error}") from error
-        except (pa.ArrowException, ValueError, OSError) as error:
-            raise BadRequest(f"{path} is not a manifest, or is truncated ({error}); {INDEX_AGAIN}") from error
-        return cls(path, header, tables)
+            raise type(error)(f"{path} is not a manifest that can be read: {error}") from error
+        except (pa.ArrowException, ValueError) as error:
+            raise BadRequest(f"{path} is not a manifest ({error}); {INDEX_AGAIN}") from error
+        return cls(path, header, tables, content, has_checksums=told is not None, digest=digest)
 
     def __len__(self) -> int:
         return len(self.tables.blob_of)
@@ -79,8 +117,19 @@ class Manifest:
 
     @cached_property
     def digest(self) -> Digest:
-        """BLAKE3 of the file: the manifest's name in a rack."""
-        return Digest.of_file(self.path)
+        """BLAKE3 of the file as it was opened: the manifest's name in a rack."""
+        return Digest.of(self.content)
+
+    @property
+    def content(self) -> memoryview:
+        """The bytes of the file as it was opened."""
+        if self._content is None:
+            raise ValueError(f"{self} was not opened from a file")
+        return self._content.view
+
+    def share(self) -> int | None:
+        """Return a descriptor of the content for ``adopt`` in another process; ``None`` where that cannot be had."""
+        return None if self._content is None else self._content.share()
 
     @property
     def shard_count(self) -> int:
@@ -96,11 +145,13 @@ class Manifest:
     def shard_digest(self, shard: int) -> Digest:
         return Digest(self.tables.shard_digests[shard].tobytes())
 
-    @cached_property
-    def shard_numbers(self) -> dict[Digest, int]:
-        """Digest -> position in the shard table."""
-        raw = self.tables.shard_digests.tobytes()
-        return {Digest(raw[32 * i : 32 * i + 32]): i for i in range(self.shard_count)}
+    @property
+    def shard_numbers(self) -> DigestRows:
+        """Digest -> position in the shard table. Sorted on first use, which takes 0.1 s for a million shards."""
+        numbers = self._numbers
+        if numbers is None:  # two threads may both make it; no lock, which a fork could leave held
+            numbers = self._numbers = DigestRows(self.tables.shard_digests)
+        return numbers
 
     def shard_blobs(self, shard: int) -> range:
         """Return the rows of ``blobs`` that make up the shard, in the order in which they stand in it."""
@@ -145,45 +196,21 @@ class Manifest:
         return self.header.base + quote(self.object(number).path)
 
 
-def _parse(file: pa.Buffer) -> tuple[Header, Tables]:
-    reader = pa.ipc.open_file(pa.BufferReader(file))
-    header = _header(reader.schema)
+def _expect_schema(frame: Frame, header: Header, raw: bytes) -> bytes | None:
+    """Check that the schema is the one of this header; return the checksums beside it, ``None`` in an older file."""
     check_header(header)
-    expected = arrow_schema(header)
-    if not reader.schema.equals(expected):
+    metadata = dict(frame.schema.metadata)
+    told: bytes | None = metadata.pop(CHECKSUMS_KEY, None)
+    if metadata != {METADATA_KEY: raw}:
+        raise BadRequest(f"its schema has metadata that no manifest has; {INDEX_AGAIN}")
+    expected = arrow_schema(header).with_metadata(frame.schema.metadata)
+    if not frame.schema.equals(expected, check_metadata=True):
         raise BadRequest(f"its columns are not those of format {header.format}; {INDEX_AGAIN}")
-    if reader.num_record_batches != 1:
-        raise BadRequest(f"it has {reader.num_record_batches} record batches instead of one")
-    batch = only_batch(file, reader.schema)
-    batch.validate()
-    if batch.num_rows != 1:
-        raise BadRequest(f"it has {batch.num_rows} rows instead of one")
-    rows = {name: _rows(batch.column(name), name) for name in ("samples", "blobs", "shards", "objects")}
-    width = len(header.blobs)
-    samples, blobs, shards, objects = rows["samples"], rows["blobs"], rows["shards"], rows["objects"]
-    scalars = samples.get("scalars")
-    return header, Tables(
-        keys=samples["key"],
-        blob_of=_numbers(samples["blob"]),
-        scalars={f.name: scalars.field(i) for i, f in enumerate(header.scalars)} if scalars is not None else {},
-        offsets=_numbers(blobs["offset"]),
-        digests=_digests(blobs["digest"]),
-        xxh3=_matrix(blobs["xxh3"], width),
-        lengths=_matrix(blobs["length"], width),
-        object_of=_numbers(blobs["object"]),
-        origins=_matrix(blobs["origin"], width),
-        shard_digests=_digests(shards["digest"]),
-        shard_sizes=_numbers(shards["size"]),
-        firsts=_numbers(shards["first"]),
-        object_paths=objects["path"],
-        object_sizes=_numbers(objects["size"]),
-        object_etags=objects["etag"],
-        object_mtimes=_numbers(objects["mtime_ns"]),
-    )
+    return told
 
 
-def _header(schema: pa.Schema) -> Header:
-    raw = (schema.metadata or {}).get(METADATA_KEY)
+def _header(schema: pa.Schema) -> tuple[Header, bytes]:
+    raw: bytes | None = (schema.metadata or {}).get(METADATA_KEY)
     if raw is None:
         raise BadRequest(f"it is an Arrow file but not a manifest; {INDEX_AGAIN}")
     try:
@@ -197,41 +224,4 @@ def _header(schema: pa.Schema) -> Header:
         raise BadRequest(f"its header cannot be read ({error}); {INDEX_AGAIN}") from error
     if header.format < 1:
         raise BadRequest(f"manifest format {header.format} is not read any more; {INDEX_AGAIN}")
-    return header
-
-
-def _rows(column: Any, name: str) -> dict[str, pa.Array[Any]]:
-    start, end = int(column.offsets[0].as_py()), int(column.offsets[1].as_py())
-    values = column.values
-    if column.null_count or not 0 <= start <= end <= len(values):
-        raise BadRequest(f"table {name} is damaged")
-    rows = values[start:end]
-    if rows.null_count:
-        raise BadRequest(f"table {name} has rows without a value")
-    columns = {}
-    for i in range(rows.type.num_fields):
-        child = rows.field(i)
-        if child.null_count:
-            raise BadRequest(f"column {name}.{rows.type.field(i).name} has rows without a value")
-        columns[rows.type.field(i).name] = child
-    return columns
-
-
-def _numbers(column: Any) -> npt.NDArray[Any]:
-    return cast("npt.NDArray[Any]", column.to_numpy(zero_copy_only=True))
-
-
-def _digests(column: Any) -> U8:
-    if not len(column):
-        return np.empty((0, 32), np.uint8)
-    data = column.buffers()[1]
-    flat: U8 = np.frombuffer(data, np.uint8, len(column) * 32, column.offset * 32)
-    return flat.reshape(-1, 32)
-
-
-def _matrix(column: Any, width: Literal[1] | int) -> U64:
-    flat = column.values
-    if flat.null_count or len(flat) < (column.offset + len(column)) * width:
-        raise BadRequest("a list column of table blobs is damaged")
-    values = cast(U64, flat.to_numpy(zero_copy_only=True))
-    return values[column.offset * width : (column.offset + len(column)) * width].reshape(-1, width)
+    return header, raw

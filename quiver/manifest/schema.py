@@ -10,8 +10,8 @@ reads it. A *blob* row carries all byte fields of one distinct sample. That the 
 leave gaps follows from ``shards.first`` and ``blobs.length`` and is checked against ``blobs.offset``; equal samples are
 stored once because several rows of ``samples`` may name one blob.
 
-Format 2 says of a byte field that it is an array; a manifest without such a field is still written as format 1, which
-every reader knows.
+Format 2 says of a byte field that it is an array, format 3 that the first side of its shape varies; a manifest is
+written in the oldest format that can say it, since every reader knows that.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import pyarrow as pa
 from quiver.errors import BadRequest
 from quiver.layout import Layout
 
-FORMAT_VERSION: Final = 2  # the newest that is read
+FORMAT_VERSION: Final = 3  # the newest that is read
 FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
+FORMAT_OF_VARYING: Final = 3  # the first in which the first side of a shape may vary
+VARYING: Final = -1
 SUFFIX: Final = ".quiver"
 METADATA_KEY: Final = b"quiver"
 KEY_FIELD: Final = "__key__"
@@ -54,8 +56,9 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A field of a sample. ``type`` is ``bytes`` for a blob, an Arrow type's name for a scalar.
 
     ``classes`` are the names behind an integer label, ``column`` is where a blob stands in a Parquet file. A blob with
-    a ``dtype`` (numpy's little-endian name) is an array in C order: of ``shape`` in every sample that has it, or of one
-    dimension of any length where that is None. ``skip`` bytes stand before its values: the header of a .npy file.
+    a ``dtype`` (numpy's little-endian name) is an array in C order: of ``shape`` in every sample that has it, whose
+    first side is -1 if it varies; or of one dimension of any length where ``shape`` is None. ``skip`` bytes stand
+    before its values: the header of a .npy file.
     """
 
     name: str
@@ -76,9 +79,20 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return int(self.dtype[2:])
 
     @property
+    def fixed_shape(self) -> tuple[int, ...] | None:
+        """The shape in every sample that has the field, or None where that varies."""
+        return None if self.shape is None or VARYING in self.shape else self.shape
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes by which the field can grow, where its shape varies: one value, or one row of them."""
+        return self.item_bytes * math.prod(self.shape[1:] if self.shape else ())
+
+    @property
     def array_bytes(self) -> int | None:
         """Bytes of the field in every sample that has it, or None where that varies."""
-        return None if self.shape is None else self.skip + math.prod(self.shape) * self.item_bytes
+        shape = self.fixed_shape
+        return None if shape is None else self.skip + math.prod(shape) * self.item_bytes
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,7 +157,12 @@ def _check_array(field: Field, header: Header) -> None:
         raise BadRequest(f"{what} has dtype {field.dtype[:20]!r}, which is none of {', '.join(ARRAY_DTYPES)}")
     if not 0 <= field.skip <= SKIP_BYTES_MAX or (field.skip and (field.shape is None or header.source == "parquet")):
         raise BadRequest(f"{what} skips {field.skip} bytes before its values")
-    if field.shape is not None and not is_shape(field.shape, field.item_bytes):
+    sides = field.shape
+    if sides is not None and sides[:1] == (VARYING,):
+        sides = sides[1:]
+        if header.format < FORMAT_OF_VARYING or field.skip or not all(side > 0 for side in sides):
+            raise BadRequest(f"{what} in a manifest of format {header.format} cannot vary in shape")
+    if sides is not None and not is_shape(sides, field.item_bytes):
         raise BadRequest(f"{what} has a shape that no array has: {str(field.shape)[:80]}")
 
 
@@ -157,9 +176,9 @@ def is_shape(shape: tuple[int, ...], item_bytes: int) -> bool:
 
 def with_format(header: Header) -> Header:
     """Return the header in the oldest format that can say it, for the sake of readers that know no other."""
-    return msgspec.structs.replace(
-        header, format=FORMAT_OF_ARRAYS if any(field.is_array for field in header.fields) else 1
-    )
+    varies = any(field.shape is not None and field.fixed_shape is None for field in header.fields)
+    arrays = any(field.is_array for field in header.fields)
+    return msgspec.structs.replace(header, format=FORMAT_OF_VARYING if varies else FORMAT_OF_ARRAYS if arrays else 1)
 
 
 def encode_header(header: Header) -> bytes:
@@ -175,7 +194,7 @@ def encode_header(header: Header) -> bytes:
 def arrow_schema(header: Header) -> pa.Schema:
     """Return the one schema that a manifest with this header has."""
     width = len(header.blobs)
-    scalars = [pa.field(field.name, _scalar_type(field.type)) for field in header.scalars]
+    scalars = [pa.field(field.name, scalar_type(field.type)) for field in header.scalars]
     samples: list[pa.Field[Any]] = [_required("key", pa.large_utf8()), _required("blob", pa.uint32())]
     if scalars:
         samples.append(_required("scalars", pa.struct(scalars)))
@@ -203,5 +222,5 @@ def _required(name: str, kind: pa.DataType) -> pa.Field[Any]:
     return pa.field(name, kind, nullable=False)
 
 
-def _scalar_type(name: str) -> pa.DataType:
+def scalar_type(name: str) -> pa.DataType:
     return pa.type_for_alias(name)

@@ -1,4 +1,4 @@
-"""The columns of a manifest, as arrays over the mapped file."""
+"""The columns of a manifest, as arrays over its content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ I64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tables:
-    """The columns of a manifest as arrays over the mapped file; f byte fields, see ``quiver.manifest.schema``."""
+    """The columns of a manifest as arrays over its content; f byte fields, see ``quiver.manifest.schema``."""
 
     keys: pa.Array[Any]  # (samples,) large_utf8
     blob_of: U32  # (samples,)

@@ -17,7 +17,8 @@ import pyarrow as pa
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed
-from quiver.manifest.schema import ABSENT, Header, arrow_schema, check_header, with_format
+from quiver.manifest.checksums import CHECKSUMS_KEY, checksums_of
+from quiver.manifest.schema import ABSENT, METADATA_KEY, Header, arrow_schema, check_header, with_format
 from quiver.shard import DOMAIN, U8, U64, encode_table, table_bytes
 
 I64 = npt.NDArray[np.int64]
@@ -83,7 +84,9 @@ def write_manifest(path: Path, parts: ManifestParts) -> None:
 
 
 def write_atomically(path: Path, batch: pa.RecordBatch) -> None:
-    """Write one record batch as an Arrow IPC file: temporary name in the same folder, fsync, rename."""
+    """Write one record batch with its checksums as an Arrow IPC file: temporary name in its folder, fsync, rename."""
+    header = batch.schema.metadata[METADATA_KEY]
+    batch = batch.replace_schema_metadata({METADATA_KEY: header, CHECKSUMS_KEY: checksums_of(header, batch)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -23,6 +23,7 @@ class Kept:
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
+        self.group_bytes_max: int | None = None  # refuse to decode a larger row group in this process
         self.forget()
 
     def __repr__(self) -> str:

@@ -9,21 +9,26 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quiver.errors import Changed
+from quiver.errors import Changed, OverCapacity
 from quiver.manifest import ABSENT, Manifest
-from quiver.origin.arrays import NullInside, array_type, as_bytes
+from quiver.origin.arrays import Rows, array_type, as_bytes
 from quiver.origin.base import Extent, ObjectStore
 from quiver.origin.kept import kept
 from quiver.origin.samples import naming_samples
+from quiver.sizes import format_size
 
 FILES_OPEN_MAX: Final = 64
+_NONE: Final[Rows] = np.empty(0, np.intp)
+PIECE_BYTES: Final = 32 << 20  # about what is decoded at a time where a row group may be too large
+PIECE_ROWS_MAX: Final = 1024
+RETRY_AFTER_SECONDS: Final = 60.0  # it will be as large then
 
 
 class ParquetOrigin:
@@ -92,6 +97,7 @@ class _File:
     def __init__(self, store: ObjectStore, manifest: Manifest, number: int) -> None:
         self._object = manifest.object(number)
         self.url = store.base + self._object.path
+        self._too_large: set[int] = set()  # row groups, as it turned out
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
@@ -105,43 +111,86 @@ class _File:
     def columns(self, group: int, names: list[str]) -> list[pa.Array[Any]]:
         """Return the byte columns (``image`` or ``image.bytes``) of a row group, each one array of large binary."""
         try:
+            if kept.group_bytes_max is not None:
+                return self._bounded(group, names, kept.group_bytes_max)
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
-            return [column_of(table, name) for name in names]
-        except (pa.ArrowException, OSError, KeyError, IndexError, NullInside) as error:
+            return [column_of(table, name)[0] for name in names]
+        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise Changed(self.url, "changed") from error
+
+    def _bounded(self, group: int, names: list[str], bytes_max: int) -> list[pa.ChunkedArray]:
+        """Return the columns, decoded piece by piece. Raises ``OverCapacity`` for what becomes larger than that.
+
+        A few kilobytes can decode to any size: a value that stands in a file once may be that of a million rows.
+        """
+        found = self._parquet.metadata.row_group(group)
+        paths = set(names) | {name.partition(".")[0] for name in names}
+        chunks = (found.column(at) for at in range(found.num_columns))
+        told = sum(
+            it.total_uncompressed_size
+            for it in chunks
+            if paths & {it.path_in_schema, it.path_in_schema.partition(".")[0]}
+        )
+        if group in self._too_large or told > bytes_max:
+            raise self._refusal(bytes_max)
+        # No value is larger than what the file holds of its column, so no piece is much larger than the bound.
+        rows = max(min(PIECE_ROWS_MAX, PIECE_BYTES * found.num_rows // max(told, 1), bytes_max // max(told, 1)), 1)
+        pieces: list[list[pa.Array[Any]]] = []
+        size_bytes = 0
+        for batch in self._parquet.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):
+            pieces.append([column_of(batch, name)[0] for name in names])
+            size_bytes += sum(column.nbytes for column in pieces[-1])
+            if size_bytes > bytes_max:
+                self._too_large.add(group)
+                raise self._refusal(bytes_max)
+        columns = zip(*pieces, strict=True) if pieces else ([] for _ in names)
+        return [pa.chunked_array(list(column), pa.large_binary()) for column in columns]
+
+    def _refusal(self, bytes_max: int) -> OverCapacity:
+        return OverCapacity(
+            f"{self.url}: a row group is larger than {format_size(bytes_max)} when it is decoded;"
+            " write it with smaller row groups",
+            RETRY_AFTER_SECONDS,
+        )
 
     def take_read_bytes(self) -> int:
         read_bytes, self._raw.read_bytes = self._raw.read_bytes, 0
         return read_bytes
 
 
-def column_of(table: pa.Table | pa.RecordBatch, name: str) -> pa.Array[Any]:
+def column_of(table: pa.Table | pa.RecordBatch, name: str) -> tuple[pa.Array[Any], Rows]:
     """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary.
 
-    Lists of numbers become the bytes of their values; raises ``NullInside`` where those have a hole.
+    Lists of numbers become the bytes of their values; returned beside them is which rows have a hole, and so none.
     """
+    parts: list[pa.Array[Any]] = []
+    holes: list[Rows] = []
+    rows = 0
+    for chunk in chunks_of(table, name):
+        part, holed = _large_binary(chunk)
+        parts.append(part)
+        holes.append(holed + rows)
+        rows += len(part)
+    if len(parts) == 1:
+        return parts[0], holes[0]
+    return (pa.concat_arrays(parts), np.concatenate(holes)) if parts else (pa.array([], pa.large_binary()), _NONE)
+
+
+def chunks_of(table: pa.Table | pa.RecordBatch, name: str) -> Iterator[pa.Array[Any]]:
+    """Yield the arrays that a column, or a field of a struct column, is made of; of an extension type its storage."""
     exact = name in table.schema.names  # a column may have a dot in its name
     outer, inner = (name, "") if exact else (name.rpartition(".")[0], name.rpartition(".")[2])
     column: Any = table.column(outer)
-    parts: list[pa.Array[Any]] = []
-    rows = 0
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
-        try:
-            parts.append(_large_binary(pa.compute.struct_field(chunk, inner) if inner else chunk))
-        except NullInside as error:
-            raise NullInside(rows + error.row) from error
-        rows += len(chunk)
-    if len(parts) == 1:
-        return parts[0]
-    return pa.concat_arrays(parts) if parts else pa.array([], pa.large_binary())
+        array = pa.compute.struct_field(chunk, inner) if inner else chunk
+        # Whether a process knows the extension must not matter to the bytes.
+        yield array.storage if isinstance(array, pa.ExtensionArray) else array
 
 
-def _large_binary(array: pa.Array[Any]) -> pa.Array[Any]:
-    if isinstance(array, pa.ExtensionArray):
-        array = array.storage  # whether a process knows the extension must not matter to the bytes
+def _large_binary(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
     if array.type == pa.large_binary():
-        return array
-    return as_bytes(array) if array_type(array.type) is not None else array.cast(pa.large_binary())
+        return array, _NONE
+    return as_bytes(array) if array_type(array.type) is not None else (array.cast(pa.large_binary()), _NONE)
 
 
 class _ObjectFile(io.RawIOBase):

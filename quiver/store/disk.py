@@ -14,8 +14,10 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -23,16 +25,20 @@ from quiver import forks
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.forks import LockedFile
-from quiver.residency import choose_victims
+from quiver.residency import Held, choose_victims
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.files import OpenFile, disk_errors
-from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, reserve_file
+from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+# What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
+Choose = Callable[[Kind, int, str], Mapping[Kind, Sequence[Held]] | None]
 
 
 class Store:
@@ -45,6 +51,7 @@ class Store:
         self.inventory = inventory
         self.writable = writable
         self.needed: Callable[[Digest], bool | None] = lambda digest: None
+        self.choose: Choose | None = None  # what to evict, instead of going by ``needed`` alone
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = forks.lock()
 
@@ -113,7 +120,7 @@ class Store:
         try:
             return OpenFile(file_of(self.root, kind, digest))
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.ENXIO):  # ENXIO: a socket
                 self.inventory.missed(kind, digest)
                 raise NotFound("the disk does not hold it") from None
             if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -154,8 +161,11 @@ class Store:
             writing.commit()
 
     @contextlib.contextmanager
-    def reserve(self, kind: Kind, digest: Digest, size_bytes: int) -> Iterator[Writing]:
-        """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays."""
+    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
+        """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays.
+
+        ``client``: on whose behalf, where that decides what may be evicted (``choose``).
+        """
         if not self.writable:
             raise DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")
         # A process in another container may have the same number.
@@ -163,7 +173,7 @@ class Store:
         with disk_errors(self.root), self.inventory.locked():
             file = reserve_file(temporary, size_bytes)
             try:
-                self._make_room(size_bytes)
+                self._make_room(kind, size_bytes, client)
                 if size_bytes:
                     os.posix_fallocate(file.fd, 0, size_bytes)
             except BaseException:
@@ -192,6 +202,7 @@ class Store:
         """Make a written file visible and counted, as one step: nobody may drop it in between."""
         final = file_of(self.root, writing.kind, writing.digest)
         with self.inventory.changing():
+            self._put_strays_aside(final)
             final.parent.mkdir(exist_ok=True)
             writing.path.replace(final)
             writing.committed = True
@@ -207,7 +218,9 @@ class Store:
     def drop(self, kind: Kind, digest: Digest) -> None:
         """Remove something. Who has it open or mapped keeps it."""
         with self.inventory.changing():
-            file_of(self.root, kind, digest).unlink(missing_ok=True)
+            place = file_of(self.root, kind, digest)
+            self._put_strays_aside(place)
+            place.unlink(missing_ok=True)
             self._forget(kind, digest)
 
     def quarantine(self, kind: Kind, digest: Digest) -> None:
@@ -223,6 +236,16 @@ class Store:
         with contextlib.suppress(OSError):
             for _, path, _ in _oldest_first(folder)[:-QUARANTINE_FILES_MAX]:
                 path.unlink(missing_ok=True)
+
+    def _put_strays_aside(self, place: Path) -> None:
+        """Move what is no file of ours, though it has the name of one, to the quarantine: it must not stop a fill.
+
+        A folder stays there, since nothing in it is ours to delete.
+        """
+        for path, is_ours in ((place.parent, Path.is_dir), (place, is_regular)):
+            if os.path.lexists(path) and not is_ours(path):
+                with contextlib.suppress(FileNotFoundError):  # another process did so just now
+                    path.rename(self.root / "quarantine" / f"stray.{time.time_ns()}.{os.urandom(4).hex()}")
 
     def forget_open(self, kind: Kind, digest: Digest) -> None:
         """Open the file anew next time: there is another one under its name."""
@@ -257,7 +280,7 @@ class Store:
             total -= size
         return total
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _make_room(self, kind: Kind, size_bytes: int, client: str) -> None:
         """Evict until so much fits in, of which the file is in ``tmp`` by now. Raises ``OverCapacity``."""
         if size_bytes > self.capacity_bytes:
             raise OverCapacity(
@@ -269,13 +292,22 @@ class Store:
         excess += self._quarantined_bytes(at_most=-excess)
         if excess <= 0:
             return
+        victims = self.choose(kind, excess, client) if self.choose is not None else self._unneeded(excess)
+        for of_kind, several in (victims or {}).items():
+            for victim in several:
+                self.drop(of_kind, victim.digest)
+        if victims is None:
+            raise self._full()
+
+    def _unneeded(self, free_bytes: int) -> dict[Kind, list[Held]] | None:
         for kind in (Kind.SHARD, Kind.MANIFEST):  # manifests are small and needed for every fill: last
-            victims = choose_victims(self.inventory.held(kind), excess, self.needed, self.inventory.now())
+            victims = choose_victims(self.inventory.held(kind), free_bytes, self.needed, self.inventory.now())
             if victims is not None:
-                for victim in victims:
-                    self.drop(kind, victim.digest)
-                return
-        raise OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
+                return {kind: victims}
+        return None
+
+    def _full(self) -> OverCapacity:
+        return OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
 
 
 class Writing:
@@ -324,11 +356,13 @@ class Writing:
 
 
 def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
-    """Return time, path and bytes of what is in a folder; another process may be tidying it up meanwhile."""
+    """Return time, path and bytes of the files in a folder; another process may be tidying it up meanwhile."""
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             info = path.lstat()
+            if stat.S_ISDIR(info.st_mode):
+                continue
             found.append((info.st_mtime, path, info.st_size))
     return sorted(found)
 

@@ -15,16 +15,21 @@ import enum
 import fcntl
 import itertools
 import os
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from quiver import forks
 from quiver.digest import Digest
 from quiver.errors import BadRequest
 from quiver.forks import LockedFile
+from quiver.lookup import as_rows
 from quiver.residency import Held
 from quiver.store.locks import FILE_MODE, BriefLock, own, share
 
@@ -88,6 +93,14 @@ class Inventory(Protocol):
 def file_of(root: Path, kind: Kind, digest: Digest) -> Path:
     name = digest.hex()
     return root / kind / name[:2] / name
+
+
+def is_regular(path: Path) -> bool:
+    """Whether a file has this name: not a link to one, which somebody else put there."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
 
 
 def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
@@ -187,8 +200,17 @@ class MemoryInventory:
         with self._lock:
             return [Held(digest, size, used) for digest, (size, used) in self._held[kind].items()]
 
+    def digests(self, kind: Kind) -> npt.NDArray[np.uint8]:
+        """Return what is held as rows ``(n, 32)``."""
+        with self._lock:
+            return as_rows(self._held[kind])
+
     def count(self, kind: Kind) -> int:
         return len(self._held[kind])
+
+    def size(self, kind: Kind, digest: Digest) -> int:
+        """Return the bytes of what is held under a digest, 0 if nothing is."""
+        return self._held[kind].get(digest, (0, 0.0))[0]
 
     def has(self, kind: Kind, digest: Digest) -> bool:
         return digest in self._held[kind]
@@ -242,7 +264,7 @@ class MemoryInventory:
 
     def missed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:  # under which files appear: it may have done so since
-            if not file_of(self._root, kind, digest).exists():
+            if not is_regular(file_of(self._root, kind, digest)):
                 self.removed(kind, digest)
 
     def touched(self, kind: Kind, digest: Digest) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.daemon import Daemon, clean_environment
-from tests.support.data import Files, make_files, random_files
+from tests.support.data import Files, make_files, random_files, rewritten
+from tests.support.etcd import free_ports
 
 
 def quiver(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -22,6 +23,33 @@ def quiver(*arguments: object) -> subprocess.CompletedProcess[str]:
 def own(tmp_path: Path) -> Files:
     """A dataset that a test may spoil."""
     return make_files(tmp_path, random_files(30, seed=8), name="own", shard_bytes="64KiB")
+
+
+def test_a_wrong_bit_in_a_manifest_is_found_by_verify(own: Files, tmp_path: Path) -> None:
+    whole = bytearray(own.manifest.read_bytes())
+    labels = own.opened().tables.scalars["label"].to_numpy().tobytes()
+    assert whole.count(labels) == 1
+    whole[whole.find(labels)] ^= 4
+    wrong = tmp_path / "wrong.quiver"
+    wrong.write_bytes(whole)
+    found = quiver("verify", wrong)
+    assert (found.returncode, found.stdout) == (1, "")
+    [line] = found.stderr.splitlines()
+    assert "does not match its checksum" in line
+    assert str(wrong) in line
+
+
+def test_verify_says_what_it_cannot_verify_of_a_manifest_without_checksums(own: Files, tmp_path: Path) -> None:
+    older = rewritten(own.manifest, tmp_path / "older.quiver", lambda header: None)
+    found = quiver("verify", older)
+    assert found.returncode == 0
+    note, right = found.stdout.splitlines()
+    assert "no checksums: its labels and keys could not be verified" in note
+    assert "all right" in right
+    assert [json.loads(quiver("verify", path, "--json").stdout)["checksums"] for path in (older, own.manifest)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_dataset_is_warmed_once_and_then_verified_from_the_cache(own: Files, tmp_path: Path) -> None:
@@ -68,6 +96,28 @@ def test_what_cannot_be_brought_in_makes_warm_fail(own: Files, tmp_path: Path) -
     assert failed.returncode == 1
     assert "1 of" in failed.stderr
     assert len(failed.stderr.splitlines()) == 1
+
+
+def test_a_member_that_cannot_be_reached_is_named_and_makes_status_fail(tmp_path: Path) -> None:
+    gone = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with Daemon(tmp_path / "d", "--peers", gone) as daemon:
+        told = quiver("status", "--cache", daemon.url)
+        assert told.returncode == 1
+        assert f"{gone}: cannot be reached" in told.stderr
+        as_json = quiver("status", "--cache", daemon.url, "--json")
+        assert as_json.returncode == 1
+        states = {member["url"]: member["state"] for member in json.loads(as_json.stdout)["members"]}
+        assert states == {gone: "unreachable", daemon.url: "up"}
+
+
+def test_a_daemon_that_never_reached_etcd_says_so_in_its_status(tmp_path: Path) -> None:
+    absent = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with Daemon(tmp_path / "d", "--etcd", absent) as daemon:
+        told = quiver("status", "--cache", daemon.url)
+        assert told.returncode == 0, told.stderr
+        assert f"etcd at {absent}" in told.stderr
+        assert "a ring of this daemon alone" in told.stderr
+        assert "--etcd" in told.stderr
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from quiver import forks
-from quiver.digest import Digest
+from quiver.digest import Bytes, Digest
 from quiver.manifest import Manifest
 from quiver_client import index
+from quiver_client.indexing.reading import PIECE_BYTES
 from tests.support.data import Files, random_files, write_files
 from tests.support.scripts import Script
 
@@ -58,7 +59,7 @@ UNDER_LOAD = """
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(seconds))  # a child that hangs is killed
         rng = np.random.default_rng(os.getpid())
-        assert Digest.of_file(Path(large)) == digest
+        assert Digest.of(Path(large).read_bytes()) == digest
         for _ in range(3):
             rows = rng.integers(0, len(ds), 8).tolist()
             assert [sample["__key__"] for sample in fresh.__getitems__(rows)] == fresh.manifest.keys(np.array(rows))
@@ -69,8 +70,8 @@ UNDER_LOAD = """
         needs.close()
 
     fresh = Dataset(manifest, cache, fields=["__key__", "image"])
-    digest = Digest.of_file(Path(large))
-    hashing = lambda: Digest.of_file(Path(large))
+    digest = Digest.of(Path(large).read_bytes())
+    hashing = lambda: Digest.of(Path(large).read_bytes())
     threads = [threading.Thread(target=work, args=(once,)) for once in (train, open_and_close, hashing)]
     for thread in threads:
         thread.start()
@@ -146,25 +147,26 @@ def in_child(work: Callable[[], object]) -> None:
 
 
 def test_a_child_hashes_after_its_parent_did(tmp_path: Path) -> None:
-    path = tmp_path / "large"
-    path.write_bytes(os.urandom(3 << 20))
-    digest = Digest.of_file(path)
-    in_child(lambda: Digest.of_file(path) == digest or os._exit(2))
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "one").write_bytes(os.urandom(PIECE_BYTES + 1))
+    index(tmp_path / "large", tmp_path / "first.quiver")
+    in_child(lambda: index(tmp_path / "large", tmp_path / "second.quiver"))
+    assert (tmp_path / "first.quiver").read_bytes() == (tmp_path / "second.quiver").read_bytes()
 
 
 def test_a_child_computes_what_a_thread_of_its_parent_was_computing(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on, parent = threading.Event(), threading.Event(), os.getpid()
-    expected = Digest.of_file(files.manifest)
+    expected = Digest.of(files.manifest.read_bytes())
 
-    def slow(path: Path) -> Digest:
+    def slow(data: Bytes) -> Digest:
         if os.getpid() == parent:
             begun.set()
             go_on.wait()
         return expected
 
-    monkeypatch.setattr(Digest, "of_file", slow)
+    monkeypatch.setattr(Digest, "of", slow)
     first, second = Manifest.open(files.manifest), Manifest.open(files.manifest)
     thread = threading.Thread(target=lambda: first.digest)
     thread.start()

@@ -60,7 +60,7 @@ def fill(daemons: list[Daemon], files: Files) -> None:
     manifest = files.opened()
     for daemon in daemons:
         peer = PeerClient(daemon.url)
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         shards = tuple(manifest.shard_digest(number) for number in range(manifest.shard_count))
         ranges = np.zeros(len(shards), RANGE)
         ranges["shard"], ranges["length"] = np.arange(len(shards)), 1

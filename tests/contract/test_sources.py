@@ -22,6 +22,7 @@ import pytest
 from quiver.digest import Digest
 from quiver.errors import Changed, Corrupt, NotFound, QuiverError, Unavailable
 from quiver.fill import OriginShards
+from quiver.liveness import Patience
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
 from quiver.origin.isolated import IsolatedStore
@@ -93,7 +94,7 @@ def shared_disk(stack: ExitStack, where: Path, how: str) -> Case:
 
 def served(stack: ExitStack, answer: Callable[[socket.socket, bytes], None]) -> Case:
     server = stack.enter_context(HostileServer(answer))
-    return Case(stack.enter_context(contextlib.closing(PeerClient(server.url, silence_seconds=0.4))))
+    return Case(stack.enter_context(contextlib.closing(PeerClient(server.url, patience=Patience(silence_seconds=0.4)))))
 
 
 def server(stack: ExitStack, where: Path, how: str) -> Case:

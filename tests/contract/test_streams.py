@@ -14,12 +14,13 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
+from quiver.liveness import Patience
 from quiver.peer import U8, PeerClient
 from quiver.stream import FRAME, HANDSHAKE_SECONDS, MAGIC, PROTOCOL, RANGES, REFUSAL, ReadStream, refusal_frame
 from quiver.wire import RANGE, ReadRequest
 from tests.support.servers import HostileServer, ok
 
-SILENCE_SECONDS = 0.4
+PATIENCE = Patience(silence_seconds=0.4)
 LONG_SECONDS = 3.0  # more than a handshake, a silence and a slow machine take together
 DATA = bytes(range(200)) * 50
 SWITCHED = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
@@ -63,7 +64,7 @@ def served(upgrade: Act) -> Iterator[tuple[PeerClient, HostileServer]]:
 
     with (
         HostileServer(answer) as server,
-        contextlib.closing(PeerClient(server.url, silence_seconds=SILENCE_SECONDS)) as peer,
+        contextlib.closing(PeerClient(server.url, patience=PATIENCE)) as peer,
     ):
         yield peer, server
 
@@ -234,7 +235,7 @@ def test_a_peer_that_takes_a_request_by_the_byte_is_given_up_in_time() -> None:
     over = threading.Event()
     sipping = threading.Thread(target=sip)
     sipping.start()
-    stream = ReadStream(mine, "peer", SILENCE_SECONDS)
+    stream = ReadStream(mine, "http://127.0.0.1:9", "peer", PATIENCE)
     try:
         began = time.monotonic()
         with pytest.raises(TimeoutError, match="takes no request"):

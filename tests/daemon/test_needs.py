@@ -59,7 +59,7 @@ class Consumer:
         self.peer = PeerClient(daemon.url)
         self.daemon = daemon
         if put:
-            self.peer.put_manifest(self.manifest.digest, files.manifest)
+            self.peer.put_manifest(self.manifest.digest, files.manifest.read_bytes())
 
     def __enter__(self) -> Consumer:
         return self
@@ -170,7 +170,7 @@ def test_a_dataset_whose_manifest_nobody_has_is_taken_once_it_was_put(even: File
     ):
         answer = consumer.tell({0: 255})
         assert (answer.status, len(answer.seen)) == (NeedsStatus.NO_MANIFEST, 0)
-        consumer.peer.put_manifest(consumer.manifest.digest, even.manifest)
+        consumer.peer.put_manifest(consumer.manifest.digest, even.manifest.read_bytes())
         assert consumer.tell({0: 255}).status is NeedsStatus.TAKEN
         until(lambda: consumer.held() == {0})
 

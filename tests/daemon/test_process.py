@@ -13,7 +13,7 @@ import pytest
 from quiver_cacheserver.cli import main
 from tests.support.daemon import FreshDaemon as Daemon
 from tests.support.daemon import clean_environment
-from tests.support.etcd import free_ports
+from tests.support.etcd import Etcd, free_ports
 
 
 def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
@@ -36,6 +36,13 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "node id": (("--data-dir", "{}/d", "--node-id", "a b"), "--node-id"),
     "etcd and peers": (("--data-dir", "{}/d", "--etcd", "http://e:2379", "--peers", "http://a:1"), "exclude"),
     "etcd": (("--data-dir", "{}/d", "--etcd", "e:2379"), "2379"),
+    "several etcds, one wrong": (("--data-dir", "{}/d", "--etcd", "http://e:2379,e:2379"), "'e:2379'"),
+    "an address that only this machine reaches": (
+        ("--data-dir", "{}/d", "--etcd", "http://e:2379"),
+        "--listen 0.0.0.0:",
+    ),
+    "peers elsewhere": (("--data-dir", "{}/d", "--peers", "http://node1:7717"), "--listen 0.0.0.0:"),
+    "capacity without a unit": (("--data-dir", "{}/d", "--capacity", "200"), "200GiB"),
     "peers": (("--data-dir", "{}/d", "--peers", "ftp://a:1"), "http://HOST:PORT"),
     "origin": (("--data-dir", "{}/d", "--origin", "relative/path"), "absolute"),
     "origin's scheme": (("--data-dir", "{}/d", "--origin", "ftp://host/x"), "s3://"),
@@ -75,6 +82,18 @@ def test_a_port_in_use_is_one_line_and_exit_1(tmp_path: Path) -> None:
     assert said.count("\n") == 1
     assert str(port) in said
     assert "another daemon" in said
+
+
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [("192.0.2.7:0", "no address of this machine"), ("no.such.host.invalid:0", "no.such.host.invalid")],
+)
+def test_an_address_that_is_not_this_machine_s_is_one_line_and_exit_1(tmp_path: Path, address: str, says: str) -> None:
+    code, said = run(*GOOD, "--listen", address, "--data-dir", str(tmp_path / "d"))
+    assert code == 1
+    assert said.count("\n") == 1
+    assert says in said
+    assert "another daemon" not in said
 
 
 def test_a_data_folder_in_use_is_one_line_and_exit_1(tmp_path: Path) -> None:
@@ -148,3 +167,12 @@ def test_a_daemon_finds_itself_among_peers_that_are_named_otherwise(tmp_path: Pa
     peers = ",".join(f"http://localhost:{port}" for port in ports)
     with Daemon(tmp_path / "d", "--peers", peers, port=ports[0]) as daemon:
         assert [member["url"] for member in daemon.json("/v1/ring")["members"]] == sorted(peers.split(","))
+
+
+def test_the_flag_for_etcd_may_be_repeated_and_the_next_one_is_used_where_one_is_dead(tmp_path: Path) -> None:
+    dead = f"http://127.0.0.1:{free_ports(1)[0]}"
+    with Etcd() as etcd:
+        for number, flags in enumerate([("--etcd", dead, "--etcd", etcd.url), ("--etcd", f"{dead},{etcd.url}")]):
+            rack = f"r{number}"
+            with Daemon(tmp_path / rack, "--rack", rack, *flags) as daemon:
+                assert daemon.url in etcd.ctl("get", "--prefix", f"/quiver/racks/{rack}/members/")

@@ -305,7 +305,7 @@ def test_a_reader_without_a_manifest_spoils_nothing_for_one_who_has_it(lone: Dae
     if lone.ask("HEAD", f"/v1/shards/{digest}")[0] == 404:
         assert read(lone, [digest], [(0, 0, 1)], wait=1000)[0] == [RangeStatus.NO_MANIFEST]
     with contextlib.closing(PeerClient(lone.url)) as peer:
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
     statuses, got = read(lone, [digest], [(0, 0, len(data))], manifest.digest, wait=20_000)
     assert statuses == [RangeStatus.PRESENT]
     assert got == data

@@ -41,6 +41,8 @@ from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver import handoff as handoff_module
+from quiver_cacheserver.budget import HELD_MAX as HELD_AT_ONCE
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.handoff import Handoff, bound
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
@@ -76,7 +78,7 @@ def path_of(daemon: Daemon) -> str:
 def fill(daemon: Daemon, files: Files) -> None:
     manifest = files.opened()
     peer = PeerClient(daemon.url)
-    peer.put_manifest(manifest.digest, files.manifest)
+    peer.put_manifest(manifest.digest, files.manifest.read_bytes())
     ranges = np.zeros(manifest.shard_count, RANGE)
     ranges["shard"], ranges["length"] = np.arange(manifest.shard_count), 1
     statuses, _ = peer.read(ReadRequest(manifest.digest, tuple(shards_of(files)), ranges, 20_000))
@@ -142,7 +144,7 @@ def test_a_reader_gets_the_very_files_read_only_and_in_order(
 def test_what_is_not_here_is_not_brought_in(files: Files, tmp_path: Path) -> None:
     with Daemon(tmp_path / "data", "--socket", str(tmp_path / "s"), origins=[files.folder]) as daemon:
         peer = PeerClient(daemon.url)
-        peer.put_manifest(files.opened().digest, files.manifest)
+        peer.put_manifest(files.opened().digest, files.manifest.read_bytes())
         client = HandoffClient(path_of(daemon))
         assert {it.status for it in client.files(shards_of(files))} == {FileStatus.ABSENT}
         assert daemon.status()["shards"] == daemon.status()["fills"] == 0
@@ -419,13 +421,14 @@ def test_a_reader_that_does_not_take_its_answers_is_let_go(served: Daemon, files
 def test_idle_connections_make_way_for_new_ones_and_leave_nothing(served: Daemon, client: HandoffClient) -> None:
     client.hello()
     before = descriptors(served)
+    of_one_user = HELD_AT_ONCE[Resource.SOCKET_CONNECTIONS] * 3 // 4
     with contextlib.ExitStack() as stack:
-        idle = [stack.enter_context(raw(path_of(served))) for _ in range(handoff_module.CONNECTIONS_MAX + 100)]
+        idle = [stack.enter_context(raw(path_of(served))) for _ in range(of_one_user + 100)]
         late = HandoffClient(path_of(served), answer_seconds=10)
         assert late.hello() == "me"
         late.close()
         assert idle[0].recv(1) == b"", "the first of them was let go"
-        until(lambda: descriptors(served) < before + handoff_module.CONNECTIONS_MAX + 5)
+        until(lambda: descriptors(served) < before + of_one_user + 5)
     until(lambda: descriptors(served) <= before)
     assert client.hello() == "me"
 
@@ -446,19 +449,17 @@ async def test_a_silent_reader_is_let_go_at_a_deadline(tmp_path: Path, monkeypat
     await loop.run_in_executor(None, node.close)
 
 
-async def test_a_daemon_that_has_too_much_under_way_says_so_and_counts_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handoff_module, "REQUESTS_AT_ONCE", 0)
+async def test_a_daemon_that_has_too_much_under_way_says_so_and_counts_it(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     node = await loop.run_in_executor(None, lambda: node_at(tmp_path))
+    node.budgets.held_max[Resource.SOCKET_REQUESTS] = 0
     with bound(str(tmp_path / "s")) as listener:
         assert listener is not None
         async with Handoff(node, listener):
             client = HandoffClient(str(tmp_path / "s"))
             with pytest.raises(OverCapacity, match="busy"):
                 await asyncio.to_thread(client.hello)
-    assert node.counters.overloads == 1
+    assert node.budgets.refused[Resource.SOCKET_REQUESTS] == 1
     await loop.run_in_executor(None, node.close)
 
 

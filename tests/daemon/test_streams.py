@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import multiprocessing
@@ -12,7 +11,7 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
@@ -20,26 +19,22 @@ from typing import Any
 
 import numpy as np
 import pytest
-import uvloop
-from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.errors import DiskFailed, OverCapacity, Unavailable
 from quiver.peer import U8, PeerClient
-from quiver.ring import Member
 from quiver.store import Kind, OpenFile, Store
 from quiver.store.inventory import file_of
 from quiver.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
 from quiver.wire import FORGO, RANGE, READ_REQUEST_BYTES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver import reads, streams
-from quiver_cacheserver.app import make_app
-from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.budget import Resource
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard, rebased
 from tests.support.etcd import free_ports
+from tests.support.inside import in_process, url_of
 from tests.support.servers import counting_origin
 from tests.support.waiting import until
 
@@ -136,7 +131,7 @@ def filled(lone: Daemon, files: Files) -> list[Digest]:
     manifest = files.opened()
     shards = [manifest.shard_digest(number) for number in range(manifest.shard_count)]
     with client(lone.url) as peer:
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         rows = [(number, 0, 0) for number in range(len(shards))]
         until(lambda: not read_by_stream(peer, asking(shards, rows, 20_000, manifest=manifest.digest))[0].any())
     return [*shards, Digest.of(b"nobody's")]
@@ -193,7 +188,7 @@ def test_what_is_missing_is_brought_in_while_the_reader_waits(files: Files, tmp_
     request = asking(shards, [(at, 10, 90) for at in range(len(shards))], 20_000, manifest=manifest.digest)
     with Daemon(tmp_path / "data", origins=[files.folder]) as empty, client(empty.url) as peer:
         assert set(read_by_stream(peer, request)[0].tolist()) == {RangeStatus.NO_MANIFEST}
-        peer.put_manifest(manifest.digest, files.manifest)
+        peer.put_manifest(manifest.digest, files.manifest.read_bytes())
         statuses, got = read_by_stream(peer, request)
         assert not statuses.any()
         assert empty.status()["fills"] == len(shards)
@@ -343,51 +338,9 @@ def asked_slowly(address: tuple[str, int], request: ReadRequest, by_http: bool) 
 # -- limits, in a daemon within this process --------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def in_process(where: Path, put: dict[Digest, bytes] | None = None, send_bytes: int = 0) -> Iterator[tuple[str, int]]:
-    """Run the routes under uvloop in a thread, where a test can change what they are made of; yield the address."""
-    store = Store.open(where / "store", 256 * MIB, shared=False)
-    for digest, data in (put or {}).items():
-        store.put(Kind.SHARD, digest, data)
-    node = Node("a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), [])
-    node._unverified.clear()
-    listener = socket.create_server(("127.0.0.1", 0))
-    if send_bytes:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)  # of the connections that it accepts
-    stop: list[Callable[[], object]] = []
-
-    async def run() -> None:
-        runner = web.AppRunner(make_app(node), handle_signals=False, shutdown_timeout=2.0)
-        await runner.setup()
-        await web.SockSite(runner, listener).start()
-        over = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(over.set))
-        await over.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: uvloop.run(run()))
-    thread.start()
-    try:
-        until(lambda: stop)
-        yield listener.getsockname()
-    finally:
-        stop[0]()
-        thread.join()
-        listener.close()
-        node.close()
-
-
-def url_of(address: tuple[str, int]) -> str:
-    return f"http://{address[0]}:{address[1]}"
-
-
-def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(streams, "STREAMS_MAX", 2)
+def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(tmp_path: Path) -> None:
     with (
-        in_process(tmp_path, {SMALL: SMALL_DATA}) as address,
+        in_process(tmp_path, {SMALL: SMALL_DATA}, held_max={Resource.STREAMS: 2}) as address,
         client(url_of(address)) as first,
         client(url_of(address)) as second,
         client(url_of(address)) as third,
@@ -408,12 +361,9 @@ def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(
         until(served_again)
 
 
-def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(reads, "READS_AT_ONCE", 1)
+def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(tmp_path: Path) -> None:
     with (
-        in_process(tmp_path, {SMALL: SMALL_DATA, BIG: BIG_DATA}) as address,
+        in_process(tmp_path, {SMALL: SMALL_DATA, BIG: BIG_DATA}, held_max={Resource.READS: 1}) as address,
         connected(address, 4096) as slow,
         client(url_of(address)) as peer,
     ):
@@ -567,7 +517,7 @@ def test_a_daemon_that_is_told_to_end_does_so_with_streams_open(files: Files, tm
             connected(ending.address, 4096) as slow,
         ):
             idle.put_shard(BIG, BIG_DATA)
-            idle.put_manifest(manifest.digest, remote.manifest)
+            idle.put_manifest(manifest.digest, remote.manifest.read_bytes())
             read_by_stream(idle, asking([BIG], [(0, 0, 9)]))
             ask(slow, WHOLE)
             head_of(slow)

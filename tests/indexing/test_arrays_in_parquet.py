@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from quiver.errors import BadRequest, Changed
 from quiver.manifest import Field, Manifest
 from quiver.origin import open_origin
-from quiver.origin.arrays import NullInside, array_type, as_bytes
+from quiver.origin.arrays import array_type, as_bytes
 from quiver.origin.parquet import column_of
+from quiver_client import DataLoader, Dataset
 from quiver_client.cli.info import _lines, describe
 from quiver_client.indexing import index
 from tests.indexing.support import read_back, shard_names, warned
@@ -104,14 +105,13 @@ def test_what_is_no_array_in_c_order_is_left_out_by_name(tmp_path: Path) -> None
     columns = {
         "turned": pa.ExtensionArray.from_storage(turned, storage),
         "plain": pa.ExtensionArray.from_storage(plain, storage),
-        "lists": pa.array([[[1]], [[2]]]),
-        "lists of pairs": pa.array([[[1, 2]], [[2, 3]]], pa.list_(pa.list_(pa.int64(), 2))),
+        "lists of words": pa.array([[["a"]], [["b"]]]),
         "words": pa.array([["a"], ["b"]]),
         "days": pa.array([[1], [2]], pa.list_(pa.date32())),
     }
     report = index(write(tmp_path / "t.parquet", columns), tmp_path / "m.quiver")
     [names] = warned(report).values()
-    assert [name.partition(":")[0] for name in names] == ["turned", "lists", "lists of pairs", "words", "days"]
+    assert [name.partition(":")[0] for name in names] == ["turned", "lists of words", "words", "days"]
     assert list(read_back(tmp_path / "m.quiver").values()) == [
         {"plain": bytes(range(6))},
         {"plain": bytes(range(6, 12))},
@@ -159,7 +159,7 @@ def test_lists_have_a_shape_only_if_all_files_agree_on_it(tmp_path: Path) -> Non
     [
         (pa.list_(pa.int32()), r"is list<.*int64> in 0.parquet and here it is list<.*int32>"),
         (pa.list_(pa.int64(), 2), r"here it is fixed_size_list<.*int64>\[2\]"),
-        (pa.list_(pa.list_(pa.int64())), "here it is missing"),
+        (pa.list_(pa.list_(pa.int64())), r"here it is list<.*list<.*int64>>"),
     ],
     ids=str,
 )
@@ -178,30 +178,88 @@ def test_files_whose_tensors_are_of_several_shapes_are_refused(tmp_path: Path) -
         index(tmp_path / "d", tmp_path / "m.quiver")
 
 
-@pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.float32()), pa.list_(pa.bool_(), 3)], ids=str)
-def test_a_null_inside_of_a_list_is_an_error_that_names_file_row_and_column(tmp_path: Path, kind: Any) -> None:
-    yes, no = (True, False) if pa.types.is_boolean(kind.value_type) else (1, 0)
-    rows: list[Any] = [[yes, no, yes]] * 9
-    rows[2], rows[7] = None, [no, None, yes]
-    write(tmp_path / "t.parquet", {"tokens": pa.array(rows, kind)}, row_group_size=4)
-    with pytest.raises(BadRequest, match=r"t.parquet: row 7 has a null among the values of column tokens"):
-        index(tmp_path / "t.parquet", tmp_path / "m.quiver")
+@pytest.mark.parametrize(
+    "kind", [pa.list_(pa.int32()), pa.list_(pa.bool_(), 3), pa.list_(pa.list_(pa.int8()))], ids=str
+)
+def test_a_row_with_a_null_inside_of_a_list_is_left_out_and_named(tmp_path: Path, kind: Any) -> None:
+    yes, no = (True, False) if kind.value_type == pa.bool_() else (1, 0)
+    whole, torn = [no, yes, yes], [no, None, yes]
+    if pa.types.is_list(kind.value_type):
+        whole, torn = [[1, 2], [3, 4]], [[1, 2], None]
+    rows: list[Any] = [whole] * 9
+    rows[2], rows[7] = None, torn
+    path = write(tmp_path / "t.parquet", {"tokens": pa.array(rows, kind), "n": list(range(9))}, row_group_size=4)
+    report = index(path, tmp_path / "m.quiver")
+    assert [(notice.count, notice.names) for notice in report.warnings] == [(1, ("t.parquet: row 7, column tokens",))]
+    assert "rows left out" in report.warnings[0].what
+    found = read_back(tmp_path / "m.quiver")
+    assert [sample["n"] for sample in found.values()] == [0, 1, 2, 3, 4, 5, 6, 8]
+    assert [name for name, sample in found.items() if sample["tokens"] is None] == ["000000002"]
 
 
-def test_a_null_inside_of_a_later_chunk_is_named_by_its_row_in_the_column() -> None:
-    chunks = [pa.array([[1], [2], [3]]), pa.array([[4], [None]])]
-    with pytest.raises(NullInside) as caught:
-        column_of(pa.table({"x": pa.chunked_array(chunks)}), "x")
-    assert caught.value.row == 4
+def test_a_null_among_floating_point_values_is_nan(tmp_path: Path) -> None:
+    rows = [[1.0, None], [2.0, 3.0], None]
+    path = write(tmp_path / "t.parquet", {"x": pa.array(rows, pa.list_(pa.float32()))})
+    assert index(path, tmp_path / "m.quiver").warnings == ()
+    first, second, third = (sample["x"] for sample in read_back(tmp_path / "m.quiver").values())
+    assert np.frombuffer(first, "<f4").tolist() == pytest.approx([1.0, np.nan], nan_ok=True)
+    assert np.frombuffer(second, "<f4").tolist() == [2.0, 3.0]
+    assert third is None
 
 
-def test_a_tensor_that_is_null_is_absent_and_a_list_inside_it_that_is_null_is_refused() -> None:
+def test_holes_are_numbered_by_their_rows_in_the_column_whatever_chunk_they_are_in() -> None:
+    chunks = [pa.array([[1], [2], [None]]), pa.array([[4], [None]])]
+    values, holes = column_of(pa.table({"x": pa.chunked_array(chunks)}), "x")
+    assert holes.tolist() == [2, 4]
+    assert values.is_null().to_pylist() == [False, False, True, False, True]
+
+
+def test_a_tensor_that_is_null_is_absent_and_one_with_a_null_inside_has_a_hole() -> None:
     kind = pa.list_(pa.list_(pa.int8(), 2), 2)
-    rows: list[Any] = [[[1, 2], [3, 4]], None, [[5, 6], [7, 8]]]
-    assert as_bytes(pa.array(rows, kind)).to_pylist() == [b"\1\2\3\4", None, b"\5\6\7\10"]
-    with pytest.raises(NullInside) as caught:
-        as_bytes(pa.array([*rows, [[1, 2], None]], kind).slice(1))
-    assert caught.value.row == 2
+    rows: list[Any] = [[[1, 2], [3, 4]], None, [[5, 6], [7, 8]], [[1, 2], None]]
+    values, holes = as_bytes(pa.array(rows, kind).slice(1))
+    assert values.to_pylist() == [None, b"\5\6\7\10", None]
+    assert holes.tolist() == [2]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_lists_of_equal_lists_are_arrays_of_their_shape(tmp_path: Path, large: bool) -> None:
+    """As Hugging Face writes Array2D and Array3D, and others tables of numbers."""
+    of = pa.large_list if large else pa.list_
+    squares = np.arange(5 * 3 * 2 * 4, dtype=np.int32).reshape(5, 3, 2, 4)
+    boxes: list[Any] = [[[1.0, 2.0, 3.0, 4.0]], [], [[5.0] * 4, [6.0] * 4], None, [[7.0] * 4]]
+    columns = {
+        "square": pa.array(squares.tolist(), of(of(of(pa.int32())))),
+        "boxes": pa.array(boxes, of(of(pa.float32()))),
+    }
+    path = write(tmp_path / "t.parquet", columns, row_group_size=2)
+    manifest = indexed(path)
+    whole, box = manifest.header.fields
+    assert (whole.dtype, whole.shape) == ("<i4", (3, 2, 4))
+    assert (box.dtype, box.shape) == ("<f4", (-1, 4))
+    assert manifest.header.format == 3
+    dataset = Dataset(manifest.path, cache=f"file://{tmp_path}/cache")
+    samples = [dataset[at] for at in range(5)]
+    assert all((sample["square"] == squares[at]).all() for at, sample in enumerate(samples))
+    assert [None if sample["boxes"] is None else sample["boxes"].tolist() for sample in samples] == boxes[:1] + [
+        [] if row == [] else row for row in boxes[1:]
+    ]
+    batch = next(iter(DataLoader(dataset, batch_size=5)))
+    assert batch["square"].shape == (5, 3, 2, 4)
+    assert [None if row is None else row.shape for row in batch["boxes"]] == [(1, 4), (0, 4), (2, 4), None, (1, 4)]
+
+
+@pytest.mark.parametrize(
+    "rows", [[[[1, 2], [3]]], [[[1, 2]], [[1, 2, 3]]], [[[1, 2]]] * 3 + [[[3]]]], ids=["row", "rows", "row groups"]
+)
+def test_lists_of_unequal_lists_are_refused_by_name_and_can_be_left_out(tmp_path: Path, rows: Any) -> None:
+    columns = {"bad": pa.array(rows, pa.list_(pa.list_(pa.int8()))), "good": pa.array([b"x"] * len(rows))}
+    path = write(tmp_path / "t.parquet", columns, row_group_size=2)
+    with pytest.raises(BadRequest, match=r"column bad is lists of lists .*--exclude bad"):
+        index(path, tmp_path / "m.quiver")
+    assert not (tmp_path / "m.quiver").exists()
+    index(path, tmp_path / "m.quiver", exclude=["bad"])
+    assert [field.name for field in Manifest.open(tmp_path / "m.quiver").header.fields] == ["good"]
 
 
 @given(
@@ -221,9 +279,9 @@ def test_slices_and_chunks_of_lists_are_the_bytes_of_their_rows(
     whole = pa.array([*typed, np.ones(3, dtype).tolist()], pa.large_list(inner) if large else pa.list_(inner))
     part = whole.slice(first, end - first)
     wanted = [None if row is None else np.array(row, dtype).tobytes() for row in [*rows, [1] * 3][first:end]]
-    assert as_bytes(part).to_pylist() == wanted
+    assert as_bytes(part)[0].to_pylist() == wanted
     table = pa.table({"x": pa.chunked_array([part] * chunks, whole.type)})
-    assert column_of(table, "x").to_pylist() == wanted * chunks
+    assert column_of(table, "x")[0].to_pylist() == wanted * chunks
 
 
 @given(
@@ -235,7 +293,7 @@ def test_slices_and_chunks_of_lists_are_the_bytes_of_their_rows(
 def test_slices_of_lists_of_fixed_size_are_the_bytes_of_their_rows(rows: list[Any], first: int, packed: bool) -> None:
     numbers = rows if packed else [None if row is None else list(map(int, row)) for row in rows]
     array = pa.array(numbers, pa.list_(pa.bool_() if packed else pa.uint8(), 3)).slice(first)
-    assert as_bytes(array).to_pylist() == [None if row is None else bytes(row) for row in rows[first:]]
+    assert as_bytes(array)[0].to_pylist() == [None if row is None else bytes(row) for row in rows[first:]]
 
 
 def test_values_under_a_null_are_not_looked_at() -> None:
@@ -243,7 +301,7 @@ def test_values_under_a_null_are_not_looked_at() -> None:
     values = pa.array([1, None, 3, 4], pa.int8())
     mask = pa.array([False, True, False])
     array = pa.ListArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), values, mask=mask)
-    assert as_bytes(array).to_pylist() == [b"\1", None, b"\4"]
+    assert as_bytes(array)[0].to_pylist() == [b"\1", None, b"\4"]
 
 
 def test_other_columns_are_no_arrays() -> None:

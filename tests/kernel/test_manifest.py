@@ -7,7 +7,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.manifest import ABSENT, FORMAT_VERSION, Field, Header, Manifest, ManifestParts, write_manifest
 from quiver.manifest.schema import METADATA_KEY
+from quiver.manifest.tables import Tables
 from quiver.shard import table_bytes
 from tests.support import golden
 from tests.support.data import rewritten
@@ -84,18 +85,21 @@ def test_a_manifest_survives_its_file(tmp_path: Path, seed: int, width: int) -> 
 def test_the_committed_manifest_still_reads_the_same() -> None:
     expected = json.loads(golden.EXPECTED.read_text())
     assert len(expected["shards"]) >= 5
-    manifest = Manifest.open(golden.MANIFEST)
-    assert golden.described(manifest) == expected
-    assert manifest.scalars("label", np.arange(40)) == [i % 2 for i in range(40)]
-    assert manifest.tables.blob_of[38] == manifest.tables.blob_of[0], "equal samples are stored once"
+    for path, digest in ((golden.CHECKED, expected["digest"]), (golden.MANIFEST, OLD_DIGEST)):
+        manifest = Manifest.open(path)
+        assert golden.described(manifest) == expected | {"digest": digest}
+        assert manifest.scalars("label", np.arange(40)) == [i % 2 for i in range(40)]
+        assert manifest.tables.blob_of[38] == manifest.tables.blob_of[0], "equal samples are stored once"
+        assert manifest.has_checksums == (path == golden.CHECKED)
 
 
 def test_the_committed_manifest_is_still_written_the_same(tmp_path: Path) -> None:
-    golden.write(tmp_path / "small.quiver")
-    assert (tmp_path / "small.quiver").read_bytes() == golden.MANIFEST.read_bytes()
+    golden.write(tmp_path / "checked.quiver")
+    assert (tmp_path / "checked.quiver").read_bytes() == golden.CHECKED.read_bytes()
 
 
-ARRAYS = golden.FOLDER / "arrays.quiver"  # of format 2, for ever to be read; made by parts_of_arithmetic
+OLD_DIGEST = "898462234447cf850f961e34881a1bb1422c192aad864a345aebe1f98bc9a693"
+ARRAYS = golden.FOLDER / "arrays.quiver"  # of format 2, for ever to be read; of parts_of_arithmetic, without checksums
 
 
 def parts_of_arithmetic() -> ManifestParts:
@@ -172,7 +176,9 @@ def test_the_committed_manifest_of_arrays_still_reads_and_writes_the_same(tmp_pa
     whole = ARRAYS.read_bytes()
     assert str(Digest.of(whole)) == "dbd00c884ec32551e919a9adbb120ce9ac8190cf59ebeb79c91772f2c3beccad"
     write_manifest(tmp_path / "m.quiver", parts_of_arithmetic())
-    assert (tmp_path / "m.quiver").read_bytes() == whole
+    written = Manifest.open(tmp_path / "m.quiver")
+    assert str(written.digest) == "8eec60d64b1a9f99a3663cf53308cf69f6635ab5e2add2a41c38bdb90ac21e9b"
+    assert same(written, Manifest.open(ARRAYS))
     header = Manifest.open(ARRAYS).header
     assert [(field.name, field.dtype, field.shape, field.skip) for field in header.fields] == [
         ("mask", "|b1", (2, 3), 128),
@@ -263,6 +269,20 @@ def test_one_sample_of_another_length_is_refused_wherever_it_stands(
 
 
 # -- files that are no good -------------------------------------------------------------------------------------------
+
+
+def same(one: Manifest, other: Manifest) -> bool:
+    """Whether they say the same, whatever their files are."""
+    ours, theirs = one.tables, other.tables
+    columns = [
+        (getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(Tables) if each.name != "scalars"
+    ]
+    return (
+        one.header == other.header
+        and ours.scalars.keys() == theirs.scalars.keys()
+        and all(ours.scalars[name].equals(theirs.scalars[name]) for name in ours.scalars)
+        and all(a.equals(b) if isinstance(a, pa.Array) else np.array_equal(a, b) for a, b in columns)
+    )
 
 
 def refused(path: Path) -> QuiverError:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quiver.digest import Digest
+from quiver.lookup import as_rows
 from quiver.need import CONSUMERS_MAX, DROPS_A_REPORT, FULL, Fetch, Needs, Origin, Report, rounded_up
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
@@ -20,6 +21,10 @@ FAST = Origin(rate=100.0, fill_seconds=0.1, report_seconds=0.5)
 
 def shard(number: int) -> Digest:
     return Digest(number.to_bytes(32, "big"))
+
+
+def shards(several: Iterable[int]) -> Any:
+    return as_rows(map(shard, several))
 
 
 def report(consumer: int, left: Sequence[int], **more: Any) -> Report:
@@ -34,7 +39,7 @@ def board(count: int, held: Iterable[int] = (), mine: Iterable[int] | None = Non
     here, owned = np.zeros(count, bool), np.zeros(count, bool)
     here[list(held)] = True
     owned[list(range(count) if mine is None else mine)] = True
-    needs.add_dataset(A, map(shard, range(count)), np.full(count, size), here, owned)
+    needs.add_dataset(A, shards(range(count)), np.full(count, size), here, owned)
     return needs
 
 
@@ -45,7 +50,8 @@ def numbers(fetches: list[Fetch]) -> list[int]:
 def wanted(
     needs: Needs, *, now: float = 0.0, coming: Iterable[int] = (), free: float = 9.0, at_most: int = 9
 ) -> list[Fetch]:
-    return needs.fetches(now, map(shard, coming), free, FAST, at_most)
+    fetches = needs.fetches(now, map(shard, coming), free, FAST, at_most)
+    return [fetch._replace(starving=()) for fetch in fetches]
 
 
 def test_what_somebody_has_left_is_needed_and_of_an_unknown_dataset_nothing_is_known() -> None:
@@ -260,10 +266,32 @@ def test_who_starves_is_given_what_it_needs_and_not_what_others_need() -> None:
     assert wanted(needs, free=0.0, at_most=1) == [Fetch(shard(2), A, shard(0))]
 
 
+def test_nothing_is_dropped_for_those_who_had_too_much_dropped() -> None:
+    needs = board(4, held=[0, 1])
+    needs.report(A, report(1, [FULL, FULL, 0, 0], ahead_bytes=2.0), 0.0)
+    needs.report(A, report(2, [0, 0, FULL, 0]), 0.0)
+    needs.report(A, report(3, [0, 0, 0, FULL]), 0.0)
+    needs.spent = {(2).to_bytes(16, "big")}
+    forced = needs.fetches(0.0, [], 0.0, FAST, 9)
+    assert [(fetch.digest, fetch.starving) for fetch in forced] == [(shard(3), ((3).to_bytes(16, "big"),))]
+
+
+def test_what_is_needed_is_said_of_many_as_of_each() -> None:
+    needs = board(6, held=range(4))
+    needs.report(A, report(1, [FULL, 1, 0, 0, 0, 0], ahead_bytes=4.0), 0.0)
+    needs.report(A, report(2, [0, 0, 0, 0, FULL, 0]), 0.0)
+    (fetch,) = needs.fetches(0.0, [], 0.0, FAST, 1)
+    assert fetch.victim is not None
+    several = [*range(6), 99]
+    said = {True: 1, False: 0, None: -1}
+    assert needs.needed_of(shards(several)).tolist() == [said[needs.needed(shard(at))] for at in several]
+    assert needs.needed(fetch.victim) is False
+
+
 def test_no_victim_is_chosen_that_makes_too_little_room() -> None:
     needs = Needs()
     sizes, held = np.array([1.0, 3.0, 4.0]), np.array([True, True, False])
-    needs.add_dataset(A, map(shard, range(3)), sizes, held, np.ones(3, bool))
+    needs.add_dataset(A, shards(range(3)), sizes, held, np.ones(3, bool))
     needs.report(A, report(1, [FULL, FULL, 0], ahead_bytes=4.0), 0.0)
     needs.report(A, report(2, [0, 0, FULL]), 0.0)
     assert wanted(needs, free=0.5) == []
@@ -302,7 +330,7 @@ def test_who_starves_comes_before_a_fixed_order(free: float) -> None:
 
 def test_datasets_that_share_shards_share_their_reads() -> None:
     needs = board(3)
-    needs.add_dataset(B, [shard(2), shard(7)], np.ones(2), np.zeros(2, bool), np.ones(2, bool))
+    needs.add_dataset(B, shards([2, 7]), np.ones(2), np.zeros(2, bool), np.ones(2, bool))
     needs.report(A, report(1, [FULL] * 3), 0.0)
     needs.report(B, report(2, [FULL, FULL]), 0.0)
     fetched = wanted(needs)
@@ -320,7 +348,7 @@ def test_datasets_that_share_shards_share_their_reads() -> None:
 
 def test_a_dataset_of_which_no_more_can_come_is_left_out() -> None:
     needs = board(3)
-    needs.add_dataset(B, [shard(2), shard(7)], np.ones(2), np.zeros(2, bool), np.ones(2, bool))
+    needs.add_dataset(B, shards([2, 7]), np.ones(2), np.zeros(2, bool), np.ones(2, bool))
     needs.report(A, report(1, [FULL] * 3), 0.0)
     needs.report(B, report(2, [FULL, FULL], soon=(0, 1), ordered=True), 0.0)
     needs.left_out = {B}
@@ -365,9 +393,7 @@ class Boards(RuleBasedStateMachine):
         if dataset not in self.known:
             self.known.add(dataset)
             held = np.array([at in self.held for at in SHARDS[dataset]])
-            self.needs.add_dataset(
-                dataset, map(shard, SHARDS[dataset]), np.ones(len(held)), held, np.ones(len(held), bool)
-            )
+            self.needs.add_dataset(dataset, shards(SHARDS[dataset]), np.ones(len(held)), held, np.ones(len(held), bool))
 
     @precondition(lambda self: self.known)
     @rule(

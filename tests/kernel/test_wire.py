@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest
-from quiver.ring import MEMBERS_MAX, Member, Ring
+from quiver.ring import MEMBERS_MAX, REPLICAS_MAX, Member, Ring
 from quiver.wire import (
     JSON_BYTES_MAX,
     RANGE,
@@ -152,7 +152,8 @@ def test_a_ring_of_too_many_members_is_cut_and_counted() -> None:
     ring, ignored = decode_json(body, RingView, "it").ring()
     assert len(ring.members) == MEMBERS_MAX
     assert ignored == 10_000 - MEMBERS_MAX
-    assert ring.replicas <= MEMBERS_MAX
+    assert ring.replicas <= REPLICAS_MAX
+    assert ring.rank(np.zeros((5, 32), np.uint8), ring.replicas).nbytes <= 5 * 4 * 8, "what a reader keeps of shards"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import uvloop
 from quiver.errors import Misconfigured, Unavailable
 from quiver.ring import Member
 from quiver_cacheserver import registry as registry_module
-from quiver_cacheserver.etcd import Endpoint
+from quiver_cacheserver.addresses import Endpoint
 from quiver_cacheserver.etcd import Etcd as Client
 from quiver_cacheserver.registry import EtcdRegistry
 from tests.support.etcd import Etcd, free_ports
@@ -164,8 +164,10 @@ async def test_without_an_etcd_a_daemon_serves_alone_says_so_once_and_joins_when
             assert not await a.wait_until_registered(), "nobody waits for an etcd that is away"
             assert time.monotonic() - began < 2.0
             assert ids(a) == "a"
+            assert "a ring of this daemon alone" in a.problem
             etcd.start()
             assert await a.wait_until_registered(10.0)
+            assert a.problem == ""
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert len(warnings) == 1
         assert f"etcd at http://127.0.0.1:{etcd.client_port}" in warnings[0]
@@ -229,6 +231,32 @@ async def test_the_next_endpoint_is_tried_where_one_is_dead(etcd: Etcd, rack: st
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     async with daemon(f"{dead},{etcd.url}", rack) as a:
         assert await a.wait_until_registered(5.0)
+
+
+async def test_whatever_the_conversation_with_etcd_raises_it_is_begun_again(
+    etcd: Etcd, rack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, failed = Client.list, []
+
+    async def list_once_broken(self: Client, prefix: str) -> Any:
+        if not failed:
+            failed.append(True)
+            raise KeyError("what no release note promised")
+        return await original(self, prefix)
+
+    monkeypatch.setattr(Client, "list", list_once_broken)
+    async with daemon(etcd, rack) as a:
+        assert await a.wait_until_registered(5.0)
+    assert failed
+
+
+async def test_a_member_at_a_loopback_address_among_others_is_named(etcd: Etcd, rack: str) -> None:
+    async with daemon(etcd, rack) as a, EtcdRegistry(etcd.url, rack, Member("b", "http://127.0.0.1:7717")) as b:
+        for each in (a, b):
+            await until(each, lambda each=each: ids(each) == "ab")
+        assert "node 'b' is in the ring at http://127.0.0.1:7717" in a.problem
+        assert "this daemon is in the ring at http://127.0.0.1:7717" in b.problem
+        assert "--advertise" in b.problem
 
 
 async def test_a_wrong_password_is_named_and_never_shown(

@@ -23,6 +23,14 @@ PACKAGES = ["quiver", "quiver_cacheserver", "quiver_client"]
 # What each extra must not bring: the other side's weight.
 SERVER_ONLY = {"aetcd", "aiohttp", "prometheus-client", "uvloop"}
 CLIENT_ONLY = {"torch", "rich"}
+NOWHERE = "/nowhere.quiver"
+USES = {
+    "index": ["/nowhere", "-o", NOWHERE],
+    "info": [NOWHERE],
+    "verify": [NOWHERE],
+    "warm": [NOWHERE, "--cache", "http://127.0.0.1:9"],
+    "status": ["--cache", "http://127.0.0.1:9"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +133,37 @@ def test_the_installed_programs_answer_help(environment: Path, program: str) -> 
     asked = in_environment(environment, str(environment.parent / program), "--help", dependencies=True)
     assert asked.returncode == 0, asked.stderr
     assert "Usage" in asked.stdout or "usage" in asked.stdout
+
+
+@pytest.mark.parametrize(("program", "extra"), [("quiver", "client"), ("quiver-cacheserver", "server")])
+def test_a_program_without_its_extra_says_what_to_install(environment: Path, program: str, extra: str) -> None:
+    asked = in_environment(environment, str(environment.parent / program), "--help")
+    assert (asked.returncode, asked.stdout) == (1, "")
+    assert (
+        asked.stderr == f"error: {program} needs click, which is not installed; pip install 'quiver-cache[{extra}]'\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["index", "info", "verify", "warm", "status"])
+def test_where_only_the_server_is_installed_each_command_works_or_says_what_to_install(
+    environment: Path, command: str
+) -> None:
+    absent = "".join(f"sys.modules['{name}'] = None; " for name in ("torch", "rich", "braceexpand"))
+    script = f"import sys; {absent}from quiver_client.cli import main; main()"
+    asked = in_environment(environment, "-c", script, command, "--help", dependencies=True)
+    told = re.fullmatch(r"error: quiver \w+ needs \w+, .*; pip install 'quiver-cache\[client\]'\n", asked.stderr)
+    assert (asked.returncode == 1 and told) or (asked.returncode == 0 and not asked.stderr), asked.stderr
+    used = in_environment(environment, "-c", script, command, *USES[command], dependencies=True)
+    assert used.returncode == 1
+    assert used.stderr.startswith("error: ")
+    assert used.stderr.count("\n") == 1, used.stderr
+
+
+def test_the_library_without_its_extra_says_what_to_install(environment: Path) -> None:
+    script = "import sys; sys.modules['torch'] = None; from quiver_client import DataLoader"
+    asked = in_environment(environment, "-c", script, dependencies=True)
+    assert "ImportError: quiver_client.DataLoader needs torch" in asked.stderr
+    assert "quiver-cache[client]" in asked.stderr
 
 
 def test_the_kernel_imports_neither_torch_nor_a_server(environment: Path) -> None:

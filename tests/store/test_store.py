@@ -289,6 +289,66 @@ def test_strays_are_passed_over_and_left_alone(tmp_path: Path, shared: bool) -> 
     assert (root / "shards" / "file").exists()
 
 
+STRAYS: dict[str, Callable[[Path, Path], object]] = {
+    "link to a file": lambda place, outside: place.symlink_to(outside),
+    "link to nothing": lambda place, outside: place.symlink_to(outside / "nothing"),
+    "link to a folder": lambda place, outside: place.symlink_to(outside.parent),
+    "folder": lambda place, outside: place.mkdir(),
+    "folder with something in it": lambda place, outside: (place.mkdir(), (place / "notes").write_bytes(b"mine")),
+    "fifo": lambda place, outside: os.mkfifo(place),
+}
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("make", STRAYS.values(), ids=list(STRAYS))
+def test_a_stray_under_a_digest_s_name_is_put_aside_and_the_file_written_anew(
+    store: Store, tmp_path: Path, make: Callable[[Path, Path], object], kind: Kind
+) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"not ours")
+    digest, data = shard_of(1)
+    store.put(kind, digest, data)
+    place = file_of(store.root, kind, digest)
+    place.unlink()
+    store.forget_open(kind, digest)
+    make(place, outside)
+    with pytest.raises(NotFound):
+        store.open_file(kind, digest)
+    assert not store.inventory.held(kind), "what is no file is not held"
+    assert store.resident_bytes() == 0
+    store.put(kind, digest, data)
+    assert bytes(store.open_file(kind, digest).read()) == data
+    assert outside.read_bytes() == b"not ours"
+    for _ in range(QUARANTINE_FILES_MAX + 2):  # and its place in the quarantine stops nothing
+        store.quarantine(kind, digest)
+        store.put(kind, digest, data)
+    store.drop(kind, digest)
+    digest, data = make_shard([bytes(MIB - 200)])
+    store.put(kind, digest, data)
+
+
+def test_a_stray_in_the_place_of_what_is_evicted_does_not_stop_it(tmp_path: Path) -> None:
+    with contextlib.closing(Store.open(tmp_path / "store", 10_000, shared=False)) as store:
+        digest, data = shard_of(1, 8_000)
+        store.put(Kind.SHARD, digest, data)
+        idle(store, digest)
+        place = file_of(store.root, Kind.SHARD, digest)
+        place.unlink()
+        place.mkdir()
+        store.put(Kind.SHARD, *shard_of(2, 8_000))
+        assert [held.digest for held in store.inventory.held(Kind.SHARD)] == [shard_of(2, 8_000)[0]]
+
+
+def test_a_stray_in_the_place_of_a_folder_of_shards_is_put_aside(store: Store) -> None:
+    digest, data = shard_of(1)
+    place = file_of(store.root, Kind.SHARD, digest).parent
+    place.write_bytes(b"stray")
+    with pytest.raises(NotFound):
+        store.open_file(Kind.SHARD, digest)
+    store.put(Kind.SHARD, digest, data)
+    assert bytes(store.open_file(Kind.SHARD, digest).read()) == data
+
+
 # -- processes --------------------------------------------------------------------------------------------------------
 
 

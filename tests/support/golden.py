@@ -1,9 +1,10 @@
-"""The golden manifest: a small dataset whose manifest, shards and digests are committed, so that a change is noticed.
+"""The golden manifests: a small dataset whose manifests, shards and digests are committed, so that a change is noticed.
 
-    python -m tests.support.golden        writes tests/golden/small.quiver and tests/golden/small.json anew
+    python -m tests.support.golden        writes tests/golden/checked.quiver and tests/golden/small.json anew
 
-Do that only when the format changes on purpose, with a new ``FORMAT_VERSION``: every manifest that people have made
-is read by the same code. The dataset is made of arithmetic, not of chance, and its manifest's base is a fixed URL.
+Do that only when the format changes on purpose: every manifest that people have made is read by the same code.
+``small.quiver`` is from before manifests had checksums, and is never written anew. The dataset is made of arithmetic,
+not of chance, and its manifest's base is a fixed URL.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from quiver.manifest import ABSENT, FORMAT_VERSION, Field, Header, Manifest, Man
 from quiver.manifest.writer import sample_sizes
 
 FOLDER = Path(__file__).parent.parent / "golden"
-MANIFEST = FOLDER / "small.quiver"
+MANIFEST = FOLDER / "small.quiver"  # without checksums
+CHECKED = FOLDER / "checked.quiver"
 EXPECTED = FOLDER / "small.json"
 SHARD_BYTES = 4096
 
@@ -77,5 +79,5 @@ def described(manifest: Manifest) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write(MANIFEST)
-    EXPECTED.write_text(json.dumps(described(Manifest.open(MANIFEST)), indent=1) + "\n")
+    write(CHECKED)
+    EXPECTED.write_text(json.dumps(described(Manifest.open(CHECKED)), indent=1) + "\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -15,8 +15,17 @@ from quiver_client.indexing.detect import Format
 from quiver_client.indexing.run import LAYOUTS
 
 
-def _within_limits(ctx: click.Context, param: click.Parameter, value: int) -> int:
-    if not SHARD_BYTES_MIN <= value <= SHARD_BYTES_MAX:
+class _Names(click.ParamType):  # type: ignore[type-arg]
+    """Names with commas between them."""
+
+    name = "names"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        return [name for name in value.split(",") if name]
+
+
+def _within_limits(ctx: click.Context, param: click.Parameter, value: int | None) -> int | None:
+    if value is not None and not SHARD_BYTES_MIN <= value <= SHARD_BYTES_MAX:
         low, high = format_size(SHARD_BYTES_MIN), format_size(SHARD_BYTES_MAX)
         raise click.BadParameter(f"a shard holds {low} to {high}, not {format_size(value)}", ctx, param)
     return value
@@ -27,8 +36,9 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int) -> in
     epilog="Examples: quiver index /data/imagenet/train -o imagenet.quiver; "
     "quiver index 's3://bucket/train-{000..099}.tar' -o train.quiver",
 )
-@click.argument("source")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE")
 @click.option("-o", "--output", required=True, metavar="M.quiver", help="Where to write the manifest.")
+@click.option("--force", is_flag=True, help="Write over an older manifest of that name.")
 @click.option(
     "--format",
     "form",
@@ -48,23 +58,25 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int) -> in
 @click.option(
     "--shard-size",
     type=Size(),
-    default="32MiB",
-    show_default=True,
+    default=None,
+    show_default="what gives some hundred shards, 32MiB at most",
     callback=_within_limits,
     help="The most that a shard holds.",
 )
 @click.option("--base", metavar="OLD.quiver", help="Keep the shards of this manifest where they still fit.")
+@click.option("--fields", type=_Names(), metavar="NAME,…", help="Take these fields alone: columns, extensions.")
+@click.option("--exclude", type=_Names(), metavar="NAME,…", help="Leave these fields out.")
 @json_option
-def command(  # noqa: PLR0913  # one for each option
-    source: str, output: str, form: Format, layout: str, shard_size: int, base: str | None, *, as_json: bool
-) -> None:
+def command(sources: tuple[str, ...], *, form: Format, shard_size: int | None, as_json: bool, **given: Any) -> None:
     """Read SOURCE once, where it lies, and write its manifest.
 
     SOURCE is a path or a file://, s3://, gs://, az:// or http(s):// URL of a file or a folder, or a pattern such as
-    train-{000..099}.tar. Nothing is copied or converted.
+    train-{000..099}.tar; or several local files. Nothing is copied or converted.
     """
+    size = "auto" if shard_size is None else shard_size
+    given["exclude"] = given["exclude"] or ()
     with byte_bar("indexing") as progress:
-        report = index(source, output, form, layout, shard_size, base, progress=progress)
+        report = index(sources, format=form, shard_bytes=size, progress=progress, **given)
     for notice in report.warnings:
         click.echo(f"warning: {notice}", err=True)
     if as_json:

@@ -16,6 +16,7 @@ import click
 
 from quiver import __version__
 from quiver.errors import QuiverError
+from quiver.extras import what_is_missing
 
 COMMANDS: Final = {
     "index": "Make a manifest of a dataset, where it lies.",
@@ -70,11 +71,6 @@ def quiver() -> None:
     """A cache that keeps GPUs fed with training data."""
 
 
-def main() -> None:
-    """Run the command line and exit."""
-    sys.exit(run(sys.argv[1:]))
-
-
 def run(arguments: list[str]) -> int:
     """Run the command line; return the exit status."""
     logging.getLogger("quiver_client").setLevel(logging.ERROR)  # what matters of it is in the commands' own reports
@@ -92,6 +88,8 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except ModuleNotFoundError as error:
+        return _say(what_is_missing(error, f"quiver {arguments[0]}", "client"), FAILED)
     except (QuiverError, OSError) as error:
         return _say(str(error) or type(error).__name__, FAILED)
     except (KeyboardInterrupt, click.Abort):

@@ -16,24 +16,33 @@ from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.config import CacheConfig, EmbeddedCache, parse_cache
 
 ASKED_AT_ONCE = 16
+FAILED = 1  # as the exit status
 
 
 @click.command("status", epilog="Example: quiver status --cache http://node1:7717 --json")
 @cache_option("~/.cache/quiver")
 @json_option
-def command(cache: CacheConfig | None, *, as_json: bool) -> None:
-    """Say who is in a rack, what it holds, and what it has read from the origin."""
+def command(cache: CacheConfig | None, *, as_json: bool) -> int:
+    """Say who is in a rack, what it holds, and what it has read from the origin.
+
+    Exits 1 if a member of the ring cannot be reached.
+    """
     config = cache or parse_cache(None)
     report = _embedded(config) if isinstance(config, EmbeddedCache) else _rack(config.urls)
+    silent = sum(member["state"] == "unreachable" for member in report["members"])
     if as_json:
         print_json(report)
-        return
+        return FAILED if silent else 0
     for member in report["members"]:
         held = f"{format_size(member['resident_bytes'])} of {format_size(member['capacity_bytes'])}"
         click.echo(f"{member['id']:20} {member['state']:12} {held:24} {member['url']}")
     total = f"{format_size(report['resident_bytes'])} of {format_size(report['capacity_bytes'])}"
     read = format_size(report["origin_read_bytes"])
     click.echo(f"{report['rack']}: {len(report['members'])} members, {total}, {read} read from the origin")
+    for member in report["members"]:
+        for problem in filter(None, (member.get("error"), member.get("ring_problem"))):
+            click.echo(f"{member['id']}: {problem}", err=True)
+    return FAILED if silent else 0
 
 
 def _rack(urls: tuple[str, ...]) -> dict[str, Any]:
@@ -74,6 +83,7 @@ def _member(member: Member) -> dict[str, Any]:
             "disk": status.disk,
             "ring_members": status.ring_members,
             "ring_age_seconds": status.ring_age_seconds,
+            "ring_problem": status.ring_problem,
         }
     except QuiverError as error:
         nothing = {"resident_bytes": 0, "capacity_bytes": 0, "origin_read_bytes": 0}

@@ -18,7 +18,7 @@ from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
 from quiver_client.delivery import Delivery, Positions
-from quiver_client.fetched import local_manifest
+from quiver_client.fetched import open_manifest
 from quiver_client.session import Session
 
 GROUP_BYTES = 64 << 20  # read at once: held in memory, and over which several daemons work at the same time
@@ -35,9 +35,10 @@ Rows = npt.NDArray[np.intp]
 def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
     """Read every sample of M.quiver through a cache, compare it with its BLAKE3 digest, and name what is wrong.
 
-    Wrong bytes in a cache are replaced on the way. Exits with 1 if anything was wrong, replaced or lost.
+    M.quiver itself is checked against its own checksums first. Wrong bytes in a cache are replaced on the way. Exits
+    with 1 if anything was wrong, replaced or lost.
     """
-    opened = Manifest.open(local_manifest(manifest))
+    opened = open_manifest(manifest)
     check = _Check(opened, cache)
     try:
         with byte_bar("verifying") as progress:
@@ -88,6 +89,7 @@ class _Check:
             "samples": len(self.manifest),
             "distinct": len(self.manifest.tables.offsets),
             "bytes": self.manifest.total_bytes,
+            "checksums": self.manifest.has_checksums,
             "lost": self.lost[:NAMED_MAX],
             "replaced": self.replaced[:NAMED_MAX],
             "bytes_by_tier": {tier: stats[f"bytes_{tier}"] for tier in ("host", "rack", "origin")},
@@ -98,6 +100,11 @@ class _Check:
             yield f"lost: {entry['key']}: {entry['reason']}"
         for entry in self.replaced[:SHOWN_MAX]:
             yield f"replaced: {entry['key']}: wrong bytes in the {entry['tier']}"
+        if not self.manifest.has_checksums:
+            yield (
+                f"note: {self.manifest.path} was written by an older version and has no checksums: its labels and keys"
+                " could not be verified; index again"
+            )
         distinct = len(self.manifest.tables.offsets)
         what = f"{distinct} distinct samples, {format_size(self.manifest.total_bytes)}"
         if not self.lost and not self.replaced:

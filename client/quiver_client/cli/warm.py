@@ -6,13 +6,12 @@ import click
 import numpy as np
 
 from quiver.errors import OverCapacity
-from quiver.manifest import Manifest
 from quiver.plan import plan_shards
 from quiver.sizes import format_size
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
-from quiver_client.fetched import local_manifest
+from quiver_client.fetched import open_manifest
 from quiver_client.session import Session
 
 SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
@@ -24,7 +23,7 @@ SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
 @json_option
 def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
     """Bring all shards of M.quiver into a cache. Exits with 1 if some could not be brought in."""
-    opened = Manifest.open(local_manifest(manifest))
+    opened = open_manifest(manifest)
     session = Session(opened, cache, "off", introduce=True)
     absent = 0
     try:

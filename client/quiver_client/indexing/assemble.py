@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from quiver.errors import BadRequest
-from quiver.layout import place
+from quiver.layout import auto_shard_bytes, place
 from quiver.manifest import Header, Manifest, ManifestParts
 from quiver.manifest.schema import SourceFormat
 from quiver.manifest.writer import sample_sizes
@@ -34,7 +35,7 @@ class Assembled:
 
 
 def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest | None) -> Assembled:
-    """Return what to write. ``samples`` is used up."""
+    """Return what to write. ``samples`` is used up. A header of no shard size gets the one that fits."""
     count = len(samples)
     keys = samples.keys.take() if len(samples.keys) else listing.paths
     lengths, origins, xxh3 = samples.take_matrices([field.name for field in header.blobs])
@@ -42,6 +43,8 @@ def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest 
     objects: U32 = samples.objects.take()
     representative = representatives(digests, lengths)
     units = _units(header.source, objects, samples.unit_firsts)
+    if not header.shard_bytes:
+        header = msgspec.structs.replace(header, shard_bytes=_auto(header.source, lengths, units, representative))
     rows, firsts, reused = _lay_out(digests, lengths, units, representative, header, base)
     blob_of = _numbered(rows, representative, count)
     del representative
@@ -170,6 +173,16 @@ def _units(source: SourceFormat, objects: U32, unit_firsts: list[int]) -> U32:
     if source == "parquet":
         return np.searchsorted(unit_firsts, np.arange(len(objects)), "right").astype(np.uint32)
     return objects if source == "webdataset" else np.zeros(len(objects), np.uint32)
+
+
+def _auto(source: SourceFormat, lengths: U64, units: U32, representative: U32) -> int:
+    """Return the shard size for what is there."""
+    sizes = sample_sizes(lengths)
+    total_bytes = int(sizes[representative == np.arange(len(representative), dtype=np.uint32)].sum())
+    if source != "parquet":  # of all else a part is read as well as the whole
+        return auto_shard_bytes(total_bytes)
+    firsts = np.flatnonzero(np.append(True, units[1:] != units[:-1]))
+    return auto_shard_bytes(total_bytes, int(np.add.reduceat(sizes, firsts).max()))
 
 
 def _numbered(rows: I64, representative: U32, count: int) -> U32:

@@ -5,6 +5,7 @@ Nothing is left out silently: a README beside tars is no sample, but the report 
 
 from __future__ import annotations
 
+import re
 from typing import Final, Literal, cast
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from quiver.errors import BadRequest
 from quiver.manifest.schema import SourceFormat
+from quiver.origin.base import split_url
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.report import Notices
 
@@ -36,6 +38,13 @@ PACKED_TAR_SUFFIXES: Final = (
 )
 PARQUET_SUFFIXES: Final = (".parquet", ".parq", ".pq")
 
+SPLITS: Final = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "eval"), "validation"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+_SPLIT_ENDS: Final = re.compile(r"[-_.0-9]")
+
 OTHER, TAR, PACKED, PARQUET, IMAGE, TOP_IMAGE = range(6)
 
 
@@ -57,6 +66,32 @@ def choose(listing: Listing, asked: Format, notices: Notices) -> tuple[SourceFor
     if listing.single:
         return form, listing
     return form, _only(listing, kinds == kind, form, suffixes, notices)
+
+
+def warn_of_splits(listing: Listing, form: SourceFormat, notices: Notices) -> None:
+    """Say so where parts of a dataset that are meant to be apart, train and test, would become one dataset.
+
+    They are told by their names: folders at the top, and for tars and Parquet files what their names begin with.
+    """
+    splits: dict[str, str] = {}
+    for _, paths in listing.blocks():
+        for path in paths:
+            top, slash, _ = path.partition("/")
+            name = top if slash else _SPLIT_ENDS.split(top, 1)[0] if form in ("webdataset", "parquet") else ""
+            if (split := SPLITS.get(name.lower())) is not None:
+                splits.setdefault(split, name)
+    if len(splits) > 1:
+        notices.add(
+            "parts that look like train and test sets become one dataset; to keep them apart index each by itself:"
+            f" {', '.join(_alone(listing, name, form) for name in splits.values())}",
+            *splits.values(),
+        )
+
+
+def _alone(listing: Listing, name: str, form: SourceFormat) -> str:
+    folder = any(path.startswith(f"{name}/") for _, paths in listing.blocks() for path in paths)
+    base = split_url(listing.base)[1] if listing.local else listing.base
+    return base + (f"{name}/" if folder else f"{name}-*{'.tar' if form == 'webdataset' else '.parquet'}")
 
 
 def _detect(listing: Listing, kinds: npt.NDArray[np.uint8], notices: Notices) -> SourceFormat:

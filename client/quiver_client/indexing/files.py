@@ -19,9 +19,10 @@ TASK_OBJECTS_MAX: Final = 256  # the cost of a task, spread over this many, is l
 TASK_OBJECTS_REMOTE_MAX: Final = 16  # a request takes long; more tasks keep more connections busy to the end
 
 
-def index_files(listing: Listing, objects: Objects, meter: Meter, *, labels: bool) -> tuple[Samples, tuple[Field, ...]]:
-    """Hash every object. ``labels``: the first folder of a path is a class (field ``label``)."""
-    blob = "image" if labels else "data"
+def index_files(
+    listing: Listing, objects: Objects, meter: Meter, blob: str, *, labels: bool
+) -> tuple[Samples, tuple[Field, ...]]:
+    """Hash every object, whose bytes are field ``blob``. ``labels``: the first folder of a path is a class."""
     classes = _classes(listing) if labels else {}
     possible = all(named_npy(path) for _, paths in listing.blocks() for path in paths)
     npy = NpyField(possible=possible)

@@ -55,6 +55,20 @@ def _expanded(pattern: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def list_files(names: list[str]) -> Listing:
+    """List local files that are named one by one, as a shell does that expands ``train-*.tar``."""
+    paths = []
+    for name in names:
+        scheme, path = split_url(name)
+        if scheme != "file":
+            raise BadRequest(f"{name} is no local path; of a store name a folder, or a pattern like x-{{0..9}}.tar")
+        if not os.path.isfile(path):
+            what = "is a folder" if os.path.isdir(path) else "does not exist"
+            raise BadRequest(f"{path} {what}; several sources are files, or else name the one folder that holds them")
+        paths.append(path)
+    return _local_pattern(", ".join(paths[:3]), list(dict.fromkeys(paths)))
+
+
 def _local_pattern(pattern: str, names: list[str]) -> Listing:
     base = _parent([os.path.abspath(name) for name in names])
     if not any(os.path.exists(name) for name in names):

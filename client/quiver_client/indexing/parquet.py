@@ -19,14 +19,16 @@ import xxhash
 
 from quiver.errors import BadRequest
 from quiver.manifest import ABSENT, BLOB_TYPE, KEY_FIELD, Field, OriginObject
-from quiver.manifest.schema import SCALAR_TYPES
-from quiver.origin.arrays import NullInside, array_type
-from quiver.origin.parquet import column_of
+from quiver.manifest.schema import SCALAR_TYPES, VARYING
+from quiver.origin.arrays import array_type, inner_shape
+from quiver.origin.parquet import chunks_of, column_of
+from quiver.shard import U64
 from quiver_client.indexing.columns import XXH3_OF_NOTHING, Rows, Samples, byte_rows
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import Handle, ObjectFile, Objects
-from quiver_client.indexing.report import Notices
+from quiver_client.indexing.report import NAMES_MAX, Notices
+from quiver_client.indexing.selection import Selection
 
 BATCH_BYTES: Final = 8 << 20
 BATCH_ROWS_MAX: Final = 4096
@@ -36,9 +38,25 @@ LARGE_GROUPS: Final = (
     "row groups over 128 MiB, which each daemon or process that needs a part of one reads and decodes whole"
 )
 FILES_REMOTE: Final = 8
+HOLES: Final = (
+    "rows left out, with a null among the values of a list; fill it with a value, make the whole list null,"
+    " or leave the column out with --exclude"
+)
 PHYSICAL_BYTES: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 
 _Features = dict[str, Any]
+
+
+_Sides = tuple[int | None, ...]  # of the arrays of nested lists, from the second dimension on
+
+
+@dataclass(slots=True)
+class _Hashed:
+    """What a task found: samples, the sides of nested lists by field, and rows that cannot be samples."""
+
+    samples: Samples
+    sides: dict[str, _Sides]
+    notices: Notices
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +68,11 @@ class _Part:
     metadata: pq.FileMetaData
     groups: range
     first_row: int
+    keyed: bool  # a column names the samples
 
 
 def index_parquet(
-    listing: Listing, objects: Objects, meter: Meter, notices: Notices
+    listing: Listing, objects: Objects, meter: Meter, notices: Notices, selection: Selection
 ) -> tuple[Samples, tuple[Field, ...]]:
     """Hash every row of every file."""
     fields: list[Field] = []
@@ -62,34 +81,89 @@ def index_parquet(
 
     def check(listed: OriginObject, schema: pa.Schema) -> None:
         if not schemas:
-            fields.extend(_fields(listed.path, schema, notices))
+            selection.check(schema.names, listed.path)
+            fields.extend(_fields(listed.path, schema, selection, notices))
             schemas.append((listed.path, schema))
         else:
-            _check_same(fields, schemas[0], listed.path, schema)
+            _check_same(fields, schemas[0], listed.path, schema, selection)
 
-    def work(part: _Part) -> Samples:
+    def work(part: _Part) -> _Hashed:
         return _hash_part(part, objects, tuple(fields), plain_keys=listing.single)
 
     samples, firsts = Samples(), []
-    for found in in_order(work, _parts(listing, objects, check, notices), threads, meter.stop):
+    sides: dict[str, _Sides] = {}
+    for found in in_order(work, _parts(listing, objects, check, notices, selection), threads, meter.stop):
+        notices.merge(found.notices)
+        for name, those in found.sides.items():
+            sides[name] = _agreed(name, sides.get(name, those), those)
         firsts.append(len(samples))
-        samples.absorb(found)
+        samples.absorb(found.samples)
     samples.unit_firsts = firsts
-    return samples, tuple(_with_shape(field, samples) for field in fields)
+    if schemas and _has_keys(schemas[0][1], selection):
+        _refuse_equal_keys(samples, schemas[0][0])
+    return samples, tuple(_with_shape(field, samples, sides) for field in fields)
 
 
-def _with_shape(field: Field, samples: Samples) -> Field:
-    """Return the field; of an array of lists of any length with its shape, if all of them turned out to be as long."""
+def _agreed(name: str, one: _Sides, other: _Sides, where: str = "") -> _Sides:
+    """Return the sides that two parts of a column share. Raises ``BadRequest`` if they differ."""
+    merged = tuple(a if b is None else b for a, b in zip(one, other, strict=True))
+    if any(a is not None and a != side for a, side in zip(one, merged, strict=True)):
+        raise _ragged(name, where or f"some rows have {_shown_sides(one)}, others {_shown_sides(other)}")
+    return merged
+
+
+def _ragged(name: str, why: str) -> BadRequest:
+    return BadRequest(
+        f"column {name} is lists of lists that are no arrays: {why};"
+        f" make the inner lists equally long, or leave the column out with --exclude {name}"
+    )
+
+
+def _shown_sides(sides: _Sides) -> str:
+    return " x ".join("?" if side is None else str(side) for side in sides)
+
+
+def _with_shape(field: Field, samples: Samples, sides: dict[str, _Sides]) -> Field:
+    """Return the field; of lists of any length with the shape that all of them turned out to have."""
     if not field.is_array or field.shape is not None or not len(samples):
         return field
+    inner = tuple(side or 0 for side in sides.get(field.name, ()))
+    if 0 in inner:
+        return field  # not one row has a value
+    field = msgspec.structs.replace(field, shape=(VARYING, *inner))
     lengths = samples.blobs[field.name].lengths.view()
     shortest = int(lengths.min())  # an absent one is longer than any
     longest = int(lengths.max(where=lengths != ABSENT, initial=0))
-    return msgspec.structs.replace(field, shape=(longest // field.item_bytes,)) if shortest == longest else field
+    if shortest == longest:
+        return msgspec.structs.replace(field, shape=(longest // field.step_bytes, *inner))
+    return field if inner else msgspec.structs.replace(field, shape=None)
+
+
+def _has_keys(schema: pa.Schema, selection: Selection) -> bool:
+    """Whether the files name their samples themselves, in a text column ``__key__``."""
+    at = schema.get_field_index(KEY_FIELD)
+    kind = schema.field(at).type if at >= 0 else None
+    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) if kind is not None else False
+    return bool(text) and KEY_FIELD not in selection.excluded
+
+
+def _refuse_equal_keys(samples: Samples, path: str) -> None:
+    keys = samples.keys.view()
+    if pa.compute.count_distinct(keys).as_py() != len(keys):
+        counts = pa.compute.value_counts(keys)
+        twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))[0]["values"].as_py()
+        raise BadRequest(
+            f"column {KEY_FIELD} of {path} holds {twice[:80]!r} more than once, and samples need names of their own;"
+            f" leave it out with --exclude {KEY_FIELD}, and samples are numbered"
+        )
 
 
 def _parts(
-    listing: Listing, objects: Objects, check: Callable[[OriginObject, pa.Schema], None], notices: Notices
+    listing: Listing,
+    objects: Objects,
+    check: Callable[[OriginObject, pa.Schema], None],
+    notices: Notices,
+    selection: Selection,
 ) -> Iterator[_Part]:
     """Open each file in turn for its footer, and cut it into tasks of a row group each."""
     for number in range(len(listing)):
@@ -97,13 +171,14 @@ def _parts(
         with _opened(objects.open(listed)) as file:
             metadata = file.metadata
             check(listed, file.schema_arrow)
+            keyed = _has_keys(file.schema_arrow, selection)
         if not metadata.num_rows:
             notices.add("Parquet files without a row", listed.path)
         row = 0
         for group in range(metadata.num_row_groups):
             if metadata.row_group(group).total_byte_size > LARGE_GROUP_BYTES:
                 notices.add(LARGE_GROUPS, f"{listed.path}: {group}")
-            yield _Part(number, listed, metadata, range(group, group + 1), row)
+            yield _Part(number, listed, metadata, range(group, group + 1), row, keyed)
             row += metadata.row_group(group).num_rows
 
 
@@ -122,40 +197,72 @@ def _opened(handle: Handle, metadata: pq.FileMetaData | None = None) -> Iterator
         handle.close(check=done)
 
 
-def _hash_part(part: _Part, objects: Objects, fields: tuple[Field, ...], *, plain_keys: bool) -> Samples:
-    samples = Samples()
+def _hash_part(part: _Part, objects: Objects, fields: tuple[Field, ...], *, plain_keys: bool) -> _Hashed:
+    found = _Hashed(Samples(), {}, Notices())
     row = part.first_row
     blobs = [field for field in fields if field.type == BLOB_TYPE]
     scalars = [field.name for field in fields if field.type != BLOB_TYPE]
-    columns = list(dict.fromkeys([field.name for field in blobs] + scalars))
+    keyed = [KEY_FIELD] if part.keyed else []
+    columns = list(dict.fromkeys([field.name for field in blobs] + scalars + keyed))
     prefix = "" if plain_keys else part.listed.path + "/"
     with _opened(objects.open(part.listed), part.metadata) as file:
         batches = file.iter_batches(_batch_rows(part), row_groups=list(part.groups), columns=columns, use_threads=False)
         for batch in batches:
-            arrays = [_column(batch, field, f"{part.listed.path}: row", row) for field in blobs]
+            arrays, kept = _columns(batch, blobs, found, part.listed.path, row)
             _check_paths(batch, blobs, arrays, f"{part.listed.path}: row", row)
-            digests, hashed = _hash_rows(arrays, [field.name for field in blobs], row)
-            count = batch.num_rows
-            keys = pa.array([f"{prefix}{at:09d}" for at in range(row, row + count)], pa.large_utf8())
-            numbers = np.full(count, part.number, np.uint32)
+            rows = np.arange(row, row + batch.num_rows, dtype=np.uint64)
+            row += batch.num_rows
+            if kept is not None:
+                batch, arrays, rows = batch.filter(kept), [array.filter(kept) for array in arrays], rows[kept]
+            digests, hashed = _hash_rows(arrays, [field.name for field in blobs], rows)
+            keys = _keys(batch, rows, prefix, part)
+            numbers = np.full(len(rows), part.number, np.uint32)
             values = {name: batch.column(name) for name in scalars}
-            samples.extend(Rows(keys, byte_rows(digests), numbers, hashed, values))
-            row += count
-    return samples
+            found.samples.extend(Rows(keys, byte_rows(digests), numbers, hashed, values))
+    return found
 
 
-def _column(batch: pa.RecordBatch, field: Field, where: str, row: int) -> pa.Array:
-    """Return a column as large binary; refuse an array with a hole in it, for which there are no bytes."""
-    try:
-        return column_of(batch, field.column)
-    except NullInside as error:
+def _columns(
+    batch: pa.RecordBatch, blobs: list[Field], found: _Hashed, path: str, row: int
+) -> tuple[list[pa.Array], pa.Array | None]:
+    """Return the byte columns, each as large binary, and which rows can be samples, None if all.
+
+    An array with a hole in it has no bytes, so that its row is left out and named.
+    """
+    kept = np.ones(batch.num_rows, np.bool_)
+    arrays = []
+    for field in blobs:
+        array, holed = column_of(batch, field.column)
+        if len(holed):
+            kept[holed] = False
+            names = [f"{path}: row {row + at}, column {field.column}" for at in holed[:NAMES_MAX].tolist()]
+            found.notices.add(HOLES, *names, count=len(holed))
+        if field.is_array and field.shape is None:
+            for chunk in chunks_of(batch, field.column):
+                sides = inner_shape(chunk.filter(pa.array(kept)) if not kept.all() else chunk)
+                if sides is None:
+                    raise _ragged(field.name, f"lists in {path}, rows {row} to {row + batch.num_rows - 1}, differ")
+                if sides:
+                    found.sides[field.name] = _agreed(field.name, found.sides.get(field.name, sides), sides)
+        arrays.append(array)
+    return arrays, None if kept.all() else pa.array(kept)
+
+
+def _keys(batch: pa.RecordBatch, rows: U64, prefix: str, part: _Part) -> pa.Array:
+    """Return the names of the samples, a large_utf8 array: their own, or the numbers of their rows."""
+    if not part.keyed:
+        return pa.array([f"{prefix}{at:09d}" for at in rows.tolist()], pa.large_utf8())
+    keys = batch.column(KEY_FIELD).cast(pa.large_utf8())
+    if keys.null_count:
+        at = int(rows[int(np.argmin(np.asarray(keys.is_valid())))])
         raise BadRequest(
-            f"{where} {row + error.row} has a null among the values of column {field.name};"
-            " fill it with a value, or make the whole list null"
-        ) from error
+            f"{part.listed.path}: row {at} has no {KEY_FIELD}; fill it, or leave the column out with"
+            f" --exclude {KEY_FIELD}, and samples are numbered"
+        )
+    return pa.compute.binary_join_element_wise(pa.scalar(prefix, pa.large_utf8()), keys, pa.scalar("", pa.large_utf8()))
 
 
-def _hash_rows(arrays: list[pa.Array], names: list[str], row: int) -> tuple[list[bytes], dict[str, Any]]:
+def _hash_rows(arrays: list[pa.Array], names: list[str], rows: U64) -> tuple[list[bytes], dict[str, Any]]:
     """Return the digest of each row, and for each field lengths, origins and XXH3-64."""
     count = len(arrays[0])
     hashers: list[Any] = []
@@ -169,11 +276,7 @@ def _hash_rows(arrays: list[pa.Array], names: list[str], row: int) -> tuple[list
                 hasher.update(view)
         xxh3 = [XXH3_OF_NOTHING if view is None else xxhash.xxh3_64_intdigest(view) for view in views]
         lengths = [ABSENT if view is None else len(view) for view in views]
-        hashed[name] = (
-            np.asarray(lengths, np.uint64),
-            np.arange(row, row + count, dtype=np.uint64),
-            np.asarray(xxh3, np.uint64),
-        )
+        hashed[name] = np.asarray(lengths, np.uint64), rows, np.asarray(xxh3, np.uint64)
     if not hashers:
         return [blake3.blake3(b"" if view is None else view).digest() for view in _views(arrays[0])], hashed
     return [hasher.digest() for hasher in hashers], hashed
@@ -223,7 +326,7 @@ def _check_paths(batch: pa.RecordBatch, blobs: list[Field], arrays: list[pa.Arra
             )
 
 
-def _fields(path: str, schema: pa.Schema, notices: Notices) -> list[Field]:
+def _fields(path: str, schema: pa.Schema, selection: Selection, notices: Notices) -> list[Field]:
     """Return the fields of a file, in the order of its columns."""
     features = _features(schema)
     fields = []
@@ -231,6 +334,8 @@ def _fields(path: str, schema: pa.Schema, notices: Notices) -> list[Field]:
     if twice:
         raise BadRequest(f"{path} has several columns named {twice[0]!r}; write it again with names of their own")
     for column in schema:
+        if not selection.takes(column.name) or (column.name == KEY_FIELD and _has_keys(schema, selection)):
+            continue
         field = None if column.name in (KEY_FIELD, "") else _field(column, features)
         if field is None:
             notices.add(
@@ -257,8 +362,7 @@ def _field(column: pa.Field, features: _Features) -> Field | None:
         return None
     array = array_type(kind)
     if array is not None:
-        dtype, shape = array
-        return Field(column.name, BLOB_TYPE, column=column.name, dtype=dtype, shape=shape)
+        return Field(column.name, BLOB_TYPE, column=column.name, dtype=array.dtype, shape=array.shape)
     if str(kind) in SCALAR_TYPES:
         return Field(column.name, str(kind), classes=_class_names(features.get(column.name)))
     return None
@@ -296,12 +400,19 @@ def _class_names(feature: Any) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
-def _check_same(fields: list[Field], first: tuple[str, pa.Schema], path: str, schema: pa.Schema) -> None:
+def _check_same(
+    fields: list[Field], first: tuple[str, pa.Schema], path: str, schema: pa.Schema, selection: Selection
+) -> None:
     """Refuse a file whose columns are not those of the first one."""
-    others = {field.name: field for field in _fields(path, schema, Notices())}
+    if _has_keys(schema, selection) != _has_keys(first[1], selection):
+        raise BadRequest(
+            f"only one of {first[0]} and {path} names its samples in a column {KEY_FIELD}; leave it out with"
+            f" --exclude {KEY_FIELD}, or index them apart"
+        )
+    others = {field.name: field for field in _fields(path, schema, selection, Notices())}
     for field in fields:
         other = others.pop(field.name, None)
-        if other is None or _kind(other) != _kind(field):
+        if other is None or _kind(other, schema) != _kind(field, first[1]):
             there = "it is missing" if other is None else f"it is {_shown(other, schema)}"
             raise BadRequest(
                 f"{path}: column {field.name} is {_shown(field, first[1])} in {first[0]} and here {there};"
@@ -313,8 +424,9 @@ def _check_same(fields: list[Field], first: tuple[str, pa.Schema], path: str, sc
         )
 
 
-def _kind(field: Field) -> tuple[object, ...]:
-    return field.type, field.column, field.dtype, field.shape
+def _kind(field: Field, schema: pa.Schema) -> tuple[object, ...]:
+    array = array_type(schema.field(field.name).type) if field.is_array else None
+    return field.type, field.column, field.dtype, field.shape, array and array.dimensions
 
 
 def _shown(field: Field, schema: pa.Schema) -> str:

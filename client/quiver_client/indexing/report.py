@@ -50,12 +50,13 @@ class Notices:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``index`` did. ``bytes`` are those of the distinct samples, ``distinct`` their number."""
+    """What ``index`` did: ``bytes`` of the ``distinct`` samples, in shards of ``shard_bytes`` at most."""
 
     manifest: Path
     digest: str
     format: str
     layout: str
+    shard_bytes: int
     samples: int
     distinct: int
     shards: int

@@ -6,14 +6,14 @@ list the source → choose the format → hash every sample, in parallel → sto
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Final
 
-import blake3
 import numpy as np
 
-from quiver.errors import BadRequest, DiskFailed, Misconfigured, NotFound
+from quiver.errors import BadRequest, Misconfigured
 from quiver.layout import SHARD_BYTES_MAX, SHARD_BYTES_MIN, Layout
 from quiver.manifest import FORMAT_VERSION, Field, Header, Manifest, write_manifest
 from quiver.manifest.schema import SourceFormat
@@ -22,33 +22,42 @@ from quiver.origin.remote import RUN_BYTES_MAX
 from quiver.sizes import format_size, parse_size
 from quiver_client.indexing.assemble import assemble, check_base
 from quiver_client.indexing.columns import Samples
-from quiver_client.indexing.detect import Format, choose
+from quiver_client.indexing.detect import Format, choose, warn_of_splits
 from quiver_client.indexing.files import index_files
 from quiver_client.indexing.keys import name_plainly
-from quiver_client.indexing.listing import list_source
+from quiver_client.indexing.listing import list_files, list_source
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, NoProgress, Progress
 from quiver_client.indexing.reading import Objects, RemoteObjects, open_objects
 from quiver_client.indexing.report import Notices, Report
+from quiver_client.indexing.selection import Selection
+from quiver_client.indexing.target import check_output
 
 FORMATS: Final = ("auto", "files", "imagefolder", "webdataset", "parquet")
 LAYOUTS: Final = ("auto", "mixed", "sequential")
 
 
 def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
-    source: str | PathLike[str],
+    source: str | PathLike[str] | Sequence[str | PathLike[str]],
     output: str | PathLike[str],
     format: Format = "auto",
     layout: str = "auto",
-    shard_bytes: str | int = "32MiB",
+    shard_bytes: str | int = "auto",
     base: str | PathLike[str] | None = None,
     *,
+    fields: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    force: bool = True,
     progress: Progress | None = None,
 ) -> Report:
     """Read ``source`` once, where it lies, and write its manifest to ``output``.
 
     source: a path, a ``file://``, ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL of a file or folder, or a brace
-    pattern of either. ``layout`` is ``mixed`` for separate files and ``sequential`` for tars and Parquet files unless
+    pattern of either; or several local files. ``output``: a file that is not there yet, or an older manifest, which is
+    replaced if ``force``; anything else is refused. ``shard_bytes``: the most that a shard holds; ``auto`` gives some
+    hundred shards, of 32 MiB at most. ``fields``: those to take, all if None; ``exclude``: those to leave out. They are
+    columns of Parquet files (``__key__``: what names the samples), extensions in tars, else ``data`` or ``image`` and
+    ``label``. ``layout`` is ``mixed`` for separate files and ``sequential`` for tars and Parquet files unless
     told otherwise (or the layout of ``base``). ``base``: an older manifest.
     Each of its shards whose samples are all still there is kept, and the
     other samples are laid out among themselves; a shard that lost a sample could not be filled from the new source, so
@@ -59,21 +68,25 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
         raise Misconfigured(f"format {format!r} is not known; use one of {', '.join(FORMATS)}")
     if layout not in LAYOUTS:
         raise Misconfigured(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
-    limit_bytes = _shard_bytes(shard_bytes)
-    target = _output(output)
+    selection = Selection(fields, exclude)
+    limit_bytes = None if shard_bytes == "auto" else _shard_bytes(shard_bytes)
+    target = check_output(Path(_local(output, "the output")), force=force)
     old = Manifest.open(Path(_local(base, "the base"))) if base is not None else None
 
     notices = Notices()
-    listing = list_source(os.fspath(source), notices, target)
+    listing, named = _list(source, notices, target)
     form, listing = choose(listing, format, notices)
+    warn_of_splits(listing, form, notices)
     meter = Meter(progress or NoProgress())
     meter.progress.start(listing.total_bytes)
-    samples, fields = _read(form, listing, meter, notices)
+    samples, found = _read(form, listing, meter, notices, selection)
     if not listing.single and form in ("webdataset", "parquet"):
         name_plainly(samples, listing)
     if not len(samples):
-        raise BadRequest(f"{os.fspath(source)} holds no samples in format {form}")
-    header = Header(FORMAT_VERSION, _layout(layout, form, old), limit_bytes, form, listing.base, fields)
+        raise BadRequest(f"{named} holds no samples in format {form}")
+    if limit_bytes is None and old is not None:
+        limit_bytes = old.header.shard_bytes
+    header = Header(FORMAT_VERSION, _layout(layout, form, old), limit_bytes or 0, form, listing.base, found)
     if old is not None:
         check_base(old, header)
     assembled = assemble(samples, listing, header, old)
@@ -82,15 +95,17 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
         notices.add(
             "shards of the base not kept, since samples in them are gone", str(old.path), count=assembled.left_shards
         )
+    check_output(target, force=force)  # hours may have gone by
     write_manifest(target, assembled.parts)
     reused = assembled.reused_shards
-    del assembled  # before the manifest is mapped and checked: what it says is in memory once
+    del assembled  # before the manifest is read and checked: what it says is in memory once
     manifest = Manifest.open(target)
     return Report(
         manifest=target,
-        digest=_digest(target),
+        digest=str(manifest.digest),
         format=form,
         layout=header.layout,
+        shard_bytes=manifest.header.shard_bytes,
         samples=len(manifest),
         distinct=len(manifest.tables.offsets),
         shards=manifest.shard_count,
@@ -100,7 +115,23 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     )
 
 
-def _read(form: SourceFormat, listing: Listing, meter: Meter, notices: Notices) -> tuple[Samples, tuple[Field, ...]]:
+def _list(
+    source: str | PathLike[str] | Sequence[str | PathLike[str]], notices: Notices, target: Path
+) -> tuple[Listing, str]:
+    """Return the objects of the source, and what to call it."""
+    if isinstance(source, (str, PathLike)):
+        return list_source(os.fspath(source), notices, target), os.fspath(source)
+    names = [os.fspath(one) for one in source]
+    if not names:
+        raise Misconfigured("no source is named")
+    if len(names) == 1:
+        return list_source(names[0], notices, target), names[0]
+    return list_files(names), f"{names[0]} … {names[-1]}"
+
+
+def _read(
+    form: SourceFormat, listing: Listing, meter: Meter, notices: Notices, selection: Selection
+) -> tuple[Samples, tuple[Field, ...]]:
     objects = open_objects(listing.base, meter)
     try:
         if listing.base.startswith("http"):
@@ -108,12 +139,16 @@ def _read(form: SourceFormat, listing: Listing, meter: Meter, notices: Notices) 
         if form == "webdataset":
             from quiver_client.indexing.webdataset import index_tars
 
-            return index_tars(listing, objects, meter, notices)
+            return index_tars(listing, objects, meter, notices, selection)
         if form == "parquet":
             from quiver_client.indexing.parquet import index_parquet
 
-            return index_parquet(listing, objects, meter, notices)
-        return index_files(listing, objects, meter, labels=form == "imagefolder")
+            return index_parquet(listing, objects, meter, notices, selection)
+        blob, label = ("image", ["label"]) if form == "imagefolder" else ("data", [])
+        selection.check([blob, *label], listing.base)
+        if not selection.takes(blob):
+            raise Misconfigured(f"field {blob!r} holds the bytes, and without it there is nothing to cache")
+        return index_files(listing, objects, meter, blob, labels=bool(label) and selection.takes("label"))
     finally:
         objects.close()
 
@@ -123,15 +158,6 @@ def _require_ranges(form: SourceFormat, listing: Listing, objects: Objects) -> N
     largest = listing.object(int(np.argmax(listing.sizes)))
     if isinstance(objects, RemoteObjects) and (form in ("webdataset", "parquet") or largest.size > RUN_BYTES_MAX):
         objects.require_ranges(largest)
-
-
-def _digest(path: Path) -> str:
-    """Return BLAKE3 of the manifest by plain reads: a map of all of it would be the peak of an index run's memory."""
-    hasher = blake3.blake3()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            hasher.update(piece)
-    return hasher.hexdigest()
 
 
 def _layout(asked: str, form: SourceFormat, base: Manifest | None) -> Layout:
@@ -156,15 +182,3 @@ def _local(path: str | PathLike[str], what: str) -> str:
     if scheme != "file":
         raise Misconfigured(f"{what} {os.fspath(path)} must be a local file; copy it from or to the store")
     return rest
-
-
-def _output(output: str | PathLike[str]) -> Path:
-    """Return where the manifest goes. What cannot work is refused before hours of reading."""
-    target = Path(_local(output, "the output"))
-    if target.is_dir():
-        raise Misconfigured(f"{target} is a folder; name a file, for example {target / 'dataset.quiver'}")
-    if not target.parent.is_dir():
-        raise NotFound(f"there is no folder {target.parent}; make it first")
-    if not os.access(target.parent, os.W_OK):
-        raise DiskFailed(f"cannot write in {target.parent}; choose another folder for the manifest")
-    return target

@@ -24,6 +24,7 @@ from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import PIECE_BYTES, Handle, Objects
 from quiver_client.indexing.report import NAMES_MAX, Notices
+from quiver_client.indexing.selection import Selection
 from quiver_client.indexing.tar import Member, members
 
 CLASS_FIELD: Final = "cls"
@@ -39,15 +40,22 @@ class Part(NamedTuple):
     size: int
 
 
-def index_tars(listing: Listing, objects: Objects, meter: Meter, notices: Notices) -> tuple[Samples, tuple[Field, ...]]:
+def index_tars(
+    listing: Listing, objects: Objects, meter: Meter, notices: Notices, selection: Selection
+) -> tuple[Samples, tuple[Field, ...]]:
     """Hash every sample of every tar."""
     samples = Samples()
     threads = min(objects.threads, TARS_REMOTE) if not listing.local else objects.threads
 
     npy: dict[str, NpyField] = {}
 
+    left_out: set[str] = set()
+
     def work(number: int) -> tuple[Samples, dict[str, NpyField], Notices]:
-        return _Tar(listing, number, objects).index()
+        tar = _Tar(listing, number, objects, selection)
+        found = tar.index()
+        left_out.update(tar.left_out)
+        return found
 
     for found, seen, said in in_order(work, range(len(listing)), threads, meter.stop):
         notices.merge(said)
@@ -60,6 +68,7 @@ def index_tars(listing: Listing, objects: Objects, meter: Meter, notices: Notice
                 f"the tars have more than {FIELDS_MAX} different extensions ({names}, …), each a field of its own;"
                 " is there a dot in the names of the samples? --format files indexes each tar as it is"
             )
+    selection.check(samples.blobs.keys() | samples.scalars.keys() | left_out, listing.base)
     if len(samples) and not samples.blobs:
         raise BadRequest(f"{listing.base}: no member of the tars holds bytes beside .cls; there is nothing to cache")
     fields = [npy.get(name, NpyField()).described(Field(name, BLOB_TYPE)) for name in samples.blobs]
@@ -118,7 +127,9 @@ class Window:
 class _Tar:
     """One tar being indexed."""
 
-    def __init__(self, listing: Listing, number: int, objects: Objects) -> None:
+    def __init__(self, listing: Listing, number: int, objects: Objects, selection: Selection) -> None:
+        self._selection = selection
+        self.left_out: set[str] = set()  # extensions that are not asked for
         self._number = number
         self._listed: OriginObject = listing.object(number)
         self._objects = objects
@@ -171,6 +182,9 @@ class _Tar:
         named = split_name(member.name)
         if named is None:
             self._notices.add("members left out, names without an extension", shown)
+        elif not self._selection.takes(named[1]):
+            self.left_out.add(named[1])
+            return None
         return named
 
     def _finish(self, key: str, parts: dict[str, Part]) -> None:

@@ -23,6 +23,7 @@ from quiver.digest import Digest
 from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
+from quiver_client.loader.agreement import compare_manifests
 from quiver_client.loader.arguments import job_of, lookahead_of, place_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
 from quiver_client.loader.history import History
@@ -204,6 +205,7 @@ class BatchSampler(Sampler[list[int]]):
             self._pace.paused()
             self._idle.began(time.monotonic())
             self._history.begin(epoch, self._done, resumed=self._resumed)
+        compare_manifests(self.dataset.manifest, epoch.number, self.deal.rank, self.deal.world_size)
         if self._watch is None and not self._history.replaying:
             self._start_watch()
         elif self._watch is not None:

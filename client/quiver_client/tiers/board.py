@@ -19,6 +19,7 @@ import numpy as np
 from quiver import forks
 from quiver.digest import Digest
 from quiver.errors import QuiverError
+from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
 from quiver.residency import Held
@@ -28,6 +29,7 @@ FRESH_SECONDS: Final = 0.5  # how old what the others told may be when room is m
 OPENING_MAX: Final = 4
 UNKNOWN_SECONDS: Final = 30.0  # a manifest that cannot be opened is not tried again sooner
 UNKNOWN_MAX: Final = 1024
+MANIFEST_BYTES_MAX: Final = 4 << 30  # as a daemon's: it is read into memory, and somebody else says which file
 
 
 class Board:
@@ -153,8 +155,7 @@ class Board:
     def _open(self, path: Path, dataset: Digest) -> None:
         manifest = None
         with contextlib.suppress(QuiverError, OSError):  # not there for us, or something else by now
-            opened = Manifest.open(path)
-            manifest = opened if opened.digest == dataset else None
+            manifest = Manifest.open(path, dataset, size_bytes_max=MANIFEST_BYTES_MAX)
         with self._lock:
             self._opening.discard(dataset)
             if manifest is None:
@@ -171,9 +172,11 @@ class Board:
     def _add(self, manifest: Manifest) -> None:
         if self._needs.knows(manifest.digest):
             return
-        shards = [manifest.shard_digest(shard) for shard in range(manifest.shard_count)]
+        shards = manifest.tables.shard_digests
         sizes = manifest.tables.shard_sizes.astype(np.float64)
-        held = np.fromiter((shard in self._held for shard in shards), bool, len(shards))
+        rows = manifest.shard_numbers.rows_of(as_rows(self._held))
+        held = np.zeros(len(shards), bool)
+        held[rows[rows >= 0]] = True
         self._shard_counts[manifest.digest] = len(shards)
         self._needs.add_dataset(manifest.digest, shards, sizes, held, np.ones(len(shards), bool))
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
+from quiver.liveness import IN_RACK, is_alive
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.ring import Ring
@@ -23,7 +24,7 @@ from quiver_client.stats import Stats
 RING_SECONDS: Final = 5.0  # half of the lease's time: a dead daemon is off this ring within a lease and a half
 SILENT_SECONDS: Final = 5.0
 SILENT_SECONDS_MAX: Final = 60.0
-SILENCE_SECONDS: Final = 5.0  # how long a request may go without a byte, on top of the wait that it asks for
+PROBE_SECONDS: Final = 1.0  # before the pause of a silent daemon ends, it is asked whether it is back
 RUNNERS_UP: Final = 2
 ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may be all lies
 RACK_MEMBERS_MAX: Final = 64
@@ -40,6 +41,7 @@ class Members:
         self._lock = forks.lock()
         self._peers: dict[str, PeerClient] = {}
         self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
+        self._probing: set[str] = set()
         self._asked = -RING_SECONDS
         self._putting = forks.lock()
         self._told_by = self._seeds[0]
@@ -52,14 +54,19 @@ class Members:
     def peer(self, url: str) -> PeerClient:
         with self._lock:
             if url not in self._peers:
-                self._peers[url] = PeerClient(url, silence_seconds=SILENCE_SECONDS)
+                self._peers[url] = PeerClient(url, patience=IN_RACK)
             return self._peers[url]
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether it is time to ask for the ring again."""
+        return time.monotonic() - self._asked >= RING_SECONDS
+
     def refresh(self) -> Ring | None:
         """Ask for the ring if it was long ago; return the ring, ``None`` while nobody ever answered."""
-        if time.monotonic() - self._asked < RING_SECONDS:
+        if not self.is_stale:
             return self._ring
         self._asked = time.monotonic()
         known = [member.url for member in self._ring.members] if self._ring else []
@@ -106,6 +113,11 @@ class Members:
         self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
     @property
+    def knows_ring(self) -> bool:
+        """Whether any daemon ever answered with a ring."""
+        return self._ring is not None
+
+    @property
     def _ring(self) -> Ring | None:
         return self._view[0]
 
@@ -118,12 +130,31 @@ class Members:
         """Do not ask this daemon for a while, and for longer each time."""
         if self.is_down(url):
             return  # several threads met the same silence
-        _, before = self._silent.get(url, (0.0, SILENT_SECONDS / 2))
-        pause = min(before * 2, SILENT_SECONDS_MAX)
-        self._silent[url] = (time.monotonic() + pause, pause)
+        self._pause(url)
 
     def answered(self, url: str) -> None:
         self._silent.pop(url, None)
+
+    def returning(self) -> list[str]:
+        """Return the silent daemons that will soon be asked for samples again, and should be probed before."""
+        soon = time.monotonic() + PROBE_SECONDS
+        return [url for url, (until, _) in list(self._silent.items()) if until < soon and url not in self._probing]
+
+    def probe(self, url: str) -> None:
+        """Find out whether a silent daemon is back. Blocks for a moment: not for the path of a batch."""
+        self._probing.add(url)
+        try:
+            if is_alive(url, IN_RACK.alive_seconds):
+                self.answered(url)
+            elif url in self._silent:
+                self._pause(url)
+        finally:
+            self._probing.discard(url)
+
+    def _pause(self, url: str) -> None:
+        _, before = self._silent.get(url, (0.0, SILENT_SECONDS / 2))
+        pause = min(before * 2, SILENT_SECONDS_MAX)
+        self._silent[url] = (time.monotonic() + pause, pause)
 
     # -- the manifest -------------------------------------------------------------------------------------------------
 
@@ -131,7 +162,7 @@ class Members:
         """Give a daemon the manifest, unless it has it by now."""
         with self._putting:  # threads of one process need not all send it
             if not peer.has_manifest(manifest.digest):
-                peer.put_manifest(manifest.digest, manifest.path)
+                peer.put_manifest(manifest.digest, manifest.content)
 
     def introduce(self, manifest: Manifest) -> None:
         """Put the manifest where the daemons will look for it first.

@@ -79,7 +79,7 @@ class RackTier:
         self._lock = forks.lock()
 
     def fetch(self, delivery: Delivery) -> None:
-        self._members.refresh()
+        self._look_around()
         state = _Round(delivery)
         pause = PAUSE_SECONDS
         while len(positions := state.pending()):
@@ -115,6 +115,16 @@ class RackTier:
         self._closing.set()
         self._pool.shutdown(cancel_futures=True)
         self._members.close()
+
+    def _look_around(self) -> None:
+        """Keep what is known of the rack fresh. Threads do it, since a dead daemon must not hold up a batch."""
+        if self._members.is_stale:
+            if self._members.knows_ring:
+                self._pool.submit(self._members.refresh)
+            else:
+                self._members.refresh()
+        for url in self._members.returning():
+            self._pool.submit(self._members.probe, url)
 
     # -- who is asked for what ----------------------------------------------------------------------------------------
 

@@ -1,0 +1,243 @@
+"""What one client address may cost: how much it may hold at once, and how fast it may spend what is done for it.
+
+Invariant: an address may hold at most three times what would still be free then (dynamic thresholds, Choudhury and
+Hahne 1998). Alone it gets three quarters of a resource; n that take all they can come to 3/(3n+1) of it each, as what
+they held before ends; and 30 that each hold a little use all of it. So a rack's readers behind one address are not cut
+down to a fixed part, and whoever comes next finds a place.
+
+Costs that are known only once they were caused (seconds, evictions) are token buckets: what was spent is charged, and
+who is in debt is refused until it is worked off. Pure but for a lock: the caller has the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Final, NamedTuple
+
+from quiver.errors import OverCapacity
+
+LOCAL: Final = "local"  # the address of what comes by a Unix socket
+ADDRESSES_MAX: Final = 4096  # remembered while they hold nothing; the least recently seen is forgotten first
+FREE_SHARE: Final = 3  # times what is still free: so much may one address hold
+RETRY_SECONDS: Final = 1.0
+RETRY_SECONDS_MAX: Final = 30.0
+GIB: Final = 1 << 30
+
+
+class Resource(StrEnum):
+    """What is held for a time and given back."""
+
+    CONNECTIONS = "connections"
+    ARRIVING = "arriving"  # connections of which no request came yet, and requests whose body is not here
+    BODY_BYTES = "body_bytes"  # of requests, in memory
+    READS = "reads"  # being answered
+    WAITING = "waiting"  # reads that wait for a fill, an upload or a manifest
+    FILES = "files"  # whole shards and manifests being sent
+    UPLOADS = "uploads"
+    UPLOAD_BYTES = "upload_bytes"  # of disk, reserved by them
+    REPORTS = "reports"
+    STREAMS = "streams"
+    LOOKUPS = "lookups"  # manifests that neighbours are asked for
+    SOCKET_CONNECTIONS = "socket_connections"  # at the Unix socket, per user
+    SOCKET_REQUESTS = "socket_requests"
+
+
+class Cost(StrEnum):
+    """What is spent and comes back with time."""
+
+    WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
+    EVICTIONS = "evictions"
+    LOOKUPS = "lookups"  # of manifests, at neighbours
+    RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
+
+
+class Rate(NamedTuple):
+    """A token bucket: so much comes back per second, and so much is there at most."""
+
+    per_second: float
+    burst: float
+
+
+# A host has 64 readers and more, each with a request or two under way at each daemon, and all have one address; the 30
+# daemons of a rack fill four shards each.
+HELD_MAX: Final[Mapping[Resource, int]] = {
+    Resource.CONNECTIONS: 16384,  # 2,000 readers with a few each; half of the open files allowed, if that is less
+    Resource.ARRIVING: 2048,  # a job's processes begin at once; a quarter of the open files allowed, if that is less
+    Resource.BODY_BYTES: GIB // 4,  # a read of a batch has some kilobytes
+    Resource.READS: 256,
+    Resource.WAITING: 1024,  # each is a future and a request's body, and no thread unless it came by a stream
+    Resource.FILES: 128,
+    Resource.UPLOADS: 16,
+    Resource.UPLOAD_BYTES: 6 * GIB,  # 16 shards of one sample each at their largest, and one manifest at its largest
+    Resource.REPORTS: 64,
+    Resource.STREAMS: 256,  # each is a thread, which mostly sleeps
+    Resource.LOOKUPS: 32,
+    Resource.SOCKET_CONNECTIONS: 512,  # a process of a training job has one or two
+    Resource.SOCKET_REQUESTS: 64,
+}
+RATES: Final[Mapping[Cost, Rate]] = {
+    Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
+    Cost.EVICTIONS: Rate(20.0, 1200.0),
+    Cost.RECHECK_BYTES: Rate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
+    Cost.LOOKUPS: Rate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
+}
+
+
+class _Account:
+    """What one address holds and has spent."""
+
+    __slots__ = ("buckets", "held")
+
+    def __init__(self) -> None:
+        self.held: dict[Resource, int] = {}
+        self.buckets: dict[Cost, tuple[float, float]] = {}  # what was left, and when that was
+
+
+class Budgets:
+    """The accounts of all addresses. Safe from threads; no call waits for anything.
+
+    ``hold`` and ``spend`` answer at once. Whoever refuses because of them says so by ``OverCapacity`` (``refusal``), or
+    answers something cheaper. What was refused is counted here, for ``/metrics``.
+    """
+
+    def __init__(
+        self,
+        held_max: Mapping[Resource, int] = HELD_MAX,
+        rates: Mapping[Cost, Rate] = RATES,
+        addresses_max: int = ADDRESSES_MAX,
+    ) -> None:
+        self.held_max = dict(held_max)
+        self.rates = dict(rates)
+        self.used: Counter[Resource] = Counter()
+        self.refused: Counter[str] = Counter({str(limit): 0 for limit in (*Resource, *Cost)})
+        self._addresses_max = addresses_max
+        self._accounts: OrderedDict[str, _Account] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        used = ", ".join(f"{what}={count}" for what, count in self.used.items() if count)
+        return f"Budgets({len(self._accounts)} addresses, {used or 'nothing held'})"
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    # -- held ---------------------------------------------------------------------------------------------------------
+
+    def hold(self, address: str, what: Resource, amount: int = 1, *, counted: bool = True) -> bool:
+        """Hold so much more, until ``release``; return whether there is that much for this address.
+
+        ``counted``: a refusal is one that the client sees.
+        """
+        with self._lock:
+            account = self._account(address)
+            mine, free = account.held.get(what, 0), self.held_max[what] - self.used[what]
+            if amount > free or mine + amount > FREE_SHARE * (free - amount + 1):
+                self.refused[what] += counted
+                return False
+            account.held[what] = mine + amount
+            self.used[what] += amount
+            return True
+
+    def release(self, address: str, what: Resource, amount: int = 1) -> None:
+        with self._lock:
+            account = self._accounts[address]  # never forgotten while it holds something
+            left = account.held.pop(what, 0) - amount
+            self.used[what] -= amount
+            if left:
+                account.held[what] = left
+
+    @contextlib.contextmanager
+    def holding(self, address: str, what: Resource, amount: int = 1) -> Iterator[None]:
+        """Hold so much until the end of the block. Raises ``OverCapacity``."""
+        if not self.hold(address, what, amount):
+            raise self.refusal(what)
+        try:
+            yield
+        finally:
+            self.release(address, what, amount)
+
+    def held(self, address: str, what: Resource) -> int:
+        with self._lock:
+            account = self._accounts.get(address)
+            return account.held.get(what, 0) if account is not None else 0
+
+    # -- spent --------------------------------------------------------------------------------------------------------
+
+    def spend(self, address: str, what: Cost, amount: float, now: float) -> bool:
+        """Charge so much if the address is not in debt; return whether it was. A charge may lead into debt."""
+        with self._lock:
+            left = self._left(address, what, now)
+            if left <= 0:
+                self.refused[what] += 1
+                return False
+            self._accounts[address].buckets[what] = (left - amount, now)
+            return True
+
+    def charge(self, address: str, what: Cost, amount: float, now: float) -> None:
+        """Charge what was caused already, debt or not. Debt is bounded by a burst, so that it ends."""
+        with self._lock:
+            left = max(self._left(address, what, now) - amount, -self.rates[what].burst)
+            self._accounts[address].buckets[what] = (left, now)
+
+    def left(self, address: str, what: Cost, now: float) -> float:
+        """Return what the address may still spend; 0 or less: it is refused."""
+        with self._lock:
+            return self._left(address, what, now)
+
+    def refusal(self, what: Resource | Cost, address: str = "", now: float = 0.0) -> OverCapacity:
+        """Return what to tell the client; for a cost with when it may spend again."""
+        if isinstance(what, Cost):
+            seconds = max(-self.left(address, what, now), 0.0) / self.rates[what].per_second + RETRY_SECONDS
+            return OverCapacity(
+                f"this address caused too much here ({what}); ask again later", min(seconds, RETRY_SECONDS_MAX)
+            )
+        return OverCapacity(f"too much is under way here for this address ({what}); ask again", RETRY_SECONDS)
+
+    # -- accounts -----------------------------------------------------------------------------------------------------
+
+    def _left(self, address: str, what: Cost, now: float) -> float:
+        rate = self.rates[what]
+        left, at = self._account(address).buckets.get(what, (rate.burst, now))
+        return min(left + max(now - at, 0.0) * rate.per_second, rate.burst)
+
+    def _account(self, address: str) -> _Account:
+        account = self._accounts.get(address)
+        if account is None:
+            self._forget()
+            account = self._accounts[address] = _Account()
+        else:
+            self._accounts.move_to_end(address)
+        return account
+
+    def _forget(self) -> None:
+        """Forget the least recently seen ones that hold nothing; who holds something is bounded by what can be held."""
+        for _ in range(len(self._accounts)):
+            if len(self._accounts) < self._addresses_max:
+                return
+            oldest, account = next(iter(self._accounts.items()))
+            if account.held:
+                self._accounts.move_to_end(oldest)
+            else:
+                del self._accounts[oldest]
+
+
+def address_of(peer: object) -> str:
+    """Return whose budget a socket's peer name falls under: its IPv4 address, or its IPv6 network of 64 bits.
+
+    One IPv6 host usually has as many addresses as it likes there.
+    """
+    host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return LOCAL  # a Unix socket, or a connection that is gone
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), 64), strict=False))

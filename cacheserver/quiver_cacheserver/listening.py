@@ -1,0 +1,258 @@
+"""Connections of the daemon: accepted, bounded per address and in all, and closed when nothing comes of them.
+
+Invariant: every connection has a deadline. A new one sends the whole head of a request within ``HEAD_SECONDS``, as does
+an old one from the first byte of its next request on; between requests it may be idle for ``IDLE_SECONDS``; an answer
+is taken within ``ANSWER_SECONDS``, except on routes that keep the time themselves (``unhurried``). So sockets that
+nobody uses do not take up the descriptors that honest readers need. Where an address has as many as it may, its own
+idle ones make room for its next: whoever they belonged to connects again.
+
+aiohttp closes idle connections, but not those that send half a head, or do not take their answer; its site hands
+accepting to libuv, which gives up listening for good when descriptors run out at the wrong moment. So accepting is done
+here, and pauses then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import resource
+import socket
+from types import TracebackType
+from typing import Final, Self
+
+from aiohttp import web
+
+from quiver_cacheserver.app import make_app
+from quiver_cacheserver.budget import Budgets, Resource, address_of
+from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.timed import ANSWER_SECONDS, Timed
+
+log = logging.getLogger(__name__)
+
+HEAD_SECONDS: Final = 10.0  # for a head of a hundred bytes, over a rack's network
+IDLE_SECONDS: Final = 120.0  # as of a stream; a reader that pauses for longer connects again
+SWEEP_SECONDS: Final = 1.0
+ACCEPTED_MAX: Final = 64  # then what came on the others is looked at
+PAUSE_SECONDS: Final = 0.1  # without descriptors; what is idle was closed meanwhile
+CLOSED_SHARE: Final = 16  # of an address's connections are closed at a time: looking through them is paid for by many
+SHUTDOWN_SECONDS: Final = 5.0
+NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+class Connection(Timed):
+    """One connection. Belongs to the event loop."""
+
+    __slots__ = ("_arriving", "_held", "_idle", "_listening")
+
+    def __init__(self, listening: Listening, server: web.Server, address: str) -> None:
+        super().__init__(
+            server,
+            loop=asyncio.get_running_loop(),
+            keepalive_timeout=IDLE_SECONDS,
+            access_log=None,  # type: ignore[arg-type]  # as AppRunner passes it on for none
+            auto_decompress=False,  # an upload is bytes with a name, never something to unpack
+        )
+        self.address = address
+        self._listening = listening
+        self._held = True  # of the budget: ``Listening`` took it
+        self._arriving = True
+        self._idle = False
+        self.deadline = self._loop.time() + HEAD_SECONDS
+
+    @property
+    def idle(self) -> bool:
+        """Whether it was of use, and no request is under way on it."""
+        return self._idle
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._give_back()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._idle:
+            self._idle = False
+            self.deadline = self._loop.time() + HEAD_SECONDS
+        super().data_received(data)
+
+    def begin(self) -> None:
+        self._idle = False
+        self._arrived()
+        self.deadline = self._loop.time() + ANSWER_SECONDS
+
+    def log_access(self, *_: object) -> None:
+        """An answer was sent: the one place where aiohttp says so."""
+        self._arrived()  # also what was no request and was refused
+        self._idle = True
+        self.deadline = self._loop.time() + IDLE_SECONDS
+
+    def end(self) -> None:
+        """Close it, whatever is under way on it."""
+        self._give_back()  # at once: what it held may be wanted for the next
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _arrived(self) -> None:
+        if self._arriving:
+            self._arriving = False
+            self._listening.budgets.release(self.address, Resource.ARRIVING)
+
+    def _give_back(self) -> None:
+        self._arrived()
+        if self._held:
+            self._held = False
+            self._listening.lost(self)
+
+
+class Listening:
+    """Accepts connections, and serves a node on them, between ``async with``'s two ends."""
+
+    def __init__(self, node: Node, listener: socket.socket) -> None:
+        self.budgets: Budgets = node.budgets
+        self._counters: Counters = node.counters
+        self._listener = listener
+        self._runner = web.AppRunner(make_app(node), handle_signals=False, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._connections: dict[str, set[Connection]] = {}  # by address
+        self._group = asyncio.TaskGroup()
+        self._resuming: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+        self._spare = -1  # a descriptor, given up to tell somebody that there is none
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for what, share in ((Resource.CONNECTIONS, 2), (Resource.ARRIVING, 4)):  # the rest is for shards
+            self.budgets.held_max[what] = min(self.budgets.held_max[what], descriptors // share)
+
+    async def __aenter__(self) -> Self:
+        await self._runner.setup()
+        await self._group.__aenter__()
+        self._sweeping = self._group.create_task(self._sweep(), name="connections")
+        self._listener.setblocking(False)
+        self._spare = _spare()
+        self._resume()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._pause()
+        assert self._sweeping is not None
+        self._sweeping.cancel()
+        try:
+            await self._runner.cleanup()
+            await self._group.__aexit__(None, None, None)
+        finally:
+            if self._spare >= 0:
+                os.close(self._spare)
+
+    # -- accepting ----------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        self._resuming = None
+        asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _pause(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._listener)
+        if self._resuming is not None:
+            self._resuming.cancel()
+            self._resuming = None
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_MAX):
+            try:
+                accepted, peer = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in NO_DESCRIPTOR:
+                    self._run_short()
+                    return
+                continue  # somebody who went before being let in
+            address = address_of(peer)
+            if self._admit(address):
+                self._group.create_task(self._connect(accepted, address))
+            else:
+                accepted.close()
+
+    def _admit(self, address: str) -> bool:
+        """Hold what a new connection takes; return whether the address may have one more."""
+        held = self.budgets.hold
+        if not held(address, Resource.CONNECTIONS, counted=False) and not (
+            self._close_idle(address) and held(address, Resource.CONNECTIONS)
+        ):
+            return False
+        if held(address, Resource.ARRIVING):
+            return True
+        self.budgets.release(address, Resource.CONNECTIONS)
+        return False
+
+    async def _connect(self, accepted: socket.socket, address: str) -> None:
+        server = self._runner.server
+        assert server is not None
+        accepted.setblocking(False)
+        connection = Connection(self, server, address)
+        self._connections.setdefault(address, set()).add(connection)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
+        except OSError as error:
+            log.debug("a connection was not made: %s", error)
+            connection.end()
+            accepted.close()
+        except Exception:  # a supervisor: a bug costs this connection, and not the daemon
+            log.exception("a connection was not made")
+            connection.end()
+            accepted.close()
+
+    def _run_short(self) -> None:
+        """No descriptor is left: close idle connections, turn those away that wait, and look again in a moment."""
+        self._counters.overloads += 1
+        busiest = max(self._connections, key=lambda address: len(self._connections[address]), default="")
+        if len(self._connections.get(busiest, ())) > CLOSED_SHARE:  # or it is not those that take the descriptors
+            self._close_idle(busiest)
+        if self._spare >= 0:
+            os.close(self._spare)
+        with contextlib.suppress(OSError):
+            for _ in range(ACCEPTED_MAX):  # or the last of them would wait for as long as all before it
+                self._listener.accept()[0].close()
+        self._spare = _spare()
+        self._pause()
+        self._resuming = asyncio.get_running_loop().call_later(PAUSE_SECONDS, self._resume)
+
+    # -- closing ------------------------------------------------------------------------------------------------------
+
+    def _close_idle(self, address: str) -> int:
+        """Close some of the address's connections that were idle for longest; return how many."""
+        its = self._connections.get(address, ())
+        idle = sorted((each for each in its if each.idle), key=lambda each: each.deadline)
+        closed = idle[: len(its) // CLOSED_SHARE + 1]
+        for connection in closed:
+            connection.end()
+        self._counters.connections_closed["room"] += len(closed)
+        return len(closed)
+
+    def lost(self, connection: Connection) -> None:
+        """A connection is gone, or about to be."""
+        its = self._connections[connection.address]
+        its.discard(connection)
+        if not its:
+            del self._connections[connection.address]
+        self.budgets.release(connection.address, Resource.CONNECTIONS)
+
+    async def _sweep(self) -> None:
+        """Close what is past its deadline, for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(min(SWEEP_SECONDS, HEAD_SECONDS / 4, IDLE_SECONDS / 4))
+            now = loop.time()
+            late = [each for its in self._connections.values() for each in its if each.deadline < now]
+            for connection in late:
+                self._counters.connections_closed["idle" if connection.idle else "late"] += 1
+                connection.end()
+
+
+def _spare() -> int:
+    try:
+        return os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1

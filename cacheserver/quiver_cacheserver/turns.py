@@ -1,0 +1,109 @@
+"""Which reads are answered now: a bounded number at once, of which one address never has all.
+
+A read that only waits, for a fill, an upload or a manifest, holds no place among those: it would keep away others whose
+shards are here. It holds one among the waiting, which are more and cost less, and takes its turn again afterwards,
+address by address, so that a fill that a thousand readers waited for does not refuse most of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Final, Self
+
+from quiver_cacheserver.budget import Budgets, Resource
+from quiver_cacheserver.counters import Counters
+
+RESUME_SECONDS: Final = 5.0  # after a wait; a reader's own patience is twice that
+
+
+class Turns:
+    """The reads that are under way. ``Turn`` is the way in; everything else belongs to the event loop."""
+
+    def __init__(self, budgets: Budgets, counters: Counters) -> None:
+        self.budgets = budgets
+        self.counters = counters
+        self._queue: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # of those that waited, by address
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def end(self, client: str) -> None:
+        """Give a place back. From any thread."""
+        self.budgets.release(client, Resource.READS)
+        if self._queue and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._wake)
+
+    async def resume(self, client: str) -> None:
+        """Take a place, waiting for one if need be. Raises ``OverCapacity`` if there is none in time."""
+        self._loop = asyncio.get_running_loop()
+        mine: asyncio.Future[None] = self._loop.create_future()
+        self._queue.setdefault(client, deque()).append(mine)
+        self._wake()
+        try:
+            async with asyncio.timeout(RESUME_SECONDS):
+                await mine
+        except TimeoutError:
+            self.budgets.refused[Resource.READS] += 1
+            raise self.budgets.refusal(Resource.READS) from None
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():
+                self.end(client)
+            raise
+
+    def _wake(self) -> None:
+        """Give places to those that wait for one, one to each address in turn."""
+        given = True
+        while given:
+            given = False
+            for client, waiting in list(self._queue.items()):
+                while waiting and waiting[0].done():  # who did not wait for so long
+                    waiting.popleft()
+                if waiting and self.budgets.hold(client, Resource.READS, counted=False):
+                    waiting.popleft().set_result(None)
+                    self._queue.move_to_end(client)
+                    given = True
+                if not waiting:
+                    del self._queue[client]
+
+
+class Turn:
+    """One read, from when its request is here until its answer is sent. Raises ``OverCapacity`` at too many."""
+
+    def __init__(self, turns: Turns, client: str) -> None:
+        self.client = client
+        self._turns = turns
+        self._lock = threading.Lock()  # a stream's thread may end it while the loop is not done with it
+        self._held = False
+        self._ended = False
+
+    def __enter__(self) -> Self:
+        if not self._turns.budgets.hold(self.client, Resource.READS):
+            raise self._turns.budgets.refusal(Resource.READS)
+        self._held = True
+        self._turns.counters.add("reads_in_flight", 1)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            held, self._held, self._ended = self._held, False, True
+        if held:
+            self._turns.end(self.client)
+        self._turns.counters.add("reads_in_flight", -1)
+
+    @contextlib.asynccontextmanager
+    async def waiting(self) -> AsyncIterator[None]:
+        """Leave the place to others for the length of the block. Raises ``OverCapacity`` before or after it."""
+        with self._turns.budgets.holding(self.client, Resource.WAITING):
+            with self._lock:
+                held, self._held = self._held, False
+            if held:
+                self._turns.end(self.client)
+            yield
+            await self._turns.resume(self.client)
+        with self._lock:
+            late, self._held = self._ended, not self._ended
+        if late:
+            self._turns.end(self.client)

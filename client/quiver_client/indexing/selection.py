@@ -1,0 +1,38 @@
+"""Which fields of a source become fields of the samples: what ``--fields`` and ``--exclude`` ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Final
+
+from quiver.errors import Misconfigured
+
+
+class Selection:
+    """Fields to take, all if none are named, without those to leave out. Knows which names it was never asked about."""
+
+    def __init__(self, fields: Collection[str] | None = None, exclude: Collection[str] = ()) -> None:
+        both = sorted(set(fields or ()) & set(exclude))
+        if both:
+            raise Misconfigured(f"field {both[0]!r} is both to be taken and to be excluded; say one")
+        if fields is not None and not fields:
+            raise Misconfigured("no field is to be taken; name at least one, or leave --fields away to take all")
+        self._fields = None if fields is None else frozenset(fields)
+        self.excluded = frozenset(exclude)
+
+    def takes(self, name: str) -> bool:
+        return name not in self.excluded and (self._fields is None or name in self._fields)
+
+    @property
+    def is_everything(self) -> bool:
+        return self._fields is None and not self.excluded
+
+    def check(self, present: Iterable[str], where: str) -> None:
+        """Raise ``Misconfigured`` if a field is named that is not there."""
+        there = sorted(set(present))
+        unknown = sorted(((self._fields or frozenset()) | self.excluded) - set(there))
+        if unknown:
+            raise Misconfigured(f"{where} has no field {unknown[0]!r}; it has {', '.join(there) or 'none'}")
+
+
+EVERYTHING: Final = Selection()

@@ -1,0 +1,69 @@
+"""A daemon within the test's process, where a test can change what it is made of."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import uvloop
+
+from quiver.digest import Digest
+from quiver.ring import Member
+from quiver.store import Kind, Store
+from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.listening import Listening
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.registry import StaticRegistry
+
+CAPACITY_BYTES = 256 << 20
+
+
+@contextlib.contextmanager
+def in_process(
+    where: Path,
+    put: dict[Digest, bytes] | None = None,
+    send_bytes: int = 0,
+    held_max: Mapping[Resource, int] | None = None,
+    made: Callable[[Node], object] = lambda _: None,
+) -> Iterator[tuple[str, int]]:
+    """Run a daemon under uvloop in a thread; yield its address. ``made`` is called with its node before it serves."""
+    store = Store.open(where / "store", CAPACITY_BYTES, shared=False)
+    for digest, data in (put or {}).items():
+        store.put(Kind.SHARD, digest, data)
+    node = Node("a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), [])
+    node._unverified.clear()
+    node.budgets.held_max.update(held_max or {})
+    made(node)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    if send_bytes:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)  # of the connections that it accepts
+    stop: list[Callable[[], object]] = []
+
+    async def run() -> None:
+        async with Listening(node, listener):
+            over = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            stop.append(lambda: loop.call_soon_threadsafe(over.set))
+            await over.wait()
+
+    thread = threading.Thread(target=lambda: uvloop.run(run()))
+    thread.start()
+    try:
+        while not stop:
+            thread.join(0.01)
+            assert thread.is_alive()
+        yield listener.getsockname()
+    finally:
+        for each in stop:
+            each()
+        thread.join()
+        listener.close()
+        node.close()
+
+
+def url_of(address: tuple[str, int]) -> str:
+    return f"http://{address[0]}:{address[1]}"
