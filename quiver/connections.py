@@ -7,9 +7,9 @@ own: two processes on one connection would read each other's answers.
 from __future__ import annotations
 
 import os
-import threading
 from typing import Final, Generic, Protocol, TypeVar
 
+from quiver import forks
 from quiver.errors import Unavailable
 
 SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # a peer that drips is given up: elsewhere is faster
@@ -37,7 +37,7 @@ class Idle(Generic[C]):
         self._kept_max = kept_max
         self._closed = False
         self._owner = os.getpid()
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
 
     def take(self) -> C | None:
         """Return the one that was used last, if there is any."""

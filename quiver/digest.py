@@ -7,7 +7,6 @@ goes into a file name or a URL.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Final
 
 import blake3
@@ -40,15 +39,11 @@ class Digest(bytes):
 
     @classmethod
     def of(cls, data: Bytes) -> Digest:
-        """BLAKE3 of ``data``."""
-        return cls(blake3.blake3(data).digest())
+        """BLAKE3 of ``data``, in this thread alone.
 
-    @classmethod
-    def of_file(cls, path: Path) -> Digest:
-        """BLAKE3 of a file's content, read through a memory map."""
-        hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
-        hasher.update_mmap(path)
-        return cls(hasher.digest())
+        The threads that BLAKE3 would take by itself do not survive a fork: a child that hashes waits for them for ever.
+        """
+        return cls(blake3.blake3(data).digest())
 
     @property
     def short(self) -> str:

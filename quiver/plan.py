@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from quiver.cached import cached_property
 from quiver.manifest import ABSENT, Manifest
 
 Ints = npt.NDArray[np.int64]

@@ -16,7 +16,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
@@ -25,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from quiver.cached import cached_property
 from quiver.digest import Digest
 from quiver.errors import BadRequest
 

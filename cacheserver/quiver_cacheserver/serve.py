@@ -42,7 +42,7 @@ SCRUB_IDLE_SECONDS: Final = 60.0
 def build(config: Config, url: str) -> Node:
     """Compose the daemon. This function reads like the architecture: the disk, the ring, the node that joins them."""
     name = config.node_id or static_id(url)  # a host's name would not do: two daemons may share it
-    store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False)
+    store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False, url=url)
     store.trim()
     disk_bytes = shutil.disk_usage(store.root).total
     if disk_bytes < config.capacity_bytes:

@@ -7,7 +7,6 @@ survives a fork; the session behind it opens on first use in each process.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
+from quiver import forks
 from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
 from quiver_client.config import parse_cache
@@ -70,7 +70,7 @@ class Dataset(TorchDataset[Any]):
         self._manifest: Manifest | None = opened
         self._session: Session | None = None
         self._owner = 0
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._choose(fields)
         self._let_views_be_sent()
         self._open(introduce=True)
@@ -168,7 +168,7 @@ class Dataset(TorchDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         passed = state.pop("_passed")
-        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=threading.Lock())
+        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=forks.lock())
         if passed is not None:
             self._manifest = Manifest.adopt(self._path, passed.detach(), self._digest)
         self._let_views_be_sent()

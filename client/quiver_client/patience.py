@@ -11,11 +11,11 @@ import os
 import random
 import re
 import select
-import threading
 import time
 from collections.abc import Callable
 from typing import Final
 
+from quiver import forks
 from quiver.errors import Misconfigured, Unavailable
 from quiver.origin.base import READ_SECONDS
 from quiver.origin.isolated import parent_of_worker
@@ -61,8 +61,8 @@ class Patience:
     def __init__(self, origin: str, seconds: float) -> None:
         self._origin = origin
         self._seconds = seconds
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._closing = forks.event()
+        self._lock = forks.lock()
         self._since = 0.0  # when it was said that the origin does not answer; 0: it does
 
     @property

@@ -17,6 +17,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
+from quiver import forks
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class DaemonPool(Executor):
     def __init__(self, workers_max: int, thread_name_prefix: str) -> None:
         self._workers_max = workers_max
         self._name = thread_name_prefix
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._idle = threading.Semaphore(0)
         self._work: _Work = SimpleQueue()
         self._threads: list[threading.Thread] = []

@@ -7,12 +7,12 @@ the process that opened it.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from quiver import forks
 from quiver.errors import Misconfigured, NotFound, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
@@ -21,7 +21,9 @@ from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
+from quiver_client.imports import import_ahead
 from quiver_client.needs.base import Exchange
+from quiver_client.needs.folder import FolderNeeds
 from quiver_client.needs.rack import RackNeeds
 from quiver_client.patience import Patience, patience_seconds
 from quiver_client.stats import Stats
@@ -49,10 +51,11 @@ class Session:
         ``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault.
         ``on_wrong`` hears which samples of a tier had wrong bytes, before they are fetched again.
         """
+        import_ahead(manifest)
         self.manifest = manifest
         self.stats = Stats()
         self._verify = verify
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._opened_origin: SampleOrigin | None = None
         self.patience = Patience(manifest.header.base, patience_seconds())
         self._on_wrong = on_wrong
@@ -73,8 +76,6 @@ class Session:
         store.trim()  # after the tier has found the capacity to be enough for one shard
 
         def needs() -> Exchange:
-            from quiver_client.needs.folder import FolderNeeds
-
             return FolderNeeds(self.manifest, tier)
 
         self._needs = needs

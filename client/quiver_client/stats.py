@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from typing import Final
+
+from quiver import forks
 
 log = logging.getLogger("quiver_client")
 
@@ -21,7 +22,7 @@ class Stats:
     """Counters of one process. Safe from threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._counts: Counter[str] = Counter()
         self._warned: dict[str, float] = {}
 

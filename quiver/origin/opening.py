@@ -1,14 +1,27 @@
-"""The one place that decides which implementation an origin gets. A store's libraries load when it is opened."""
+"""The one place that decides which implementation an origin gets.
+
+Libraries that take a while to load are loaded when an origin needs them. That may be in a thread, and a process that is
+forked while a thread imports a module can never import it: who may fork calls ``import_ahead`` before it has threads.
+"""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 
 from quiver.errors import NotAllowed
 from quiver.location import Location
 from quiver.manifest import Manifest
 from quiver.origin.base import READ_SECONDS, ObjectStore
+from quiver.origin.isolated import IsolatedStore
+from quiver.origin.local import LocalStore
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
+
+
+def import_ahead(manifest: Manifest) -> None:
+    """Import what ``open_origin`` and its readers need in a process that may fork."""
+    if manifest.header.source == "parquet":
+        importlib.import_module("quiver.origin.parquet")
 
 
 def open_origin(
@@ -45,12 +58,8 @@ def open_store(base: str, *, may_fork: bool = False, within: Location | None = N
         raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
     base = location.url
     if location.scheme == "file":
-        from quiver.origin.local import LocalStore
-
         return LocalStore(location, within=within.path if within is not None else None)
     if may_fork:
-        from quiver.origin.isolated import IsolatedStore
-
         return IsolatedStore(base)
     from quiver.origin.remote import RemoteStore
 

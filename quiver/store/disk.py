@@ -12,30 +12,30 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import itertools
 import mmap
 import os
 import stat
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from quiver import forks
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
+from quiver.forks import LockedFile
 from quiver.residency import Held, choose_victims
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.files import OpenFile, disk_errors
-from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular
+from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
 REHEARSE_BYTES_MAX: Final = 64 << 20  # two shards of the default size: a disk with room for them takes files again
+_READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 # What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
@@ -45,30 +45,39 @@ Choose = Callable[[Kind, int, str], Mapping[Kind, Sequence[Held]] | None]
 class Store:
     """Shards and manifests on disk. Blocking: a daemon calls it from threads. Safe to use from several threads."""
 
-    def __init__(self, root: Path, capacity_bytes: int, inventory: Inventory) -> None:
+    def __init__(self, root: Path, capacity_bytes: int, inventory: Inventory, *, writable: bool = True) -> None:
         self.name = f"disk {root}"
         self.root = root
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
+        self.writable = writable
         self.needed: Callable[[Digest], bool | None] = lambda digest: None
         self.choose: Choose | None = None  # what to evict, instead of going by ``needed`` alone
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
-        self._lock = threading.Lock()
-        self._serial = itertools.count()
+        self._lock = forks.lock()
 
     @classmethod
-    def open(cls, root: Path, capacity_bytes: int, *, shared: bool) -> Store:
+    def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store:
         """Open the store at ``root``, made if it is not there; ``shared``: other processes may use it as well.
 
-        Raises ``Misconfigured`` if another daemon owns it, ``DiskFailed`` if it cannot be written.
+        ``url`` is that of the daemon that opens it for itself. A shared one that this process may only read is not
+        ``writable``. Raises ``Misconfigured`` if somebody uses it who does not share it, ``DiskFailed`` if it cannot be
+        made.
         """
+        writable = True
         try:
             for folder in (*(str(kind) for kind in Kind), "tmp", "quarantine"):
                 (root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DiskFailed(f"cannot make a store at {root}: {error.strerror}; choose another folder") from error
-        inventory: Inventory = FolderInventory(root) if shared else MemoryInventory(root)
-        return cls(root, capacity_bytes, inventory)
+            writable = False
+            if not shared or error.errno not in _READ_ONLY or not (root / Kind.SHARD).is_dir():
+                raise DiskFailed(f"cannot make a store at {root}: {error.strerror}; choose another folder") from error
+        if not shared:
+            return cls(root, capacity_bytes, MemoryInventory(root, url))
+        writable = writable and all(
+            os.access(root / folder, os.W_OK | os.X_OK, effective_ids=True) for folder in (Kind.SHARD, "tmp")
+        )
+        return cls(root, capacity_bytes, FolderInventory(root), writable=writable)
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {format_size(self.capacity_bytes)})"
@@ -154,15 +163,17 @@ class Store:
 
     def rehearse(self, size_bytes: int) -> None:
         """Write a file of this size, up to ``REHEARSE_BYTES_MAX``, and remove it. Raises ``DiskFailed``."""
-        temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
+        temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
+        size_bytes = max(min(size_bytes, REHEARSE_BYTES_MAX), 1)
         with disk_errors(self.root):
-            fd = _create(temporary, min(size_bytes, REHEARSE_BYTES_MAX))
+            file = reserve_file(temporary, size_bytes)
             try:
-                os.pwrite(fd, b"\0", 0)
-                os.fsync(fd)
+                os.posix_fallocate(file.fd, 0, size_bytes)
+                os.pwrite(file.fd, b"\0", 0)
+                os.fsync(file.fd)
             finally:
-                os.close(fd)
                 temporary.unlink(missing_ok=True)
+                file.close()
 
     @contextlib.contextmanager
     def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
@@ -170,12 +181,23 @@ class Store:
 
         ``client``: on whose behalf, where that decides what may be evicted (``choose``).
         """
-        temporary = self.root / "tmp" / f"{os.getpid()}.{id(self)}.{next(self._serial)}"
+        if not self.writable:
+            raise DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")
+        # A process in another container may have the same number.
+        temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
         with disk_errors(self.root), self.inventory.locked():
-            self._make_room(kind, size_bytes, client)
-            fd = _create(temporary, size_bytes)
+            file = reserve_file(temporary, size_bytes)
+            try:
+                self._make_room(kind, size_bytes, client)
+                if size_bytes:
+                    os.posix_fallocate(file.fd, 0, size_bytes)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+                file.close()
+                raise
             self.inventory.reserved(size_bytes)
-        writing = Writing(self, kind, digest, size_bytes, temporary, fd)
+        writing = Writing(self, kind, digest, size_bytes, temporary, file)
         try:
             yield writing
         finally:
@@ -238,7 +260,7 @@ class Store:
         for path, is_ours in ((place.parent, Path.is_dir), (place, is_regular)):
             if os.path.lexists(path) and not is_ours(path):
                 with contextlib.suppress(FileNotFoundError):  # another process did so just now
-                    path.rename(self.root / "quarantine" / f"stray.{time.time_ns()}.{next(self._serial)}")
+                    path.rename(self.root / "quarantine" / f"stray.{time.time_ns()}.{os.urandom(4).hex()}")
 
     def forget_open(self, kind: Kind, digest: Digest) -> None:
         """Open the file anew next time: there is another one under its name."""
@@ -251,6 +273,8 @@ class Store:
 
     def trim(self) -> None:
         """Come down to the capacity, which may have been more the last time. Who only looks must not call it."""
+        if not self.writable:
+            return
         with disk_errors(self.root), self.inventory.locked():
             excess = self.inventory.resident_bytes() - self.capacity_bytes
             for kind in (Kind.PARTIAL, Kind.SHARD, Kind.MANIFEST):
@@ -272,13 +296,14 @@ class Store:
         return total
 
     def _make_room(self, kind: Kind, size_bytes: int, client: str) -> None:
+        """Evict until so much fits in, of which the file is in ``tmp`` by now. Raises ``OverCapacity``."""
         if size_bytes > self.capacity_bytes:
             raise OverCapacity(
                 f"{self.root}: {format_size(size_bytes)} do not fit into a capacity of"
                 f" {format_size(self.capacity_bytes)}; give it more, or index with a smaller --shard-size",
                 RETRY_AFTER_SECONDS,
             )
-        excess = self.inventory.resident_bytes() + size_bytes - self.capacity_bytes
+        excess = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
         excess += self._quarantined_bytes(at_most=-excess)
         if excess <= 0:
             return
@@ -305,14 +330,16 @@ class Store:
 class Writing:
     """One file on its way in: room is reserved, nothing is visible yet."""
 
-    def __init__(self, store: Store, kind: Kind, digest: Digest, size_bytes: int, temporary: Path, fd: int) -> None:
+    def __init__(
+        self, store: Store, kind: Kind, digest: Digest, size_bytes: int, temporary: Path, file: LockedFile
+    ) -> None:
         self.size_bytes = size_bytes
         self.committed = False
         self._store = store
         self.kind = kind
         self.digest = digest
         self.path = temporary
-        self._fd = fd
+        self._file = file
         self._at = 0
 
     def write(self, data: Bytes) -> None:
@@ -322,7 +349,7 @@ class Writing:
             raise Corrupt(f"more than the {self.size_bytes} bytes announced", "upload")
         with disk_errors(self._store.root):
             while view:
-                written = os.pwrite(self._fd, view[: 16 << 20], self._at)
+                written = os.pwrite(self._file.fd, view[: 16 << 20], self._at)
                 self._at += written
                 view = view[written:]
 
@@ -330,21 +357,19 @@ class Writing:
         """Return what was written, mapped, for comparing it with its name."""
         if self._at != self.size_bytes or not self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
-        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ)
+        return mmap.mmap(self._file.fd, self.size_bytes, access=mmap.ACCESS_READ)
 
     def commit(self) -> None:
         """Make the file visible under its name. The caller has compared the content with the name."""
         if self._at != self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
         with disk_errors(self._store.root):
-            os.fsync(self._fd)
+            os.fsync(self._file.fd)
             self._store.admit(self)
 
     def close(self) -> None:
-        """Let go of the temporary file, whether or not a forked child holds it open as well."""
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        os.close(self._fd)
+        """Unlock and close the temporary file."""
+        self._file.close()
 
 
 def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
@@ -365,17 +390,3 @@ def _sync_folder(path: Path) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def _create(path: Path, size_bytes: int) -> int:
-    with disk_errors(path.parent.parent):
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if size_bytes:
-                os.posix_fallocate(fd, 0, size_bytes)
-        except OSError:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-        return fd

@@ -3,8 +3,10 @@
     <root>/shards/<2 hex>/<64 hex>      <root>/manifests/<2 hex>/<64 hex>      <root>/tmp      <root>/quarantine
     <root>/partial/<2 hex>/<64 hex>     in an embedded cache: shards some of whose samples the origin lost
 
-A file in ``tmp`` has its final size from the first moment on and is locked by its writer: so reserved room counts, and
-what a dead writer left is known by its lock being free.
+A file in ``tmp`` is locked by its writer and has its final size before room is made for it: so what is reserved counts,
+and what a dead writer left is known by its lock being free. Processes that share a folder stay within the capacity by
+that alone. Each counts what all have reserved after it has reserved its own, so that of two that meet one sees the
+other; the lock of the folder (``locks``) saves both from giving up at that.
 """
 
 from __future__ import annotations
@@ -24,10 +26,13 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from quiver import forks
 from quiver.digest import Digest
-from quiver.errors import BadRequest, DiskFailed, Misconfigured
+from quiver.errors import BadRequest
+from quiver.forks import LockedFile
 from quiver.lookup import as_rows
 from quiver.residency import Held
+from quiver.store.locks import FILE_MODE, BriefLock, own, share
 
 
 class Kind(enum.StrEnum):
@@ -39,13 +44,17 @@ class Kind(enum.StrEnum):
 
 
 TOUCH_SECONDS: Final = 20.0  # how exact "last read" is where it is written to the file
+HIDDEN_SECONDS: Final = 10.0  # longer than it takes to lock and rename a new file
 
 
 class Inventory(Protocol):
     """What is held, and the lock under which room is given away."""
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock under which room is reserved. Held for moments, never while data is moved."""
+        """Hold the lock under which room is reserved. Held for moments, never while data is moved.
+
+        Of a folder that is shared it may not be had, since its holder was stopped, and then one goes on without it.
+        """
         ...
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
@@ -56,6 +65,10 @@ class Inventory(Protocol):
 
     def resident_bytes(self) -> int:
         """Return the bytes of all that is held and all that is reserved."""
+        ...
+
+    def bytes_with(self, size_bytes: int) -> int:
+        """Return ``resident_bytes`` once so much more is reserved, of which the file in ``tmp`` is there already."""
         ...
 
     def reserved(self, size_bytes: int) -> None: ...
@@ -107,45 +120,51 @@ def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
                     continue
 
 
-def sweep(root: Path) -> dict[int, int]:
-    """Remove what dead writers left in ``tmp``; return the bytes that living ones have reserved, by file (inode)."""
+def reserve_file(path: Path, size_bytes: int) -> LockedFile:
+    """Make the file of a reservation: locked, and of its final size, without any of its room taken yet.
+
+    It gets its name once it is locked, since one that nobody has locked is removed by whoever comes by.
+    """
+    hidden = path.with_name(f".{path.name}")
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    file = LockedFile(os.open(hidden, flags, FILE_MODE))
+    try:
+        fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.rename(hidden, path)
+        os.ftruncate(file.fd, size_bytes)
+    except OSError:
+        for name in (hidden, path):
+            with contextlib.suppress(OSError):
+                name.unlink(missing_ok=True)
+        file.close()
+        raise
+    return file
+
+
+def sweep(root: Path, *, hidden_seconds: float = HIDDEN_SECONDS) -> dict[int, int]:
+    """Remove what dead writers left in ``tmp``; return the bytes that living ones have reserved, by file (inode).
+
+    ``hidden_seconds``: the age of a file, about to be locked and named, from which on its writer is taken to be dead.
+    """
     reserved = {}
     for entry in os.scandir(root / "tmp"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):
             if not entry.is_file(follow_symlinks=False):
                 continue
-            try:
-                fd = os.open(entry.path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except PermissionError:  # another user's: not ours to remove, and it takes room all the same
-                info = entry.stat(follow_symlinks=False)
-                reserved[info.st_ino] = info.st_size
+            info = entry.stat(follow_symlinks=False)
+            if entry.name.startswith(".") and time.time() - info.st_mtime < hidden_seconds:
                 continue
+            reserved[info.st_ino] = info.st_size  # also another user's that we may neither read nor remove
+            fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(entry.path)
+                del reserved[info.st_ino]
             except BlockingIOError:
-                info = os.fstat(fd)
-                reserved[info.st_ino] = info.st_size
+                reserved[info.st_ino] = os.fstat(fd).st_size
             finally:
                 os.close(fd)
     return reserved
-
-
-def lock_folder(root: Path, *, wait: bool) -> int:
-    """Lock a store's folder; return the descriptor that holds the lock until it is closed or its process dies."""
-    try:
-        fd = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise DiskFailed(f"{root} cannot be locked: {error.strerror}; choose a folder that you may write to") from error
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise Misconfigured(f"{root} is in use by another daemon; give each its own --data-dir") from None
-    except OSError as error:
-        os.close(fd)
-        raise DiskFailed(f"{root} cannot be locked: {error.strerror}") from error
-    return fd
 
 
 def _nobody(digest: Digest, held: bool) -> None:
@@ -153,13 +172,14 @@ def _nobody(digest: Digest, held: bool) -> None:
 
 
 class MemoryInventory:
-    """The inventory of the one process that owns a folder. Takes the folder's lock for as long as it lives."""
+    """The inventory of the one process that owns a folder, which it claims for as long as it lives."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, url: str = "") -> None:
+        """Claim the folder for the daemon at ``url``. Raises ``Misconfigured`` if somebody uses it, ``DiskFailed``."""
         self._root = root
-        self._fd = lock_folder(root, wait=False)
-        self._lock = threading.RLock()
-        sweep(root)
+        self._owner = own(root, url)
+        self._lock = forks.rlock()
+        sweep(root, hidden_seconds=0.0)
         # Ages survive a restart by the file's own time; the clock is then the monotonic one.
         age = time.time() - time.monotonic()
         self._held: dict[Kind, dict[Digest, tuple[int, float]]] = {
@@ -203,6 +223,9 @@ class MemoryInventory:
 
     def resident_bytes(self) -> int:
         return self._bytes
+
+    def bytes_with(self, size_bytes: int) -> int:
+        return self._bytes + size_bytes
 
     def reserved_bytes(self) -> int:
         return self._reserved_bytes
@@ -256,27 +279,21 @@ class MemoryInventory:
         return time.monotonic()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._owner.close()
 
 
 class FolderInventory:
     """The inventory of a folder that several processes share: it looks, every time. A file's mtime is its last use."""
 
     def __init__(self, root: Path) -> None:
+        """Share the folder. Raises ``Misconfigured`` if a daemon runs on it."""
         self._root = root
+        self._shared = share(root)
+        self._lock = BriefLock(root)
         self._touched: dict[Digest, float] = {}
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        fd = lock_folder(self._root, wait=True)
-        try:
-            yield
-        finally:
-            # Unlocked and not only closed: a child that was forked meanwhile holds the same lock by its copy.
-            fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
+    def locked(self) -> contextlib.AbstractContextManager[None]:
+        return self._lock.held()
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # nothing is known beside the files, and a rename is one step
@@ -289,6 +306,9 @@ class FolderInventory:
         for kind in Kind:
             files.update((info.st_ino, info.st_size) for _, info in scan(self._root, kind))
         return sum(files.values())
+
+    def bytes_with(self, size_bytes: int) -> int:
+        return self.resident_bytes()
 
     def reserved(self, size_bytes: int) -> None:
         pass  # the file in tmp says it
@@ -314,7 +334,8 @@ class FolderInventory:
         return time.time()
 
     def close(self) -> None:
-        pass
+        if self._shared is not None:
+            self._shared.close()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -11,6 +10,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from quiver.store import Kind
 from quiver_client import Dataset
 from quiver_client.needs.folder import FolderNeeds
 from quiver_client.tiers.embedded import Brought, EmbeddedTier
+from quiver_client.tiers.fills import FillLocks
 from quiver_client.tiers.leases import Lease, leases_in
 from tests.support.data import Files, rewritten
 from tests.support.waiting import until
@@ -227,8 +228,8 @@ def test_two_processes_on_one_dataset_read_the_origin_once(
 @contextlib.contextmanager
 def filling(consumer: Consumer, shard: int) -> Iterator[None]:
     """Be another process that fills a shard."""
-    with (consumer.tier._locks / consumer.dataset.manifest.shard_digest(shard).hex()).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    locks = FillLocks(consumer.tier.store.root, threading.Event())
+    with locks.held(consumer.dataset.manifest.shard_digest(shard)):
         yield
 
 
@@ -249,7 +250,7 @@ def test_closing_does_not_wait_for_a_process_that_is_suspended_in_a_fill(consume
         until(brought.running)
         made.dataset.close()
         assert brought.result(20) is Brought.FAILED
-        assert len(list(made.tier.filling())) == 1, "whose lock it is keeps it"
+        assert made.tier.locks.under_way() == [made.dataset.manifest.shard_digest(0)], "whose lock it is keeps it"
     assert made.tier.bring(1).result(20) is Brought.FAILED, "it is closed"
 
 

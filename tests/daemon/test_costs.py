@@ -71,7 +71,7 @@ def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path:
     path = manifest_of(
         tmp_path / "m.quiver", np.full(count, 32 << 10), np.arange(count) % 1000, range(0, count + 1, 500), 64 << 10
     )
-    status, body, _ = lone.ask("PUT", f"/v1/manifests/{Digest.of_file(path)}", path.read_bytes())
+    status, body, _ = lone.ask("PUT", f"/v1/manifests/{Digest.of(path.read_bytes())}", path.read_bytes())
     assert (status, error_of(body)) == (400, "bad_request")
     assert "named 4 times over at most" in body.decode()
 

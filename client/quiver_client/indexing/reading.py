@@ -73,7 +73,7 @@ def hash_object(objects: Objects, listed: OriginObject, npy: NpyField | None = N
         if npy is not None:
             npy.see(data, listed.size)
         return blake3.blake3(data).digest(), xxhash.xxh3_64_intdigest(data)
-    strong, weak = blake3.blake3(max_threads=blake3.blake3.AUTO), xxhash.xxh3_64()
+    strong, weak = blake3.blake3(), xxhash.xxh3_64()
     pieces = objects.pieces(listed)
     for piece in npy.watch(pieces, listed.size) if npy is not None else pieces:
         strong.update(piece)

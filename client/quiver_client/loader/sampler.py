@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 import weakref
 from collections import Counter
@@ -21,6 +20,7 @@ import blake3
 import numpy as np
 from torch.utils.data import Sampler
 
+from quiver import forks
 from quiver.digest import Digest
 from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
@@ -110,7 +110,7 @@ class BatchSampler(Sampler[list[int]]):
         self._files = ledger, replay
         self._history = History(dataset.manifest.digest, self._deal, ledger, replay)
         self._labels = LabelWatch(dataset) if self._deal.shuffle else None
-        self._lock = threading.RLock()
+        self._lock = forks.rlock()
         self._next_epoch = 0
         self._resume: State | None = None
         self._resumed = False  # this run goes on with another, and with its ledger

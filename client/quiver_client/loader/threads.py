@@ -8,6 +8,7 @@ in the middle of an epoch ends them.
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import sys
 import threading
@@ -68,11 +69,14 @@ class _Run:
         self._pool = DaemonPool(min(depth, FETCHERS), "quiver-fetch")
         self._thread = threading.Thread(target=self._draw, name="quiver-draw", daemon=True)
         self._closed = False
+        self._pid = os.getpid()
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self, *, wait: bool) -> None:
+        if self._pid != os.getpid():  # a child that was forked has none of the threads, and a copy of what they held
+            return
         if not self._closed:
             self._closed = True
             self._sampler.abandon(self._epoch)

@@ -8,28 +8,24 @@ of what nobody needs. Two that want the same shard are kept apart by the lock of
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
 import os
 import random
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest
 from quiver.manifest import Manifest
 from quiver.need import Report
 from quiver.reporting import NeedsReport
 from quiver.residency import IDLE_SECONDS, Held
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of, scan
-from quiver_client.tiers.embedded import FILLS_AT_ONCE, LOCK_SECONDS_MAX, Brought, EmbeddedTier
+from quiver_client.tiers.embedded import FILLS_AT_ONCE, Brought, EmbeddedTier
 from quiver_client.tiers.leases import Lease, leases_in
 
 BRINGING_MAX: Final = FILLS_AT_ONCE - 1  # a read that misses never waits for all of them
@@ -43,7 +39,6 @@ PAUSE_SECONDS: Final = 0.25  # after a failure, before anything is tried; twice 
 PAUSE_SECONDS_MAX: Final = 8.0
 AWAY_SECONDS_MAX: Final = 4.0  # between two looks whether the origin answers again, which cost one request
 INTERVAL_SECONDS_MAX: Final = 2.0
-FILLING_MAX: Final = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +51,6 @@ class _Bringing:
 
 class FolderNeeds:
     """``Exchange`` with the other processes that share a folder. Used by one thread."""
-
-    orphaned: npt.NDArray[np.bool_] | None = None  # this process brings in what it needs
 
     def __init__(self, manifest: Manifest, tier: EmbeddedTier) -> None:
         self._manifest = manifest
@@ -72,6 +65,10 @@ class FolderNeeds:
         self._paused_until = 0.0
         self._reported = time.monotonic()
         self._interval = 0.5
+        # This process brings in what it needs, unless it may not write to the folder: then nobody does it for it.
+        self.orphaned: npt.NDArray[np.bool_] | None = None
+        if not tier.store.writable:
+            self.orphaned = np.ones(manifest.shard_count, bool)
 
     def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Tell the others what this consumer needs, and begin what it needs to have brought in."""
@@ -102,7 +99,7 @@ class FolderNeeds:
     def _tell(self, report: Report, leaving: bool) -> None:
         if leaving or (self._lease is not None and self._lease.consumer != report.consumer):
             self._forget_lease()
-        if leaving:
+        if leaving or not self._tier.store.writable:
             return
         if self._lease is None:
             self._lease = Lease(leases_in(self._tier.store.root), report.consumer)
@@ -164,30 +161,16 @@ class FolderNeeds:
 
     def _fetch(self, consumer: bytes, now: float) -> None:
         at_most = BRINGING_MAX - len(self._bringing)
-        if at_most <= 0 or now < self._paused_until:
+        if at_most <= 0 or now < self._paused_until or not self._tier.store.writable:
             return
         free_bytes = self._room.free_bytes + self._board.idle_bytes(self._room.idle)
-        coming = {*self._bringing, *self._under_way()}
+        coming = {*self._bringing, *self._tier.locks.under_way()}
         coming.update(digest for digest, (_, until) in self._failed.items() if now < until)
         origin = self._tier.pace.origin(self._interval)
         for fetch in self._board.fetches(consumer, coming, free_bytes, origin, at_most):
             shard = self._manifest.shard_numbers[fetch.digest]
             self._room.promised(int(self._manifest.tables.shard_sizes[shard]))
             self._bringing[fetch.digest] = _Bringing(self._tier.bring(shard), fetch.victim)
-
-    def _under_way(self) -> list[Digest]:
-        """Return the shards that some process is filling. The locks of those that died in it are swept in time."""
-        found = []
-        for path in itertools.islice(self._tier.filling(), FILLING_MAX):
-            with contextlib.suppress(BadRequest, OSError):
-                digest = Digest.parse(path.name)
-                old = time.time() - path.lstat().st_mtime > LOCK_SECONDS_MAX
-                if _is_locked(path):
-                    if not old:  # else its holder is suspended, and others do not wait for it either
-                        found.append(digest)
-                elif old:
-                    path.unlink()
-        return found
 
 
 class _Room:
@@ -244,15 +227,3 @@ class _Room:
     def free_bytes(self) -> int:
         """Bytes that can be written without dropping anything."""
         return self._store.capacity_bytes - self._occupied - self._promised
-
-
-def _is_locked(path: Path) -> bool:
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        return False
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(fd)

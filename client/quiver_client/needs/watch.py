@@ -14,6 +14,7 @@ from typing import Final
 
 import numpy as np
 
+from quiver import forks
 from quiver.need import Report
 from quiver.substitution import View
 from quiver_client.needs.base import Exchange
@@ -37,9 +38,9 @@ class Watch:
         """
         self._exchange = exchange
         self._report = weakref.WeakMethod(report)
-        self._changed = threading.Condition()
-        self._wake = threading.Event()
-        self._closing = threading.Event()
+        self._changed = forks.condition()
+        self._wake = forks.event()
+        self._closing = forks.event()
         self._arrivals = 0
         self._view = View(np.zeros(shard_count, bool), np.zeros(shard_count, np.uint8), np.zeros(shard_count, np.int64))
         self._turns = 0

@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from quiver import forks
 from quiver.digest import Digest
 from quiver.errors import QuiverError
 from quiver.lookup import as_rows
@@ -37,7 +38,7 @@ class Board:
     def __init__(self, manifest: Manifest, root: Path) -> None:
         self._manifest = manifest
         self._leases = Leases(leases_in(root))
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._needs = Needs(os.getpid())
         self._own: set[str] = set()
         self._held: set[Digest] = set()

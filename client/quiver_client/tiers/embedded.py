@@ -1,25 +1,23 @@
 """The host tier without a daemon: a folder that all processes of the machine share, its shards mapped read-only.
 
 Files are immutable and only ever unlinked, so processes need no agreement to read. To fill, they take a lock by the
-shard's name first, so that one of them reads the origin and the others wait for it; the lock saves work and nothing
-else, since what is written is verified and appears under its name complete or not at all.
+shard's name first, so that one of them reads the origin and the others wait for it (``fills``). In a folder that this
+process may not write to, what is there is read, and nothing is filled.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from quiver import forks
 from quiver.digest import Bytes, Digest
 from quiver.errors import (
     Changed,
@@ -47,11 +45,10 @@ from quiver_client.patience import Patience
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.board import Board
+from quiver_client.tiers.fills import FillLocks
 from quiver_client.tiers.maps import TIDY_SECONDS, Maps
 
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory
-LOCK_SECONDS_MAX: Final = 60.0  # who holds the lock may be suspended: then somebody else reads the shard as well
-LOCK_POLL_SECONDS: Final = 0.02
 FAILED_SECONDS: Final = 5.0
 FULL_SECONDS: Final = 5.0  # having found no room, do not look again sooner
 SMOOTHING: Final = 0.2  # of what fills say of the origin
@@ -70,7 +67,7 @@ class Pace:
     """What fills say of the origin, as moving averages. Safe from threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._under_way = 0
         self._known = Origin()
 
@@ -143,18 +140,17 @@ class EmbeddedTier:
         self._patience = patience or Patience(manifest.header.base, 0.0)
         self._maps: Maps[_File] = Maps()
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
-        self._closing = threading.Event()
+        self._closing = forks.event()
         self._tidied = time.monotonic()
         self._full_until = 0.0
+        self._said_read_only = False
         self._broken_until = 0.0  # the disk
         self._silent_until = 0.0  # the origin
         self._failed: dict[int, float] = {}  # shard -> when to try again
         self._lost: dict[int, Positions] = {}  # of the partial shards that were mapped, the blobs that are not there
         self._failure: QuiverError = NotFound("nobody asked for it")  # the last one
         self._why: dict[int, QuiverError] = {}  # shards that were not brought in, or not whole
-        self._locks = store.root / "fills"
-        with contextlib.suppress(OSError):  # a folder that cannot be written is still read; who fills says why not
-            self._locks.mkdir(exist_ok=True)
+        self.locks = FillLocks(store.root, self._closing)
         self.board = Board(manifest, store.root)
         self.pace = Pace()
         store.needed = self.board.needed
@@ -187,11 +183,6 @@ class EmbeddedTier:
 
     def why(self, shard: int) -> QuiverError | None:
         return self._why.get(shard)
-
-    def filling(self) -> Iterator[Path]:
-        """Yield the locks of the fills that are under way in any process, or that died in one."""
-        with contextlib.suppress(OSError):
-            yield from self._locks.iterdir()
 
     def close(self) -> None:
         """Let go of all maps. A fill that waits for its origin is not waited for: what comes of it is whole or not."""
@@ -275,7 +266,7 @@ class EmbeddedTier:
     def _mended(self, shard: int) -> Buffer | None:
         """Return the shard, whole again, if the origin has again what it had lost. Raises ``Changed`` if not."""
         digest = self._manifest.shard_digest(shard)
-        with _fill_lock(self._locks / digest.hex(), self._closing):
+        with self.locks.held(digest):
             source = OriginShards(self._manifest, self._origin())
             data = source.mend(digest, self.store.map_file(Kind.PARTIAL, digest))
             self._write(Kind.SHARD, digest, verified(digest, data, source.name).data)
@@ -290,6 +281,9 @@ class EmbeddedTier:
 
     def _filled(self, shard: int) -> Buffer | None:
         """Return the shard, brought in; ``None`` if that cannot be, and then the origin tier will say why."""
+        if not self.store.writable:
+            self._say_read_only()
+            return None
         # Of a batch's shards a few are filled at a time. Once one has met an origin that does not answer, the others
         # are not tried one after the other: the origin tier asks for all samples at once, under one deadline.
         if time.monotonic() < max(
@@ -311,7 +305,15 @@ class EmbeddedTier:
         self._why[shard] = self._failure = failure
         return None
 
+    def _say_read_only(self) -> None:
+        if not self._said_read_only:
+            self._said_read_only = True
+            what = "may be read only: what is not there is read from the origin and not kept"
+            self.stats.warn("read only", f"{self.store.root} {what}")
+
     def _bring(self, shard: int) -> Brought:
+        if not self.store.writable:
+            return Brought.NO_ROOM
         if time.monotonic() < max(self._broken_until, self._failed.get(shard, 0.0)):
             return Brought.FAILED
         self._maps.drop(shard)  # mapped once is not there still
@@ -338,7 +340,7 @@ class EmbeddedTier:
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         try:
-            with _fill_lock(self._locks / digest.hex(), self._closing):
+            with self.locks.held(digest):
                 found = self._maps.get(shard) or self._mapped(shard)
                 if found is not None:
                     return found
@@ -382,35 +384,3 @@ class EmbeddedTier:
                 self.store.inventory.touched(kind, self._manifest.shard_digest(shard))
             if drop and not file.is_there():
                 self._maps.drop(shard, file)
-
-
-@contextlib.contextmanager
-def _fill_lock(path: Path, closing: threading.Event) -> Iterator[None]:
-    """Hold the lock of one fill, or go on without it after a while: it saves work and is not needed to be right.
-
-    Raises ``Unavailable`` if the tier is closed meanwhile, which must not wait for a process that is suspended.
-    """
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        raise DiskFailed(f"cannot write to {path.parent}: {error.strerror}") from error
-    held = False
-    try:
-        deadline = time.monotonic() + LOCK_SECONDS_MAX
-        while time.monotonic() < deadline:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = True
-                with contextlib.suppress(OSError):
-                    os.utime(fd)  # since when: the file may be what a process left that died long ago
-                break
-            except BlockingIOError:  # flock has no timeout, and its holder may be suspended
-                if closing.wait(LOCK_POLL_SECONDS):
-                    raise Unavailable(f"{path.parent}", "the dataset is being closed") from None
-        yield
-    finally:
-        if held:  # else it is somebody's still
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-        fcntl.flock(fd, fcntl.LOCK_UN)  # not by closing alone: a child that was forked meanwhile has a copy
-        os.close(fd)

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from quiver import forks
 from quiver.errors import Corrupt, DiskFailed, OverCapacity, QuiverError
 from quiver.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver.manifest import Manifest
@@ -56,10 +57,10 @@ class HandoffTier:
         self._maps: Maps[_From] = Maps()
         self._avoided: dict[int, float] = {}  # shard -> until when
         self._ring: Ring | None = None
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._thread: threading.Thread | None = None
-        self._looked = threading.Event()
-        self._closing = threading.Event()
+        self._looked = forks.event()
+        self._closing = forks.event()
 
     def fetch(self, delivery: Delivery) -> None:
         ring = self._members.refresh()

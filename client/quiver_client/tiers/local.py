@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from quiver import forks
 from quiver.errors import QuiverError
 from quiver.handoff import HandoffClient, is_this_host
 from quiver.ring import Member, Ring
@@ -68,7 +68,7 @@ class LocalDaemons:
         self._found: dict[str, LocalDaemon] = {}  # by socket
         self._paused: dict[str, LocalDaemon] = {}  # sockets that could not be used, by path
         self._by_url: dict[str, LocalDaemon] = {}
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._closed = False
 
     def at(self, url: str) -> LocalDaemon | None:

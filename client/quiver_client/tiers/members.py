@@ -6,7 +6,6 @@ none answers, the last ring stays.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -14,6 +13,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver import forks
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
 from quiver.liveness import IN_RACK, is_alive
 from quiver.location import shown
@@ -41,14 +41,14 @@ class Members:
         self._manifest = manifest
         self._seeds = tuple(seeds)
         self._stats = stats
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._peers: dict[str, PeerClient] = {}
         self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
         self._probing: set[str] = set()
         self._asked = -RING_SECONDS
         self._asked_why: dict[str, float] = {}  # url -> until when not again
         self._faults: set[str] = set()  # that were warned of
-        self._putting = threading.Lock()
+        self._putting = forks.lock()
         self._told_by = self._seeds[0]
         self._set_ring(None)
 

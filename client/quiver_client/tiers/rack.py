@@ -7,7 +7,6 @@ next one, and what no peer delivers is left to the origin tier. Nothing in a rin
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver import forks
 from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.fill import OriginShards
@@ -78,8 +78,8 @@ class RackTier:
         self._refused: dict[int, tuple[int, str]] = {}  # shards that a daemon could not bring in, and which
         self._failures: dict[int, QuiverError] = {}  # and those that this process could not
         self._rechecked: dict[int, str] = {}  # and who answered for them since
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._closing = forks.event()
+        self._lock = forks.lock()
 
     def fetch(self, delivery: Delivery) -> None:
         self._look_around()
