@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast, get_args
@@ -63,6 +64,7 @@ class Dataset(TorchDataset[Any]):
         self._copy = copy
         self._manifest: Manifest | None = None
         self._session: Session | None = None
+        self._closing: weakref.finalize[..., Dataset] | None = None  # of the session
         self._owner = 0
         self._lock = threading.Lock()
         self._choose(fields)
@@ -128,22 +130,18 @@ class Dataset(TorchDataset[Any]):
     def close(self) -> None:
         """Let go of sockets, threads and maps. Using the dataset again opens them again."""
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None and self._owner == os.getpid():
-            session.close()
-
-    def __del__(self) -> None:
-        if "_session" in self.__dict__:
-            self.close()
+            self._session, closing = None, self._closing
+        if closing is not None:
+            closing()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_manifest", "_session", "_lock"):
+        for name in ("_manifest", "_session", "_closing", "_lock"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=threading.Lock())
+        self.__dict__.update(state, _manifest=None, _session=None, _closing=None, _owner=0, _lock=threading.Lock())
         self._let_views_be_sent()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -189,8 +187,12 @@ class Dataset(TorchDataset[Any]):
         if self._session is None or self._owner != os.getpid():
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
-                    self._session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
-                    self._owner = os.getpid()
+                    session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
+                    if self._closing is not None:  # of the parent's, in a child that was forked
+                        self._closing.detach()
+                    self._closing = weakref.finalize(self, _close, session, os.getpid())
+                    self._closing.atexit = False  # the session sees to that
+                    self._session, self._owner = session, os.getpid()
         return self._session
 
     def checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -236,6 +238,12 @@ class Dataset(TorchDataset[Any]):
         if field.dtype and not field.skip:
             return (None if view is None else _array(view, field) for view in views)
         return (None if view is None else bytes(view) for view in views) if self._copy else views
+
+
+def _close(session: Session, owner: int) -> None:
+    """Close a session, unless it is the parent's of this process: its threads and sockets are not ours."""
+    if owner == os.getpid():
+        session.close()
 
 
 def _as_bytes(view: memoryview) -> tuple[type[bytes], tuple[bytes]]:

@@ -19,6 +19,7 @@ from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
+from quiver_client import process_exit
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Delivery, Positions, Tier, Verify
 from quiver_client.needs.base import Exchange
@@ -63,6 +64,7 @@ class Session:
         else:
             self.tiers = (*self._rack(cache.urls, introduce), direct)
         self._cache = self.tiers[-2:][0]  # what brings shards in: the tier before the origin
+        process_exit.call_at_exit(self.close, process_exit.Phase.SESSIONS)
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)

@@ -25,6 +25,7 @@ from quiver.peer import PeerClient
 from quiver.plan import Ints
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
+from quiver_client import process_exit
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
 from quiver_client.pool import DaemonPool
@@ -76,6 +77,7 @@ class RackTier:
         self._suspects: set[int] = set()  # shards of which wrong bytes came
         self._rechecked: dict[int, str] = {}  # and who answered for them since
         self._closing = threading.Event()
+        process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._lock = threading.Lock()
 
     def fetch(self, delivery: Delivery) -> None:
