@@ -38,7 +38,9 @@ class Dataset(TorchDataset[Any]):
     ``"off"`` nothing (shards are verified when they are filled in any case). ``copy=False`` hands byte fields out as
     read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps what
     it is part of in memory, and is for a ``transform`` or a collate function: sent to another process, as by a loader's
-    worker, it arrives as ``bytes``.
+    worker, it arrives as ``bytes``. It was readable when it was checked, or with ``verify="off"`` when it was mapped;
+    if somebody shortens the file of a shard afterwards, or its disk fails, touching the view ends the process by
+    SIGBUS. Copied bytes are safe from that: they are read again, from elsewhere.
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
@@ -234,10 +236,9 @@ class Dataset(TorchDataset[Any]):
         if delivery is None or name not in self.blobs:
             return self.manifest.scalars(name, rows)
         field, at = self.blobs[name]
-        views = delivery.views(at)
         if field.dtype and not field.skip:
-            return (None if view is None else _array(view, field) for view in views)
-        return (None if view is None else bytes(view) for view in views) if self._copy else views
+            return (None if data is None else _array(data, field) for data in delivery.copies(at))
+        return delivery.copies(at) if self._copy else delivery.views(at)
 
 
 def _close(session: Session, owner: int) -> None:
@@ -258,6 +259,6 @@ def as_values(data: npt.NDArray[np.uint8], field: Field) -> npt.NDArray[Any]:
     return data != 0 if field.dtype == "|b1" else data.view(field.dtype)
 
 
-def _array(view: memoryview, field: Field) -> npt.NDArray[Any]:
+def _array(data: bytes, field: Field) -> npt.NDArray[Any]:
     """Return the values of an array field, as an array of its own that may be written to."""
-    return as_values(np.frombuffer(bytearray(view), np.uint8), field).reshape(field.shape or -1)
+    return as_values(np.frombuffer(bytearray(data), np.uint8), field).reshape(field.shape or -1)

@@ -107,6 +107,18 @@ class Session:
         Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers.
         """
         delivery = Delivery(plan, self._verify)
+        delivery.on_torn = self._replace
+        self._complete(delivery)
+        self.stats.add("samples", len(plan))
+        return delivery
+
+    def _replace(self, delivery: Delivery, torn: Positions) -> None:
+        """Bring samples anew whose mapped shard became shorter after they were checked. Only the first tier maps."""
+        self._hold_against(self.tiers[0], delivery, torn)
+        self._complete(delivery)
+
+    def _complete(self, delivery: Delivery) -> None:
+        """Ask one tier after the other for what is missing."""
         for tier in self.tiers:
             before = delivery.checked.copy()
             self._ask(tier, delivery)
@@ -118,8 +130,6 @@ class Session:
                 break
         else:
             raise Unavailable(self.manifest.header.base, f"{len(delivery.missing())} samples could not be had")
-        self.stats.add("samples", len(plan))
-        return delivery
 
     def bring(self, plan: Plan) -> int:
         """Make the plan's shards resident; return how many of them the cache could not take."""
@@ -154,7 +164,10 @@ class Session:
             bad = delivery.check()
             if not len(bad):
                 return
-            self.stats.add("corruptions", len(bad))
-            self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
-            self._on_wrong(tier.name, delivery, bad)
-            tier.blame(delivery, bad)
+            self._hold_against(tier, delivery, bad)
+
+    def _hold_against(self, tier: Tier, delivery: Delivery, bad: Positions) -> None:
+        self.stats.add("corruptions", len(bad))
+        self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
+        self._on_wrong(tier.name, delivery, bad)
+        tier.blame(delivery, bad)

@@ -33,6 +33,7 @@ from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInven
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
+MADV_POPULATE_READ: Final = 22  # reads mapped pages in, and fails where touching them would be SIGBUS
 
 
 class Store:
@@ -280,10 +281,18 @@ class Writing:
                 view = view[written:]
 
     def content(self) -> mmap.mmap:
-        """Return what was written, mapped, for comparing it with its name."""
+        """Return what was written, mapped, for comparing it with its name. Raises ``Corrupt``, ``DiskFailed``."""
         if self._at != self.size_bytes or not self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
-        return mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ)
+        try:
+            mapped = mmap.mmap(self._fd, self.size_bytes, access=mmap.ACCESS_READ)
+            mapped.madvise(MADV_POPULATE_READ)
+        except ValueError as error:
+            raise DiskFailed(f"{self._store.root}: what was written cannot be read: it became shorter") from error
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14
+                raise DiskFailed(f"{self._store.root}: what was written cannot be read: {error.strerror}") from error
+        return mapped
 
     def commit(self) -> None:
         """Make the file visible under its name. The caller has compared the content with the name."""
