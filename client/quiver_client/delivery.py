@@ -107,8 +107,26 @@ class Delivery:
 
     def copies(self, field: int) -> Iterator[bytes | None]:
         """Yield the bytes of a byte field of each sample, as ``views``, copied when their turn comes."""
-        for at in range(len(self.plan)):
-            yield self._copy(at, field)
+        at = tries = 0
+        while tries < COPIES_MAX:
+            starts, lengths = self._cuts(slice(at, None), field)
+            buffers = self._buffers
+            for which, start, length in zip(self._in[at:].tolist(), starts.tolist(), lengths.tolist(), strict=True):
+                buffer, end = buffers[which], start + length
+                if length < 0:
+                    yield None
+                elif not buffer.mapped:
+                    yield bytes(buffer.view[start:end])
+                elif (data := buffer.take(start, end)) is not None:
+                    yield data
+                else:
+                    break
+                at, tries = at + 1, 0
+            else:
+                return
+            tries += 1
+            self._mend(np.asarray([at]))
+        raise Unavailable("the cache", "a sample cannot be read: its shard becomes shorter again and again")
 
     def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
         """Return a field of all samples as one array ``(n, bytes)``, without the first ``skip`` bytes of each.
@@ -149,18 +167,6 @@ class Delivery:
 
     def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
         return gather(self._buffers, self._in[positions], starts, length)
-
-    def _copy(self, at: int, field: int) -> bytes | None:
-        length = int(self.plan.lengths[at, field])
-        if length < 0:
-            return None
-        for _ in range(COPIES_MAX):
-            start = int(self._at[at] + self.plan.starts[at, field])
-            data: bytes | None = self._buffers[self._in[at]].take(start, start + length)
-            if data is not None:
-                return data
-            self._mend(np.asarray([at]))
-        raise Unavailable("the cache", "a sample cannot be read: its shard becomes shorter again and again")
 
     def _mend(self, positions: Positions) -> None:
         """Have samples that were here, and whose file is not whole any more, come from elsewhere."""

@@ -54,20 +54,19 @@ class Buffer(NamedTuple):
         if not self.mapped:
             return True
         start = max(len(self.view) - COUNT_BYTES, 0)
-        tail = self._taken(start, len(self.view))
-        return tail is not None and any(tail)
+        return self.take(start, len(self.view)) is not None
 
     def take(self, start: int, end: int) -> bytes | None:
         """Return a copy of some bytes; ``None`` if they are not what they were, or cannot be read."""
         if not self.mapped or start == end:
             return bytes(self.view[start:end])
-        data = self._taken(start, end)
-        return data if self.is_whole else None
-
-    def _taken(self, start: int, end: int) -> bytes | None:
-        if native.pieces is not None:
-            return native.pieces.take(self.address + start, end - start)
-        return bytes(self.view[start:end]) if is_readable(self.address + start, end - start) else None
+        ends = self.address + len(self.view)
+        if native.pieces is not None and len(self.view) >= COUNT_BYTES:
+            return native.pieces.take(self.address + start, end - start, ends)
+        if not is_readable(self.address + start, end - start):
+            return None
+        data = bytes(self.view[start:end])
+        return data if is_readable(ends - 1, 1) and any(self.view[-COUNT_BYTES:]) else None
 
 
 def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:

@@ -51,8 +51,8 @@ class Pieces:
         self._copy.argtypes, self._copy.restype = (number, pointer, number, pointer, pointer), None
         self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer, pointer), None
         # With the GIL: of one sample, to give it up and to wait for it takes longer than to copy it.
-        kind = ctypes.PYFUNCTYPE(None, number, ctypes.POINTER(number), number, ctypes.c_char_p, ctypes.POINTER(number))
-        self._take = kind(ctypes.cast(library.quiver_copy, pointer).value or 0)
+        kind = ctypes.PYFUNCTYPE(number, number, number, ctypes.c_char_p, number)
+        self._take = kind(ctypes.cast(library.quiver_take, pointer).value or 0)
 
     def copy(self, addresses: I64, size: int, torn: Mask) -> U8:
         """Return ``(n, size)``: ``size`` bytes from each address."""
@@ -69,11 +69,10 @@ class Pieces:
         self._hash(self._hash_function, len(found), *places)
         return found
 
-    def take(self, address: int, size: int) -> bytes | None:
-        """Return ``size`` bytes from an address; ``None`` if they are torn."""
-        data, torn = _new_bytes(None, size), ctypes.c_int64()
-        self._take(1, ctypes.byref(ctypes.c_int64(address)), size, data, ctypes.byref(torn))
-        return None if torn.value else data
+    def take(self, address: int, size: int, end: int) -> bytes | None:
+        """Return ``size`` bytes from an address, ``None`` if they are torn or the 8 bytes before ``end`` are all 0."""
+        data: bytes = _new_bytes(None, size)
+        return data if self._take(address, size, data, end) else None
 
 
 def load(library: Path = LIBRARY) -> Pieces | None:
@@ -99,7 +98,7 @@ def _is_right(pieces: Pieces) -> bool:
     rows = pieces.copy(np.asarray([address + 7, address, address + 3]), 100, torn)
     copied = all((row == data[at : at + 100]).all() for row, at in zip(rows, (7, 0, 3), strict=True))
     hashed = pieces.xxh3_64(np.full(len(sizes), address), sizes, torn).tolist() == expected
-    return copied and hashed and pieces.take(address + 5, 200) == data[5:205].tobytes() and not torn.any()
+    return copied and hashed and pieces.take(address + 5, 200, address + 20) == data[5:205].tobytes() and not torn.any()
 
 
 pieces: Pieces | None = load() if os.environ.get(NATIVE_VARIABLE) != "0" else None

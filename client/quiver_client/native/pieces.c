@@ -11,6 +11,7 @@
 
 #include <setjmp.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -37,6 +38,14 @@ EXPORTED int64_t quiver_pieces_version(void) { return 2; }
 static _Thread_local sigjmp_buf *volatile guard __attribute__((tls_model("initial-exec")));
 static struct sigaction before;
 static volatile sig_atomic_t passed_on;
+
+/* The compiler must not move reads to where nobody watches over them. */
+#define WATCH(place)                               \
+    do {                                           \
+        atomic_signal_fence(memory_order_seq_cst); \
+        guard = (place);                           \
+        atomic_signal_fence(memory_order_seq_cst); \
+    } while (0)
 
 static void on_bus(int number, siginfo_t *info, void *context) {
     (void)context;
@@ -77,14 +86,29 @@ EXPORTED void quiver_copy(int64_t count, const uintptr_t *addresses, int64_t siz
     stand_guard();
     if (sigsetjmp(here, 0))
         torn[at++] = 1;
-    guard = &here;
+    WATCH(&here);
     for (int64_t i = at; i < count; i++) {
         at = i;
         if (i + AHEAD < count)
             prefetch(addresses[i + AHEAD], (size_t)size);
         memcpy(out + i * size, (const void *)addresses[i], (size_t)size);
     }
-    guard = NULL;
+    WATCH(NULL);
+}
+
+/* Copy `size` bytes from one address; return whether they were read, and the eight bytes before `end` are not all 0. */
+EXPORTED int64_t quiver_take(uintptr_t address, int64_t size, uint8_t *out, uintptr_t end) {
+    sigjmp_buf here;
+    uint64_t tail = 0;
+    stand_guard();
+    if (sigsetjmp(here, 0))
+        return 0;
+    WATCH(&here);
+    memcpy(out, (const void *)address, (size_t)size);
+    atomic_signal_fence(memory_order_seq_cst); /* the tail says something of what was read before it */
+    memcpy(&tail, (const void *)(end - sizeof tail), sizeof tail);
+    WATCH(NULL);
+    return tail != 0;
 }
 
 /* Hash `sizes[i]` bytes from each of `count` addresses. */
@@ -95,12 +119,12 @@ EXPORTED void quiver_hash(Hash hash, int64_t count, const uintptr_t *addresses, 
     stand_guard();
     if (sigsetjmp(here, 0))
         torn[at++] = 1;
-    guard = &here;
+    WATCH(&here);
     for (int64_t i = at; i < count; i++) {
         at = i;
         if (i + AHEAD < count)
             prefetch(addresses[i + AHEAD], (size_t)sizes[i + AHEAD]);
         out[i] = hash((const void *)addresses[i], (size_t)sizes[i]);
     }
-    guard = NULL;
+    WATCH(NULL);
 }
