@@ -35,7 +35,9 @@ class Dataset(TorchDataset[Any]):
     rack, ``file:///folder?capacity=200GiB`` for a folder of this machine, by default ``$QUIVER_CACHE`` or else
     ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
-    ``"off"`` nothing (shards are verified when they are filled in any case). ``copy=False`` hands byte fields out as
+    ``"off"`` nothing (shards are verified when they are filled in any case). XXH3 finds accidents and is no defence:
+    whoever is in the ring, or on the network to it, can forge a sample of equal XXH3 in milliseconds. Where not all of
+    them are trusted, choose ``"full"``. ``copy=False`` hands byte fields out as
     read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps what
     it is part of in memory, and is for a ``transform`` or a collate function: sent to another process, as by a loader's
     worker, it arrives as ``bytes``. It was readable when it was checked, or with ``verify="off"`` when it was mapped;

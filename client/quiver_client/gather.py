@@ -17,7 +17,7 @@ import xxhash
 
 from quiver.shard import COUNT_BYTES
 from quiver_client import native
-from quiver_client.pages import is_readable
+from quiver_client.pages import is_readable, reaches
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -63,10 +63,10 @@ class Buffer(NamedTuple):
         ends = self.address + len(self.view)
         if native.pieces is not None and len(self.view) >= COUNT_BYTES:
             return native.pieces.take(self.address + start, end - start, ends)
-        if not is_readable(self.address + start, end - start):
+        if not reaches(ends) or not is_readable(self.address + start, end - start):
             return None
         data = bytes(self.view[start:end])
-        return data if is_readable(ends - 1, 1) and any(self.view[-COUNT_BYTES:]) else None
+        return data if reaches(ends) and any(self.view[-COUNT_BYTES:]) else None
 
 
 def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:
@@ -116,8 +116,11 @@ def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64)
 
 def _torn(buffers: Sequence[Buffer], which: Places, addresses: I64, lengths: npt.NDArray[np.int64]) -> Mask:
     """Return ``(n,)`` which pieces cannot be read."""
-    torn = np.zeros(len(which), bool)
-    for at in np.flatnonzero(np.asarray([buffer.mapped for buffer in buffers], bool)[which]).tolist():
+    used = set(which.tolist())
+    short = [at in used and it.mapped and not reaches(it.address + len(it.view)) for at, it in enumerate(buffers)]
+    torn = np.asarray(short, bool)[which]
+    mapped = np.asarray([buffer.mapped for buffer in buffers], bool)[which]
+    for at in np.flatnonzero(mapped & ~torn & (lengths > 0)).tolist():
         torn[at] = not is_readable(int(addresses[at]), int(lengths[at]))
     return torn
 

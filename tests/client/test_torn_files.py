@@ -110,7 +110,8 @@ def test_what_is_torn_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     os.truncate(tmp_path / "shard", 2 * mmap.PAGESIZE)
     which, length = np.asarray([0, 0, 1, 0, 0]), mmap.PAGESIZE + 10
     starts = np.asarray([5 * mmap.PAGESIZE - 10, 0, 4 * mmap.PAGESIZE, 50, mmap.PAGESIZE])
-    expected = [True, False, False, False, True]
+    # Without native code, nothing is read of a file that is not whole.
+    expected = [True, False, False, False, True] if native.pieces is not None else [True, True, False, True, True]
     rows, missed = gather([torn, whole], which, starts, length)
     assert missed.tolist() == expected
     for row, start, gone in zip(rows, starts.tolist(), expected, strict=True):
