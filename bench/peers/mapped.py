@@ -70,7 +70,9 @@ class MappedVerified(MappedSlices):
 
     def _hashed(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
         assert native.pieces is not None
-        return native.pieces.xxh3_64(self._address + self._starts[numbers], self._sizes[numbers])
+        return native.pieces.xxh3_64(
+            self._address + self._starts[numbers], self._sizes[numbers], np.zeros(len(numbers), bool)
+        )
 
 
 class MappedGather(Peer):

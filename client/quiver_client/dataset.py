@@ -7,6 +7,7 @@ survives a fork; the session behind it opens on first use in each process.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
@@ -36,10 +37,14 @@ class Dataset(TorchDataset[Any]):
     rack, ``file:///folder?capacity=200GiB`` for a folder of this machine, by default ``$QUIVER_CACHE`` or else
     ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
-    ``"off"`` nothing (shards are verified when they are filled in any case). ``copy=False`` hands byte fields out as
+    ``"off"`` nothing (shards are verified when they are filled in any case). XXH3 finds accidents and is no defence:
+    whoever is in the ring, or on the network to it, can forge a sample of equal XXH3 in milliseconds. Where not all of
+    them are trusted, choose ``"full"``. ``copy=False`` hands byte fields out as
     read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps what
     it is part of in memory, and is for a ``transform`` or a collate function: sent to another process, as by a loader's
-    worker, it arrives as ``bytes``.
+    worker, it arrives as ``bytes``. It was readable when it was checked, or with ``verify="off"`` when it was mapped;
+    if somebody shortens the file of a shard afterwards, or its disk fails, touching the view ends the process by
+    SIGBUS. Copied bytes are safe from that: they are read again, from elsewhere.
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
@@ -69,6 +74,7 @@ class Dataset(TorchDataset[Any]):
         self._copy = copy
         self._manifest: Manifest | None = opened
         self._session: Session | None = None
+        self._closing: weakref.finalize[..., Dataset] | None = None  # of the session
         self._owner = 0
         self._lock = forks.lock()
         self._choose(fields)
@@ -149,17 +155,13 @@ class Dataset(TorchDataset[Any]):
     def close(self) -> None:
         """Let go of sockets, threads and maps. Using the dataset again opens them again."""
         with self._lock:
-            session, self._session = self._session, None
-        if session is not None and self._owner == os.getpid():
-            session.close()
-
-    def __del__(self) -> None:
-        if "_session" in self.__dict__:
-            self.close()
+            self._session, closing = None, self._closing
+        if closing is not None:
+            closing()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_manifest", "_session", "_lock"):
+        for name in ("_manifest", "_session", "_closing", "_lock"):
             del state[name]
         # A worker that is being spawned gets the manifest itself, whatever is under its path by now.
         fd = self.manifest.share() if get_spawning_popen() is not None else None
@@ -168,7 +170,7 @@ class Dataset(TorchDataset[Any]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         passed = state.pop("_passed")
-        self.__dict__.update(state, _manifest=None, _session=None, _owner=0, _lock=forks.lock())
+        self.__dict__.update(state, _manifest=None, _session=None, _closing=None, _owner=0, _lock=forks.lock())
         if passed is not None:
             self._manifest = Manifest.adopt(self._path, passed.detach(), self._digest)
         self._let_views_be_sent()
@@ -231,8 +233,12 @@ class Dataset(TorchDataset[Any]):
         if self._session is None or self._owner != os.getpid():
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
-                    self._session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
-                    self._owner = os.getpid()
+                    session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
+                    if self._closing is not None:  # of the parent's, in a child that was forked
+                        self._closing.detach()
+                    self._closing = weakref.finalize(self, _close, session, os.getpid())
+                    self._closing.atexit = False  # the session sees to that
+                    self._session, self._owner = session, os.getpid()
         return self._session
 
     def checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -274,10 +280,15 @@ class Dataset(TorchDataset[Any]):
         if delivery is None or name not in self.blobs:
             return self.manifest.scalars(name, rows)
         field, at = self.blobs[name]
-        views = delivery.views(at)
         if field.dtype and not field.skip:
-            return (None if view is None else _array(view, field) for view in views)
-        return (None if view is None else bytes(view) for view in views) if self._copy else views
+            return (None if data is None else _array(data, field) for data in delivery.copies(at))
+        return delivery.copies(at) if self._copy else delivery.views(at)
+
+
+def _close(session: Session, owner: int) -> None:
+    """Close a session, unless it is the parent's of this process: its threads and sockets are not ours."""
+    if owner == os.getpid():
+        session.close()
 
 
 def _as_bytes(view: memoryview) -> tuple[type[bytes], tuple[bytes]]:
@@ -292,6 +303,6 @@ def as_values(data: npt.NDArray[np.uint8], field: Field) -> npt.NDArray[Any]:
     return data != 0 if field.dtype == "|b1" else data.view(field.dtype)
 
 
-def _array(view: memoryview, field: Field) -> npt.NDArray[Any]:
+def _array(data: bytes, field: Field) -> npt.NDArray[Any]:
     """Return the values of an array field, as an array of its own that may be written to."""
-    return as_values(np.frombuffer(bytearray(view), np.uint8), field).reshape(field.shape or -1)
+    return as_values(np.frombuffer(bytearray(data), np.uint8), field).reshape(field.shape or -1)

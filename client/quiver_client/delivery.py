@@ -4,24 +4,28 @@ A tier says in which buffer a sample lies and where; only what passed ``check`` 
 out again, so that the next try or the next tier brings it. Nothing is copied on the way, with one exception: samples
 that are small and of one size are gathered into one array first, since a batch of them is wanted as one, and what was
 hashed is then what is handed out.
+
+A mapped file may become shorter, or its disk fail, at any moment. What cannot be read is wrong when it is checked, and
+missing again when it is copied: then the tiers are asked once more, for those samples alone.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal, Protocol
 
 import blake3
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import QuiverError
+from quiver.errors import QuiverError, Unavailable
 from quiver.plan import Ints, Plan
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather, xxh3_64
+from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, Mask, gather, xxh3_64
 
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
+COPIES_MAX: Final = 3  # of a sample that was torn, and torn again where it came from the next time
 
 
 class Delivery:
@@ -36,6 +40,7 @@ class Delivery:
         self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: it has not come
         self._at = np.zeros(len(plan), np.int64)  # and at which byte of it
         self._whole: npt.NDArray[np.uint8] | None = None  # all samples, gathered in order
+        self.on_torn: Callable[[Delivery, Positions], None] = lambda delivery, positions: None  # brings them anew
 
     # -- what a tier does ---------------------------------------------------------------------------------------------
 
@@ -91,13 +96,37 @@ class Delivery:
         """Return the bytes of a wanted byte field, counted from the plan's first, of each sample; ``None``: it lacks.
 
         Nothing is copied: a view keeps the mapping or the answer that it is part of in memory. It is read-only, since
-        the same bytes may be another sample's too.
+        the same bytes may be another sample's too. It was readable when it was checked; of a file that becomes shorter
+        afterwards, whoever touches it is ended by SIGBUS.
         """
         starts, lengths = self._cuts(slice(None), field)
         ends = (starts + np.maximum(lengths, 0)).tolist()
         cuts = zip(self._in.tolist(), starts.tolist(), ends, lengths.tolist(), strict=True)
         buffers = [buffer.view.toreadonly() for buffer in self._buffers]
         return [buffers[which][start:end] if length >= 0 else None for which, start, end, length in cuts]
+
+    def copies(self, field: int) -> Iterator[bytes | None]:
+        """Yield the bytes of a byte field of each sample, as ``views``, copied when their turn comes."""
+        at = tries = 0
+        while tries < COPIES_MAX:
+            starts, lengths = self._cuts(slice(at, None), field)
+            buffers = self._buffers
+            for which, start, length in zip(self._in[at:].tolist(), starts.tolist(), lengths.tolist(), strict=True):
+                buffer, end = buffers[which], start + length
+                if length < 0:
+                    yield None
+                elif not buffer.mapped:
+                    yield bytes(buffer.view[start:end])
+                elif (data := buffer.take(start, end)) is not None:
+                    yield data
+                else:
+                    break
+                at, tries = at + 1, 0
+            else:
+                return
+            tries += 1
+            self._mend(np.asarray([at]))
+        raise Unavailable("the cache", "a sample cannot be read: its shard becomes shorter again and again")
 
     def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
         """Return a field of all samples as one array ``(n, bytes)``, without the first ``skip`` bytes of each.
@@ -113,7 +142,15 @@ class Delivery:
         if self._whole is not None and (firsts == firsts[0]).all():
             start = int(firsts[0]) + skip
             return np.ascontiguousarray(self._whole[:, start : start + length])
-        return self._gathered(starts + skip, slice(None), length)
+        for _ in range(COPIES_MAX):
+            rows, torn = self._gathered(starts + skip, slice(None), length)
+            gone = [at for at in np.unique(self._in).tolist() if not self._buffers[at].is_whole]
+            torn |= np.isin(self._in, gone)
+            if not torn.any():
+                return rows
+            self._mend(np.flatnonzero(torn))
+            starts, _ = self._cuts(slice(None), field)
+        raise Unavailable("the cache", "samples cannot be read: their shards become shorter again and again")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -128,8 +165,15 @@ class Delivery:
         plan = self.plan
         return self._at[positions] + plan.starts[positions, field], plan.lengths[positions, field]
 
-    def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> npt.NDArray[np.uint8]:
+    def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
         return gather(self._buffers, self._in[positions], starts, length)
+
+    def _mend(self, positions: Positions) -> None:
+        """Have samples that were here, and whose file is not whole any more, come from elsewhere."""
+        self.checked[positions], self._in[positions], self._whole = False, -1, None
+        self.on_torn(self, positions)
+        if not self.checked.all():
+            raise Unavailable("the cache", f"{len(positions)} samples cannot be read: shards become shorter")
 
     def _right(self, came: Positions) -> npt.NDArray[np.bool_]:
         plan = self.plan
@@ -145,27 +189,32 @@ class Delivery:
         right = np.ones(len(came), bool)
         for field in range(fields):
             starts, lengths = self._cuts(came, field)
-            found = xxh3_64(self._buffers, self._in[came], starts, np.maximum(lengths, 0))
-            right &= (lengths < 0) | (found == expected[:, field])
+            found, torn = xxh3_64(self._buffers, self._in[came], starts, np.maximum(lengths, 0))
+            right &= (lengths < 0) | ((found == expected[:, field]) & ~torn)
         return right
 
     def _bring_together(self, came: Positions) -> None:
-        """Gather small samples of one size into an array, where from now on they lie."""
+        """Gather small samples of one size into an array, where from now on they lie; what is torn is zeros there."""
         sizes = self.plan.sizes[came]
         size = int(sizes[0])
         if not 0 < size <= GATHERED_BYTES_MAX or len(came) < 2 or (sizes != size).any():
             return
-        together = self._gathered(self._at[came], came, size)
+        together, torn = self._gathered(self._at[came], came, size)
+        together[torn] = 0
         self.put(came, Buffer.of(together), np.arange(len(came)) * size)
         self._whole = together if len(came) == len(self.plan) else None
 
     def _blake3(self, positions: Positions) -> npt.NDArray[np.uint8]:
-        """Return the BLAKE3 of the samples, ``(n, 32)``. It takes so long that the calls do not matter."""
-        buffers = [buffer.view for buffer in self._buffers]
+        """Return the BLAKE3 of the samples, ``(n, 32)``. It takes so long that calls and copies do not matter."""
         starts, sizes = self._at[positions], self.plan.sizes[positions]
         cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
-        digests = b"".join([blake3.blake3(buffers[which][start:end]).digest() for which, start, end in cuts])
+        digests = b"".join([_digest(self._buffers[which], start, end) for which, start, end in cuts])
         return np.frombuffer(digests, np.uint8).reshape(-1, 32)
+
+
+def _digest(buffer: Buffer, start: int, end: int) -> bytes:
+    data = buffer.take(start, end) if buffer.mapped else buffer.view[start:end]
+    return bytes(32) if data is None else blake3.blake3(data).digest()
 
 
 class Tier(Protocol):

@@ -15,62 +15,114 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from quiver.shard import COUNT_BYTES
 from quiver_client import native
+from quiver_client.pages import is_readable, reaches
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
+Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
 ARRAY_BYTES_MAX: Final = 1 << 62  # of any array: with rows of 16 KiB it reaches 2^48 bytes, which is all that there are
 
 
 class Buffer(NamedTuple):
-    """Bytes in memory, and where they are. Whoever holds it keeps them there."""
+    """Bytes in memory, and where they are. Whoever holds it keeps them there.
+
+    What is ``mapped`` is a file, which may become shorter: nothing reads it but the functions here.
+    """
 
     view: memoryview
     address: int
+    mapped: bool = False
 
     @classmethod
-    def of(cls, data: Any) -> Buffer:
+    def of(cls, data: Any, *, mapped: bool = False) -> Buffer:
         """Return the buffer of anything that has one: a mapping, an array, bytes."""
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
-        return cls(view, int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0)
+        address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
+        return cls(view, address, mapped)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a mapped shard's file is still as long as it was: then what was read of it before is what it held.
+
+        Where a file ends now, the rest of the page reads as zeros. A shard ends in its count of samples, never 0.
+        """
+        if not self.mapped:
+            return True
+        start = max(len(self.view) - COUNT_BYTES, 0)
+        return self.take(start, len(self.view)) is not None
+
+    def take(self, start: int, end: int) -> bytes | None:
+        """Return a copy of some bytes; ``None`` if they are not what they were, or cannot be read."""
+        if not self.mapped or start == end:
+            return bytes(self.view[start:end])
+        ends = self.address + len(self.view)
+        if native.pieces is not None and len(self.view) >= COUNT_BYTES:
+            return native.pieces.take(self.address + start, end - start, ends)
+        if not reaches(ends) or not is_readable(self.address + start, end - start):
+            return None
+        data = bytes(self.view[start:end])
+        return data if reaches(ends) and any(self.view[-COUNT_BYTES:]) else None
 
 
-def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> U8:
+def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:
     """Return ``(n, length)`` uint8: ``length`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on, copied.
 
-    Raises ``IndexError`` if any of them is outside its buffer: nothing below would notice.
+    And ``(n,)``, which of them could not be read. Raises ``IndexError`` if any is outside its buffer: nothing below
+    would notice.
     """
     addresses = _addresses(buffers, which, starts, np.full(len(which), length, np.int64))
+    torn = np.zeros(len(which), bool)
     if not length or not len(which):
-        return np.empty((len(which), length), np.uint8)
+        return np.empty((len(which), length), np.uint8), torn
     if native.pieces is not None:
-        return native.pieces.copy(addresses, length)
+        return native.pieces.copy(addresses, length, torn), torn
+    torn = _torn(buffers, which, addresses, np.full(len(which), length))
+    if torn.any():
+        rows = np.zeros((len(which), length), np.uint8)
+        rows[~torn] = gather(buffers, which[~torn], starts[~torn], length)[0]
+        return rows, torn
     if length > GATHERED_BYTES_MAX:
         rows = np.empty((len(which), length), np.uint8)
         views = [buffer.view for buffer in buffers]
         for row, at, start in zip(rows, which.tolist(), starts.tolist(), strict=True):
             row[:] = np.frombuffer(views[at], np.uint8, length, start)
-        return rows
+        return rows, torn
     lowest = int(addresses.min())
     found: npt.NDArray[np.void] = _Memory(np.dtype(f"V{length}"), lowest).array[addresses - lowest]
     together: U8 = found.view(np.uint8).reshape(len(which), length)
-    return together
+    return together, torn
 
 
-def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> U64:
+def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> tuple[U64, Mask]:
     """Return the XXH3-64 ``(n,)`` of ``lengths (n,)`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on.
 
-    Raises ``IndexError`` if any of them is outside its buffer.
+    And ``(n,)``, which of them could not be read. Raises ``IndexError`` if any of them is outside its buffer.
     """
     addresses = _addresses(buffers, which, starts, lengths)
+    torn = np.zeros(len(which), bool)
     if native.pieces is not None:
-        return native.pieces.xxh3_64(addresses, lengths)
+        return native.pieces.xxh3_64(addresses, lengths, torn), torn
+    torn = _torn(buffers, which, addresses, lengths)
     views = [buffer.view for buffer in buffers]
-    cuts = zip(which.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
-    return np.asarray([xxhash.xxh3_64_intdigest(views[at][start:end]) for at, start, end in cuts], np.uint64)
+    ends = np.where(torn, starts, starts + lengths)
+    cuts = zip(which.tolist(), starts.tolist(), ends.tolist(), strict=True)
+    return np.asarray([xxhash.xxh3_64_intdigest(views[at][start:end]) for at, start, end in cuts], np.uint64), torn
+
+
+def _torn(buffers: Sequence[Buffer], which: Places, addresses: I64, lengths: npt.NDArray[np.int64]) -> Mask:
+    """Return ``(n,)`` which pieces cannot be read."""
+    used = set(which.tolist())
+    short = [at in used and it.mapped and not reaches(it.address + len(it.view)) for at, it in enumerate(buffers)]
+    torn = np.asarray(short, bool)[which]
+    mapped = np.asarray([buffer.mapped for buffer in buffers], bool)[which]
+    for at in np.flatnonzero(mapped & ~torn & (lengths > 0)).tolist():
+        torn[at] = not is_readable(int(addresses[at]), int(lengths[at]))
+    return torn
 
 
 def _addresses(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> I64:

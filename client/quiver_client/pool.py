@@ -2,14 +2,13 @@
 
 The interpreter joins every thread of a ``ThreadPoolExecutor`` before it ends, and takes nothing new from then on: one
 request to a daemon that stands still would hold Ctrl-C up, and a last word could not be said. Here threads are daemons.
-At the interpreter's end what runs has a moment, all pools together, to come out of native code, in which a thread that
-is cut off can crash the process; what still waits after it waits for others, and is left where it is.
+At the interpreter's end what runs has a moment, with all other threads (``process_exit``); what waits for others for
+longer is left where it is.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -18,12 +17,12 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final, ParamSpec, TypeVar
 
 from quiver import forks
+from quiver_client import process_exit
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 END_SECONDS: Final = 1.0  # how long ``shutdown`` waits
-EXIT_SECONDS: Final = 0.5  # how long the interpreter's end waits, for all pools together
 
 
 class DaemonPool(Executor):
@@ -37,7 +36,8 @@ class DaemonPool(Executor):
         self._work: _Work = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        weakref.finalize(self, _end, self._work, self._threads)  # also at the interpreter's end
+        weakref.finalize(self, self._work.put, None).atexit = False  # its threads end without it
+        process_exit.call_at_exit(self.stop, process_exit.Phase.POOLS)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Have a thread do it. Raises ``RuntimeError`` if the pool is closed, or if there is no thread to be had."""
@@ -58,13 +58,15 @@ class DaemonPool(Executor):
                 _cancel(self._work)
             self._work.put(None)
         if wait:
-            _join(self._threads, time.monotonic() + END_SECONDS)
+            process_exit.join(self._threads, END_SECONDS)
+
+    def stop(self) -> None:
+        """Do nothing more than what runs."""
+        self.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
-        name = f"{self._name}_{len(self._threads)}"
-        thread = threading.Thread(target=_serve, name=name, args=(self._work, self._idle), daemon=True)
         try:
-            thread.start()
+            thread = process_exit.start(_serve, f"{self._name}_{len(self._threads)}", self._work, self._idle)
         except RuntimeError:  # there are too many, or the interpreter ends: those that run do it all
             if not self._threads:
                 raise
@@ -73,7 +75,6 @@ class DaemonPool(Executor):
 
 
 _Work = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-_ending: list[float] = []  # until when the interpreter's end waits
 
 
 def _serve(work: _Work, idle: threading.Semaphore) -> None:
@@ -98,18 +99,6 @@ def _do(future: Future[Any], call: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-def _end(work: _Work, threads: list[threading.Thread]) -> None:
-    """The pool is gone, or the interpreter ends."""
-    if threading.main_thread().is_alive():
-        work.put(None)
-        return
-    if not _ending:
-        _ending.append(time.monotonic() + EXIT_SECONDS)
-    _cancel(work)
-    work.put(None)
-    _join(threads, _ending[0])
-
-
 def _cancel(work: _Work) -> None:
     try:
         while True:
@@ -118,9 +107,3 @@ def _cancel(work: _Work) -> None:
                 item[0].cancel()
     except Empty:
         return
-
-
-def _join(threads: list[threading.Thread], until: float) -> None:
-    for thread in list(threads):
-        if thread is not threading.current_thread():
-            thread.join(max(until - time.monotonic(), 0.0))

@@ -19,6 +19,7 @@ from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
+from quiver_client import process_exit
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
 from quiver_client.imports import import_ahead
@@ -68,6 +69,7 @@ class Session:
             self.tiers = (self._embedded(cache), direct)
         else:
             self.tiers = (*self._rack(cache.urls, introduce), direct)
+        process_exit.call_at_exit(self.close, process_exit.Phase.SESSIONS)
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
@@ -110,20 +112,30 @@ class Session:
         as long as ``patience`` lasts.
         """
         delivery = Delivery(plan, self._verify)
+        delivery.on_torn = self._replace
+        self._complete(delivery)
+        self.stats.add("samples", len(plan))
+        return delivery
+
+    def _replace(self, delivery: Delivery, torn: Positions) -> None:
+        """Bring samples anew whose mapped shard became shorter after they were checked. Only the first tier maps."""
+        self._hold_against(self.tiers[0], delivery, torn)
+        self._complete(delivery)
+
+    def _complete(self, delivery: Delivery) -> None:
+        """Bring what is missing, however long the origin is to be waited for."""
         waiting = self.patience.begin()
         while True:
             try:
-                self._read(delivery)
+                self._ask_tiers(delivery)
                 break
             except Unavailable as error:
                 # All tiers are asked again: what is missing may be in the cache by then.
                 self.patience.wait(waiting, error, lambda: self._described(delivery))
         if waiting.failures:
             self.patience.answered()
-        self.stats.add("samples", len(plan))
-        return delivery
 
-    def _read(self, delivery: Delivery) -> None:
+    def _ask_tiers(self, delivery: Delivery) -> None:
         """Ask one tier after the other for what is missing."""
         for tier in self.tiers:
             before = delivery.checked.copy()
@@ -192,7 +204,10 @@ class Session:
             bad = delivery.check()
             if not len(bad):
                 return
-            self.stats.add("corruptions", len(bad))
-            self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
-            self._on_wrong(tier.name, delivery, bad)
-            tier.blame(delivery, bad)
+            self._hold_against(tier, delivery, bad)
+
+    def _hold_against(self, tier: Tier, delivery: Delivery, bad: Positions) -> None:
+        self.stats.add("corruptions", len(bad))
+        self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
+        self._on_wrong(tier.name, delivery, bad)
+        tier.blame(delivery, bad)

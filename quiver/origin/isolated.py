@@ -24,9 +24,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -61,14 +62,21 @@ class _Answer(msgspec.Struct):
     lasting: bool = False
 
 
+class _Running(NamedTuple):
+    """The reading process, the socket to it, and what ends both."""
+
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    finalizer: weakref.finalize[..., IsolatedStore]
+
+
 class IsolatedStore:
     """``ObjectStore`` whose requests a reader answers: started on first use, and once again if it dies."""
 
     def __init__(self, base: str) -> None:
-        self._reader: tuple[subprocess.Popen[bytes], socket.socket] | None = None
+        self._reader: _Running | None = None
         self.base = base if base.endswith("/") else base + "/"
         self._lock = threading.Lock()  # over the reader's start and end, and never while an answer is awaited
-        self._owner = os.getpid()
         self._closed = False
 
     def __repr__(self) -> str:
@@ -100,27 +108,10 @@ class IsolatedStore:
             self._closed = True
             self._end()
 
-    def __del__(self) -> None:
-        if "_lock" in self.__dict__:
-            self._end()
-
     def _end(self) -> None:
         reader, self._reader = self._reader, None
-        if reader is None:
-            return
-        process, link = reader
-        if self._owner == os.getpid():
-            # Shut down and not only closed: a child that was forked meanwhile holds the socket by its copy.
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-            try:
-                process.wait(END_SECONDS_MAX)
-            except subprocess.TimeoutExpired:  # stopped, perhaps
-                process.kill()
-                process.wait()
-        else:
-            process.returncode = 0  # the parent's child: not this process's to wait for
-        link.close()
+        if reader is not None:
+            reader.finalizer()
 
     def _asked(self, request: _Request, memory: int) -> _Answer:
         """Return the answer to a request. Raises what the reader met."""
@@ -131,9 +122,9 @@ class IsolatedStore:
             with self._lock:
                 if self._closed:
                     raise Unavailable(self.base, "was closed", lasting=True)
-                process, link = reader = self._started()
+                reader = self._started()
             try:
-                return _raised(self._exchanged(link, request, memory), self.base)
+                return _raised(self._exchanged(reader.link, request, memory), self.base)
             except (OSError, EOFError) as error:
                 with self._lock:
                     if self._reader is reader:
@@ -141,7 +132,9 @@ class IsolatedStore:
                     if self._closed:
                         raise Unavailable(self.base, "was closed", lasting=True) from None
                 if attempt == 2:
-                    raise Unavailable(self.base, f"the process that reads it died (exit {process.poll()})") from error
+                    raise Unavailable(
+                        self.base, f"the process that reads it died (exit {reader.process.poll()})"
+                    ) from error
         raise AssertionError("unreachable")
 
     def _exchanged(self, link: socket.socket, request: _Request, memory: int) -> _Answer:
@@ -156,7 +149,7 @@ class IsolatedStore:
             raise EOFError
         return msgspec.msgpack.decode(raw, type=_Answer)
 
-    def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    def _started(self) -> _Running:
         if self._reader is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             ours.settimeout(SLACK_SECONDS)  # of sending: it reads at once what it is sent
@@ -167,8 +160,26 @@ class IsolatedStore:
                     stdin=subprocess.DEVNULL,
                     process_group=0,  # Ctrl-C is its owner's business
                 )
-            self._reader = process, ours
+            # It ends when this process does, by itself: at the interpreter's exit there is nothing to do.
+            finalizer = weakref.finalize(self, _end, process, ours, os.getpid())
+            finalizer.atexit = False
+            self._reader = _Running(process, ours, finalizer)
         return self._reader
+
+
+def _end(process: subprocess.Popen[bytes], link: socket.socket, owner: int) -> None:
+    if owner == os.getpid():
+        # Shut down and not only closed: a child that was forked meanwhile holds the socket by its copy.
+        with contextlib.suppress(OSError):
+            link.shutdown(socket.SHUT_RDWR)
+        try:
+            process.wait(END_SECONDS_MAX)
+        except subprocess.TimeoutExpired:  # stopped, perhaps
+            process.kill()
+            process.wait()
+    else:
+        process.returncode = 0  # the parent's child: not this process's to wait for
+    link.close()
 
 
 _PROGRAM: Final = "import sys; from quiver.origin.isolated import main; main()"

@@ -14,6 +14,7 @@ import random
 import re
 import socket
 import ssl
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -68,8 +69,8 @@ class WebStore:
     def __repr__(self) -> str:
         return f"WebStore({self._location.url!r})"
 
-    def __del__(self) -> None:
-        if hasattr(self, "_tls"):
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "_tls") and not is_finalizing():
             self.close()
 
     def get_range(self, path: str, *, start: int, end: int) -> bytearray:
@@ -353,8 +354,9 @@ class Whole:
         self._path = path
         self._answer: _Answer | None = answer
 
-    def __del__(self) -> None:
-        self._release()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():
+            self._release()
 
     def bytes(self) -> bytearray:
         """Return all of it."""

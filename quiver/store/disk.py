@@ -35,6 +35,7 @@ OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
 REHEARSE_BYTES_MAX: Final = 64 << 20  # two shards of the default size: a disk with room for them takes files again
+MADV_POPULATE_READ: Final = 22  # reads mapped pages in, and fails where touching them would be SIGBUS
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -354,10 +355,18 @@ class Writing:
                 view = view[written:]
 
     def content(self) -> mmap.mmap:
-        """Return what was written, mapped, for comparing it with its name."""
+        """Return what was written, mapped, for comparing it with its name. Raises ``Corrupt``, ``DiskFailed``."""
         if self._at != self.size_bytes or not self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
-        return mmap.mmap(self._file.fd, self.size_bytes, access=mmap.ACCESS_READ)
+        try:
+            mapped = mmap.mmap(self._file.fd, self.size_bytes, access=mmap.ACCESS_READ)
+            mapped.madvise(MADV_POPULATE_READ)
+        except ValueError as error:
+            raise DiskFailed(f"{self._store.root}: what was written cannot be read: it became shorter") from error
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a kernel before 5.14
+                raise DiskFailed(f"{self._store.root}: what was written cannot be read: {error.strerror}") from error
+        return mapped
 
     def commit(self) -> None:
         """Make the file visible under its name. The caller has compared the content with the name."""

@@ -8,12 +8,12 @@ import errno
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-import pyarrow as pa
 
 from quiver.errors import DiskFailed
 
@@ -36,15 +36,12 @@ class OpenFile:
 
     def _take(self, fd: int, name: str) -> None:
         self.fd = fd
+        weakref.finalize(self, os.close, fd).atexit = False
         self._mapped: memoryview | None = None
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
         self.size_bytes = found.st_size
-
-    def __del__(self) -> None:
-        if hasattr(self, "fd"):
-            os.close(self.fd)
 
     @property
     def linked(self) -> bool:
@@ -60,7 +57,7 @@ class OpenFile:
             return memoryview(b"")
         with disk_errors(Path(f"/proc/self/fd/{self.fd}"), "map"):
             mapping = _Mapping(self.fd, self.size_bytes)
-        return memoryview(pa.foreign_buffer(mapping.address, self.size_bytes, mapping)).cast("B")
+        return np.asarray(mapping).data
 
     def mapped(self) -> memoryview:
         """Return ``map()``, made once: it stays as long as the file is held open."""
@@ -85,7 +82,7 @@ _mmap = ctypes.CFUNCTYPE(
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
     use_errno=True,
 )(("mmap", _libc))
-_munmap = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)(("munmap", _libc))
+_munmap = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)(("munmap", ctypes.PyDLL(None)))
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
@@ -95,22 +92,21 @@ class _Mapping:
     By the C library, since nothing else does it. ``mmap.mmap`` keeps a duplicate of the descriptor until Python 3.13,
     and 1,024 is all that most processes may have. Arrow opens the file anew by its path in ``/proc``, and the modes of
     a file that another user passed may forbid that.
+
+    The last view may be dropped anywhere, in a destructor of C++ too, so unmapping keeps the GIL: a thread that wants
+    it back while the interpreter ends is unwound, which C++ destructors do not survive. Views are numpy's for the same
+    reason, which is plain C.
     """
 
-    __slots__ = ("_size_bytes", "_unmap", "address")
+    __slots__ = ("__array_interface__", "__weakref__")
 
     def __init__(self, fd: int, size_bytes: int) -> None:
         address = _mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
         if address is None or address == _FAILED:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-        self.address: int = address
-        self._size_bytes = size_bytes
-        self._unmap = _munmap  # this module may be gone before the last mapping is
-
-    def __del__(self) -> None:
-        if hasattr(self, "_unmap"):
-            self._unmap(self.address, self._size_bytes)
+        self.__array_interface__ = {"version": 3, "data": (address, True), "typestr": "|u1", "shape": (size_bytes,)}
+        weakref.finalize(self, _munmap, address, size_bytes).atexit = False
 
 
 @contextlib.contextmanager

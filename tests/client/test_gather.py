@@ -40,7 +40,7 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
     buffers = [Buffer.of(bytearray(content)) for content in contents]
     which = [one % len(buffers) for one, _ in cuts]
     at = [start % (len(contents[one]) - length + 1) for one, (_, start) in zip(which, cuts, strict=True)]
-    rows = gather(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), length)
+    rows, _ = gather(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), length)
     assert rows.shape == (len(cuts), length)
     assert rows.dtype == np.uint8
     assert [row.tobytes() for row in rows] == [
@@ -59,7 +59,7 @@ def test_the_hashes_of_pieces_of_many_buffers_are_those_of_slices(
     lengths = [
         length % (len(contents[one]) - start + 1) for one, start, (_, _, length) in zip(which, at, cuts, strict=True)
     ]
-    found = xxh3_64(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), np.asarray(lengths, np.int64))
+    found, _ = xxh3_64(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), np.asarray(lengths, np.int64))
     assert found.dtype == np.uint64
     assert found.tolist() == [
         xxhash.xxh3_64_intdigest(contents[one][start : start + length])
@@ -71,13 +71,13 @@ def test_the_hashes_of_pieces_of_many_buffers_are_those_of_slices(
 def test_the_hashes_of_larger_pieces_are_those_of_slices(size: int) -> None:
     content = np.random.default_rng(1).bytes(size + 7)
     starts = np.arange(8)[::-1]  # as columns of larger arrays come: not contiguous
-    found = xxh3_64([Buffer.of(content)], np.zeros(8, np.intp), starts, np.full(8, size))
+    found, _ = xxh3_64([Buffer.of(content)], np.zeros(8, np.intp), starts, np.full(8, size))
     assert found.tolist() == [xxhash.xxh3_64_intdigest(content[start : start + size]) for start in starts.tolist()]
 
 
 def test_what_was_gathered_is_a_copy_that_may_be_written_to() -> None:
     content = np.arange(100, dtype=np.uint8)
-    rows = gather([Buffer.of(content)], np.zeros(2, np.intp), np.zeros(2, np.int64), 10)
+    rows, _ = gather([Buffer.of(content)], np.zeros(2, np.intp), np.zeros(2, np.int64), 10)
     rows[0] = 7
     assert rows[1].tolist() == list(range(10)), "equal addresses give rows of their own"
     assert content[:10].tolist() == list(range(10))
@@ -90,7 +90,7 @@ def test_the_first_and_the_last_bytes_of_a_mapped_file_are_within_reach(tmp_path
     (tmp_path / "shard").write_bytes(content)
     buffer = Buffer.of(OpenFile(tmp_path / "shard").map())
     for length in (1, 100, len(content)):
-        rows = gather([buffer], np.zeros(2, np.intp), np.asarray([0, len(content) - length]), length)
+        rows, _ = gather([buffer], np.zeros(2, np.intp), np.asarray([0, len(content) - length]), length)
         assert [row.tobytes() for row in rows] == [content[:length], content[-length:]]
 
 
@@ -104,9 +104,9 @@ def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int
     held = [Buffer.of(bytearray(64)) for _ in range(100)]  # some of small ones are on the heap
     heap_or_not = min([heap, *held], key=lambda buffer: buffer.address)
     size = min(len(heap_or_not.view), length)
-    rows = gather([mapped, heap], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), length)
+    rows, _ = gather([mapped, heap], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), length)
     assert [row.tobytes() for row in rows] == [content, content[::-1]]
-    rows = gather([mapped, heap_or_not], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), size)
+    rows, _ = gather([mapped, heap_or_not], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), size)
     assert rows[0].tobytes() == content[:size]
 
 
@@ -151,7 +151,7 @@ def test_a_buffer_of_anything_holds_its_bytes_and_keeps_them(data: Any) -> None:
     assert bytes(buffer.view) == expected
     del data
     if expected:
-        rows = gather([buffer], np.zeros(1, np.intp), np.zeros(1, np.int64), len(expected))
+        rows, _ = gather([buffer], np.zeros(1, np.intp), np.zeros(1, np.int64), len(expected))
         assert rows[0].tobytes() == expected
     else:
         assert buffer.address == 0

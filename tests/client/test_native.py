@@ -42,7 +42,7 @@ def test_the_source_builds_without_a_warning_and_is_taken(built: Callable[..., P
     pieces = load(built())
     assert pieces is not None
     data = np.arange(20, dtype=np.uint8)
-    assert pieces.copy(np.asarray([data.ctypes.data + 3]), 4).tolist() == [[3, 4, 5, 6]]
+    assert pieces.copy(np.asarray([data.ctypes.data + 3]), 4, np.zeros(1, bool)).tolist() == [[3, 4, 5, 6]]
 
 
 @needs_compiler
@@ -55,7 +55,7 @@ def test_what_is_installed_here_has_it() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda source: source.replace("return 1;", "return 2;"),
+        lambda source: source.replace("return 2;", "return 3;"),
         lambda source: source.replace("quiver_pieces_version", "quiver_version"),
         lambda source: source.replace("(size_t)sizes[i]);\n    }", "(size_t)sizes[i]) + (sizes[i] > 1000);\n    }"),
         lambda source: source.replace("out + i * size", "out"),
@@ -87,7 +87,7 @@ def test_others_run_meanwhile() -> None:
     sys.setswitchinterval(1000)
     try:
         begun.set()
-        native.pieces.xxh3_64(addresses, sizes)
+        native.pieces.xxh3_64(addresses, sizes, np.zeros(16, bool))
         hashed.set()
     finally:
         sys.setswitchinterval(interval)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from quiver.errors import DiskFailed
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from tests.support.data import make_shard
 
@@ -90,3 +91,14 @@ def test_every_file_of_a_name_is_an_edition_of_its_own(tmp_path: Path) -> None:
         store.close()
     assert seen[0] == 0
     assert len(set(seen)) == 6
+
+
+def test_what_was_written_and_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    digest, data = make_shard([b"x" * 10_000])
+    store = Store.open(tmp_path, 1 << 20, shared=False)
+    with store.reserve(Kind.SHARD, digest, len(data)) as writing:
+        writing.write(data)
+        os.truncate(writing.path, 100)
+        with pytest.raises(DiskFailed, match="cannot be read"):
+            writing.content()
+    store.close()

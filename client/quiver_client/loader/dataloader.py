@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 import warnings
 import weakref
@@ -220,6 +219,8 @@ class _Pass:
         self._order, self._epoch, self._sync = order, epoch, sync
         self.displaced = False
         self._batches: Batches | None = batches
+        self._dropped = weakref.finalize(self, _drop, order, epoch, batches, sync)
+        self._dropped.atexit = False
         sync.begin()
 
     def __iter__(self) -> _Pass:
@@ -237,6 +238,7 @@ class _Pass:
         except StopIteration:
             self._batches = None
             self._sync.end()
+            self._dropped.detach()
             self._order.end(self._epoch)
             raise
         self._order.consumed(self._epoch, number, time.monotonic() - begun)
@@ -252,13 +254,17 @@ class _Pass:
         """Whether it has not come to its end."""
         return self._batches is not None
 
-    def close(self, *, wait: bool = True) -> None:
+    def close(self) -> None:
         batches, self._batches = self._batches, None
         if batches is not None:
             self._sync.end()
+            self._dropped.detach()
             self._order.abandon(self._epoch)
-            batches.close(wait=wait)
+            batches.close()
 
-    def __del__(self) -> None:
-        if "_batches" in self.__dict__ and not sys.is_finalizing():  # then who held a lock may have it for ever
-            self.close(wait=False)  # in whatever thread the collector runs: it may be one of those waited for
+
+def _drop(order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
+    """End a pass that nobody holds, in whatever thread the collector runs: ``close`` might wait for that one."""
+    sync.end()
+    order.abandon(epoch)
+    batches.close(wait=False)

@@ -425,7 +425,8 @@ class BatchSampler(Sampler[list[int]]):
         if exchange is None:
             return
         self._watch = Watch(len(self._layout.counts), exchange, self._report)
-        self._leaving = weakref.finalize(self, self._watch.close)  # also at the interpreter's end
+        self._leaving = weakref.finalize(self, self._watch.close)
+        self._leaving.atexit = False  # the watch sees to that
         if self.substitute:
             self._watch.first_answer(FIRST_ANSWER_SECONDS)
 

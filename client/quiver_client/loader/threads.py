@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
+from quiver_client import process_exit
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.pool import DaemonPool
@@ -31,6 +32,8 @@ class ThreadedBatches:
     ) -> None:
         self._timeout = timeout or None
         self._run = _Run(sampler, epoch, fetch, depth)
+        # Called by the collector in whatever thread it runs, which may be one of these: nothing is waited for.
+        weakref.finalize(self, self._run.stop).atexit = False
         self._run.start()
 
     def __iter__(self) -> ThreadedBatches:
@@ -54,11 +57,9 @@ class ThreadedBatches:
 
     def close(self, *, wait: bool = True) -> None:
         """Stop drawing and fetching, and ``wait`` for what is under way."""
-        self._run.close(wait=wait)
-
-    def __del__(self) -> None:
-        if "_run" in self.__dict__ and not sys.is_finalizing():  # then who held a lock may have it for ever
-            self._run.close(wait=False)  # in whatever thread the collector runs: it may be one of these
+        self._run.stop()
+        if wait:
+            self._run.join()
 
 
 class _Run:
@@ -67,14 +68,14 @@ class _Run:
         self.slots = threading.Semaphore(depth)
         self._sampler, self._epoch, self._fetch = sampler, epoch, fetch
         self._pool = DaemonPool(min(depth, FETCHERS), "quiver-fetch")
-        self._thread = threading.Thread(target=self._draw, name="quiver-draw", daemon=True)
         self._closed = False
         self._pid = os.getpid()
+        process_exit.call_at_exit(self.stop, process_exit.Phase.LOOPS)
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread = process_exit.start(self._draw, "quiver-draw")
 
-    def close(self, *, wait: bool) -> None:
+    def stop(self) -> None:
         if self._pid != os.getpid():  # a child that was forked has none of the threads, and a copy of what they held
             return
         if not self._closed:
@@ -82,9 +83,11 @@ class _Run:
             self._sampler.abandon(self._epoch)
             self.slots.release()
             self._forget()
-        if wait:
-            self._thread.join()
-        self._pool.shutdown(wait=wait, cancel_futures=True)
+        self._pool.stop()
+
+    def join(self) -> None:
+        self._thread.join()
+        self._pool.shutdown()
 
     def _forget(self) -> None:
         """Let go of what nobody takes: a batch that failed has an exception, which has all of this."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -96,24 +97,29 @@ class GradientSync:
     """
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        self._refer = weakref.ref(loader)  # a pass ends by being collected, and its loader may hold it
         self._state: Any = None
 
     def begin(self) -> None:
-        self._loader.end_of_dataloader = False
+        self._say(False)
         module = sys.modules.get("accelerate.state")  # who does not use it has not imported it
         if module is not None:
             self._state = module.GradientState()
-            self._state._add_dataloader(self._loader)
+            self._state._add_dataloader(self._refer())
 
     def last(self) -> None:
         """The batch that is handed out now is the last."""
-        self._loader.end_of_dataloader = True
+        self._say(True)
 
     def end(self) -> None:
         state, self._state = self._state, None
         if state is not None:
-            state._remove_dataloader(self._loader)
+            state._remove_dataloader(self._refer())
+
+    def _say(self, is_last: bool) -> None:
+        loader = self._refer()
+        if loader is not None:
+            loader.end_of_dataloader = is_last
 
 
 def warn_of_repeats(deal: Deal) -> None:

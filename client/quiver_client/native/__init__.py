@@ -19,40 +19,60 @@ import numpy.typing as npt
 import xxhash
 
 LIBRARY: Final = Path(__file__).with_name("_pieces.so")
-VERSION: Final = 1  # of the functions in pieces.c
+VERSION: Final = 2  # of the functions in pieces.c
 NATIVE_VARIABLE: Final = "QUIVER_NATIVE"
 # The second is the one that looks for vector instructions when it runs; not every build of the library has it.
 HASHES: Final = ("XXH3_64bits_dispatch", "XXH3_64bits")
 PROVED_WITH: Final = (0, 1, 8, 16, 17, 128, 129, 240, 241, 1024, 5000)  # a size for each of XXH3's ways
 
 U8 = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
 U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
 
+# A new object that nobody else has may be written to: this is how C extensions make bytes.
+_new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
+    ("PyBytes_FromStringAndSize", ctypes.pythonapi)
+)
+
+
 class Pieces:
-    """Pieces of memory by address. Nothing here is checked: an address that is wrong ends the process."""
+    """Pieces of memory by address. Nothing here is checked: an address that is wrong ends the process.
+
+    Mapped memory that cannot be read, since its file became shorter or its disk fails, is marked in ``torn (n,)``, and
+    what is returned for it means nothing.
+    """
 
     def __init__(self, library: ctypes.CDLL, hash_function: ctypes.c_void_p) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._hash_function = hash_function
         self._copy, self._hash = library.quiver_copy, library.quiver_hash
-        self._copy.argtypes, self._copy.restype = (number, pointer, number, pointer), None
-        self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer), None
+        self._copy.argtypes, self._copy.restype = (number, pointer, number, pointer, pointer), None
+        self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer, pointer), None
+        # With the GIL: of one sample, to give it up and to wait for it takes longer than to copy it.
+        kind = ctypes.PYFUNCTYPE(number, number, number, ctypes.c_char_p, number)
+        self._take = kind(ctypes.cast(library.quiver_take, pointer).value or 0)
 
-    def copy(self, addresses: I64, size: int) -> U8:
+    def copy(self, addresses: I64, size: int, torn: Mask) -> U8:
         """Return ``(n, size)``: ``size`` bytes from each address."""
         addresses = np.ascontiguousarray(addresses, np.int64)
         rows = np.empty((len(addresses), size), np.uint8)
-        self._copy(len(addresses), addresses.ctypes.data, size, rows.ctypes.data)
+        self._copy(len(addresses), addresses.ctypes.data, size, rows.ctypes.data, torn.ctypes.data)
         return rows
 
-    def xxh3_64(self, addresses: I64, sizes: I64) -> U64:
+    def xxh3_64(self, addresses: I64, sizes: I64, torn: Mask) -> U64:
         """Return the XXH3-64 ``(n,)`` of ``sizes (n,)`` bytes from each address."""
         addresses, sizes = np.ascontiguousarray(addresses, np.int64), np.ascontiguousarray(sizes, np.int64)
         found = np.empty(len(addresses), np.uint64)
-        self._hash(self._hash_function, len(found), addresses.ctypes.data, sizes.ctypes.data, found.ctypes.data)
+        places = addresses.ctypes.data, sizes.ctypes.data, found.ctypes.data, torn.ctypes.data
+        self._hash(self._hash_function, len(found), *places)
         return found
+
+    def take(self, address: int, size: int, end: int) -> bytes | None:
+        """Return ``size`` bytes from an address, ``None`` if they are torn or the 8 bytes before ``end`` are all 0."""
+        data: bytes = _new_bytes(None, size)
+        return data if self._take(address, size, data, end) else None
 
 
 def load(library: Path = LIBRARY) -> Pieces | None:
@@ -74,9 +94,11 @@ def _is_right(pieces: Pieces) -> bool:
     data = np.arange(max(PROVED_WITH), dtype=np.uint8)
     address, sizes = data.ctypes.data, np.asarray(PROVED_WITH, np.int64)
     expected = [xxhash.xxh3_64_intdigest(data[:size].data) for size in PROVED_WITH]
-    rows = pieces.copy(np.asarray([address + 7, address, address + 3]), 100)
+    torn = np.zeros(len(sizes), bool)
+    rows = pieces.copy(np.asarray([address + 7, address, address + 3]), 100, torn)
     copied = all((row == data[at : at + 100]).all() for row, at in zip(rows, (7, 0, 3), strict=True))
-    return copied and bool(pieces.xxh3_64(np.full(len(sizes), address), sizes).tolist() == expected)
+    hashed = pieces.xxh3_64(np.full(len(sizes), address), sizes, torn).tolist() == expected
+    return copied and hashed and pieces.take(address + 5, 200, address + 20) == data[5:205].tobytes() and not torn.any()
 
 
 pieces: Pieces | None = load() if os.environ.get(NATIVE_VARIABLE) != "0" else None

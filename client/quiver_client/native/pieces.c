@@ -1,8 +1,17 @@
 /* What is done to each sample of a batch, without the interpreter and its lock: copied to its row, or hashed.
  *
  * Plain C without Python's headers, called by ctypes, which lets go of the lock meanwhile. The hash is not here: it is
- * the XXH3 of the library `xxhash`, handed over as a pointer. Addresses were checked by the caller. */
+ * the XXH3 of the library `xxhash`, handed over as a pointer. Addresses were checked by the caller.
+ *
+ * Samples lie in mapped files. Where a file became shorter, or its disk fails, the kernel answers a read of its memory
+ * with SIGBUS, which ends the process. So each loop here is guarded: a piece that cannot be read is marked as torn, and
+ * the loop goes on with the next. A SIGBUS of anything else is left to whoever handled it before. */
 
+#define _DEFAULT_SOURCE 1
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -22,7 +31,46 @@ _Static_assert(sizeof(uintptr_t) == 8 && sizeof(size_t) == 8, "addresses and siz
 typedef uint64_t (*Hash)(const void *data, size_t size);
 
 /* Raised when a signature changes, so that a library that was built from another version of this file is not used. */
-EXPORTED int64_t quiver_pieces_version(void) { return 1; }
+EXPORTED int64_t quiver_pieces_version(void) { return 2; }
+
+/* Where the guarded loop of this thread goes on after a SIGBUS. Of few bytes, so that they fit in what the loader keeps
+ * for libraries that come late: a handler must not be the first to touch a thread's variable, which may allocate. */
+static _Thread_local sigjmp_buf *volatile guard __attribute__((tls_model("initial-exec")));
+static struct sigaction before;
+static volatile sig_atomic_t passed_on;
+
+/* The compiler must not move reads to where nobody watches over them. */
+#define WATCH(place)                               \
+    do {                                           \
+        atomic_signal_fence(memory_order_seq_cst); \
+        guard = (place);                           \
+        atomic_signal_fence(memory_order_seq_cst); \
+    } while (0)
+
+static void on_bus(int number, siginfo_t *info, void *context) {
+    (void)context;
+    if (guard && info->si_code > 0) { /* of a read, and not sent by kill */
+        sigjmp_buf *to = guard;
+        guard = NULL;
+        siglongjmp(*to, 1);
+    }
+    /* Not ours. Whoever handles it may end by calling us, where it remembers us as the one before it: that is the end. */
+    struct sigaction ending = {.sa_handler = SIG_DFL};
+    sigaction(number, passed_on ? &ending : &before, NULL);
+    passed_on = 1;
+    if (info->si_code <= 0)
+        raise(number); /* else the same read raises it again */
+}
+
+/* Be the one who handles SIGBUS. Others may have come since the last time: torch in its workers, faulthandler. */
+static void stand_guard(void) {
+    struct sigaction now, ours = {.sa_sigaction = on_bus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
+    if (sigaction(SIGBUS, NULL, &now) || ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus))
+        return;
+    before = now;
+    passed_on = 0;
+    sigaction(SIGBUS, &ours, NULL);
+}
 
 /* Samples lie where a shuffle put them: the processor guesses what comes next within one, and never the next one. */
 static void prefetch(uintptr_t address, size_t size) {
@@ -32,19 +80,51 @@ static void prefetch(uintptr_t address, size_t size) {
 }
 
 /* Copy `size` bytes from each of `count` addresses into the rows of `out`, count x size bytes. */
-EXPORTED void quiver_copy(int64_t count, const uintptr_t *addresses, int64_t size, uint8_t *out) {
-    for (int64_t i = 0; i < count; i++) {
+EXPORTED void quiver_copy(int64_t count, const uintptr_t *addresses, int64_t size, uint8_t *out, uint8_t *torn) {
+    sigjmp_buf here;
+    volatile int64_t at = 0;
+    stand_guard();
+    if (sigsetjmp(here, 0))
+        torn[at++] = 1;
+    WATCH(&here);
+    for (int64_t i = at; i < count; i++) {
+        at = i;
         if (i + AHEAD < count)
             prefetch(addresses[i + AHEAD], (size_t)size);
         memcpy(out + i * size, (const void *)addresses[i], (size_t)size);
     }
+    WATCH(NULL);
+}
+
+/* Copy `size` bytes from one address; return whether they were read, and the eight bytes before `end` are not all 0. */
+EXPORTED int64_t quiver_take(uintptr_t address, int64_t size, uint8_t *out, uintptr_t end) {
+    sigjmp_buf here;
+    uint64_t tail = 0;
+    stand_guard();
+    if (sigsetjmp(here, 0))
+        return 0;
+    WATCH(&here);
+    memcpy(out, (const void *)address, (size_t)size);
+    atomic_signal_fence(memory_order_seq_cst); /* the tail says something of what was read before it */
+    memcpy(&tail, (const void *)(end - sizeof tail), sizeof tail);
+    WATCH(NULL);
+    return tail != 0;
 }
 
 /* Hash `sizes[i]` bytes from each of `count` addresses. */
-EXPORTED void quiver_hash(Hash hash, int64_t count, const uintptr_t *addresses, const int64_t *sizes, uint64_t *out) {
-    for (int64_t i = 0; i < count; i++) {
+EXPORTED void quiver_hash(Hash hash, int64_t count, const uintptr_t *addresses, const int64_t *sizes, uint64_t *out,
+                          uint8_t *torn) {
+    sigjmp_buf here;
+    volatile int64_t at = 0;
+    stand_guard();
+    if (sigsetjmp(here, 0))
+        torn[at++] = 1;
+    WATCH(&here);
+    for (int64_t i = at; i < count; i++) {
+        at = i;
         if (i + AHEAD < count)
             prefetch(addresses[i + AHEAD], (size_t)sizes[i + AHEAD]);
         out[i] = hash((const void *)addresses[i], (size_t)sizes[i]);
     }
+    WATCH(NULL);
 }

@@ -6,7 +6,6 @@ One thread a consumer, none on the way of a batch: who draws a batch looks at th
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import numpy as np
 from quiver import forks
 from quiver.need import Report
 from quiver.substitution import View
+from quiver_client import process_exit
 from quiver_client.needs.base import Exchange
 
 log = logging.getLogger("quiver_client")
@@ -46,8 +46,8 @@ class Watch:
         self._turns = 0
         self._said: Report | None = None  # last
         self._warned = -WARN_SECONDS
-        self._thread = threading.Thread(target=self._run, name="quiver-needs", daemon=True)
-        self._thread.start()
+        process_exit.call_at_exit(self.stop, process_exit.Phase.LOOPS)
+        self._thread = process_exit.start(self._run, "quiver-needs", leaves=True)
 
     @property
     def view(self) -> View:
@@ -75,14 +75,17 @@ class Watch:
         """Report soon: something changed that others should know, or somebody waits."""
         self._wake.set()
 
-    def close(self) -> None:
-        """Stop reporting, and take one's needs back, unless that takes long: then it goes on in the background."""
+    def stop(self) -> None:
+        """Have the reporting end, which takes one's needs back."""
         with self._changed:
             self._closing.set()
             self._changed.notify_all()
         self._wake.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join(CLOSE_SECONDS)
+
+    def close(self) -> None:
+        """Stop reporting, and take one's needs back, unless that takes long: then it goes on in the background."""
+        self.stop()
+        process_exit.join([self._thread], CLOSE_SECONDS)
 
     def _run(self) -> None:
         pause, answered = 0.0, time.monotonic()

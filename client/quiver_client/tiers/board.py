@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterable, Set
 from pathlib import Path
@@ -23,6 +22,7 @@ from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
 from quiver.residency import Held
+from quiver_client import process_exit
 from quiver_client.tiers.leases import Heard, Leases, leases_in
 
 FRESH_SECONDS: Final = 0.5  # how old what the others told may be when room is made
@@ -145,7 +145,7 @@ class Board:
             return
         self._opening.add(dataset)
         # On its own: where the manifest lies may hang, and whoever makes room holds the lock of the folder meanwhile.
-        threading.Thread(target=self._open, args=(heard.manifest, dataset), name="quiver-open", daemon=True).start()
+        process_exit.start(self._open, "quiver-open", heard.manifest, dataset)
 
     def _take(self, heard: Heard) -> None:
         """Enter a lease, if it is about as many shards as its manifest has."""

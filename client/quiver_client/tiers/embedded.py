@@ -39,6 +39,7 @@ from quiver.sizes import format_size
 from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
+from quiver_client import process_exit
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
 from quiver_client.patience import Patience
@@ -141,6 +142,7 @@ class EmbeddedTier:
         self._maps: Maps[_File] = Maps()
         self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = forks.event()
+        process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._tidied = time.monotonic()
         self._full_until = 0.0
         self._said_read_only = False

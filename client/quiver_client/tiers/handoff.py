@@ -20,6 +20,7 @@ from quiver.errors import Corrupt, DiskFailed, OverCapacity, QuiverError
 from quiver.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver.manifest import Manifest
 from quiver.ring import Ring
+from quiver_client import process_exit
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
 from quiver_client.stats import Stats
@@ -61,6 +62,7 @@ class HandoffTier:
         self._thread: threading.Thread | None = None
         self._looked = forks.event()
         self._closing = forks.event()
+        process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
 
     def fetch(self, delivery: Delivery) -> None:
         ring = self._members.refresh()
@@ -86,8 +88,8 @@ class HandoffTier:
         self._closing.set()
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(CLOSE_SECONDS)
+        if thread is not None:
+            process_exit.join([thread], CLOSE_SECONDS)
         self._maps.clear()
         self._locals.close()
 
@@ -162,9 +164,7 @@ class HandoffTier:
             return
         with self._lock:
             if self._thread is None and not self._closing.is_set():
-                args = weakref.ref(self), self._closing
-                self._thread = threading.Thread(target=_attend, args=args, name="quiver-host", daemon=True)
-                self._thread.start()
+                self._thread = process_exit.start(_attend, "quiver-host", weakref.ref(self), self._closing)
         self._looked.wait(FIRST_LOOK_SECONDS)
         self._looked.set()
 

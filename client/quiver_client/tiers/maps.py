@@ -58,7 +58,7 @@ class Maps(Generic[N]):
 
     def put(self, shard: int, view: memoryview, note: N) -> Buffer:
         """Keep a map, in place of an older one of the shard; return it as ``get`` does."""
-        buffer = Buffer.of(view)
+        buffer = Buffer.of(view, mapped=True)
         gone: list[Buffer | None] = []  # ends outside the lock: to unmap takes the kernel a while
         with self._lock:
             gone.append(self._buffers.pop(shard, None))

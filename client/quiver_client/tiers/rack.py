@@ -25,6 +25,7 @@ from quiver.peer import PeerClient
 from quiver.plan import Ints
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
+from quiver_client import process_exit
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer
 from quiver_client.pool import DaemonPool
@@ -79,6 +80,7 @@ class RackTier:
         self._failures: dict[int, QuiverError] = {}  # and those that this process could not
         self._rechecked: dict[int, str] = {}  # and who answered for them since
         self._closing = forks.event()
+        process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._lock = forks.lock()
 
     def fetch(self, delivery: Delivery) -> None:
