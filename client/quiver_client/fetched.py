@@ -58,7 +58,8 @@ def _kept(path: Path, location: str) -> Manifest | None:
     """Return the manifest that was fetched once, or remove what is not that any more."""
     try:
         return Manifest.open(path, _digest(path))
-    except NotFound:  # another process found it spoiled just then
+    except NotFound:  # another process found it spoiled just then, or it is a link to nowhere
+        path.unlink(missing_ok=True)
         return None
     except (BadRequest, Corrupt, DiskFailed) as error:
         log.warning("%s is fetched again: %s", location, error)

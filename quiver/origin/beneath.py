@@ -78,7 +78,9 @@ class Beneath:
                     os.close(folders.pop())
                     continue
                 last = not any(part not in ("", ".") for part in waiting)
-                fd = _entered(name, folders[-1], last=last)
+                # What is followed by a slash is a folder, and else there is no such thing.
+                kind = _READ | os.O_DIRECTORY if last and waiting else _READ if last else _FOLDER
+                fd = _entered(name, folders[-1], kind)
                 if fd is None:
                     links += 1
                     if links > LINKS_MAX:
@@ -105,10 +107,10 @@ class Beneath:
         raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), target)
 
 
-def _entered(name: str, folder: int, *, last: bool) -> int | None:
+def _entered(name: str, folder: int, flags: int) -> int | None:
     """Return a descriptor of what a folder holds under a name, ``None`` if that is a symbolic link."""
     try:
-        return os.open(name, (_READ if last else _FOLDER) | os.O_NOFOLLOW, dir_fd=folder)
+        return os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENOTDIR):
             raise

@@ -49,6 +49,7 @@ PROBE_SECONDS: Final = 5
 SIGNED_SECONDS: Final = 60  # how long the URL is good that a store is asked by how long to wait
 DOWNLOAD_BYTES: Final = 8 << 20
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n]*)")
+_CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
 _AGAIN: Final = frozenset({408, 425, 429})  # of the statuses below 500, those after which asking again may help
 _BUSY: Final = frozenset({429, 503})
 _LASTING: Final = re.compile(r"certificate|unsupported scheme|builder error", re.IGNORECASE)
@@ -394,8 +395,9 @@ def _unavailable(url: str, error: BaseException) -> Unavailable:
     found = _STATUS.search(str(error))
     if found is None:
         return Unavailable(url, _first_line(error), lasting=_LASTING.search(str(error)) is not None)
-    status = int(found[1])
-    return Unavailable(url, f"answers {status}{found[2]}", lasting=status < 500 and status not in _AGAIN)
+    status, code = int(found[1]), _CODE.search(str(error))
+    named = f" ({code[1]})" if code else ""
+    return Unavailable(url, f"answers {status}{found[2]}{named}", lasting=status < 500 and status not in _AGAIN)
 
 
 def _status(error: Unavailable) -> int:

@@ -118,7 +118,7 @@ class World:
     def _read(self, manifest: Path, shard: Digest, content: bytes) -> str:
         peer = PeerClient(self.daemon.url)
         try:
-            digest = Digest.of_file(manifest)
+            digest = Digest.of(manifest.read_bytes())
             peer.put_manifest(digest, manifest.read_bytes())
             ranges = np.zeros(1, RANGE)
             ranges["length"] = len(content)

@@ -93,4 +93,15 @@ def same(one: Any, other: Any) -> bool:
 
 
 def batch_of(truth: Truth, rows: Sequence[int], fields: Sequence[str]) -> dict[str, Any]:
-    return {name: collated(name, [truth[name][row] for row in rows]) for name in fields}
+    return {name: _column(name, truth[name], rows) for name in fields}
+
+
+def _column(name: str, values: Sequence[Any], rows: Sequence[int]) -> Any:
+    if name == "null":
+        for row in (row % len(values) for row in rows):
+            if values[row] is None:  # torch's own error says neither which field nor which sample
+                raise ValueError(
+                    f"field {name!r} of sample {row} ('{row:09d}') has no value, and a batch needs one;"
+                    " give the Dataset a transform that puts one there, or fields=[…] without it"
+                )
+    return collated(name, [values[row] for row in rows])

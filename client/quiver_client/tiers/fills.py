@@ -23,6 +23,7 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest, Unavailable
 from quiver.forks import LockedFile
 from quiver.store.locks import open_lock
+from quiver_client import process_exit
 
 BEAT_SECONDS: Final = 0.15
 SILENT_SECONDS: Final = 0.6  # four beats: with the wait for the folder's lock it stays below a second
@@ -121,15 +122,15 @@ class FillLocks:
                 return
             self._beating = True
         try:
-            threading.Thread(target=self._beat, name="quiver-alive", daemon=True).start()
+            process_exit.start(self._beat, "quiver-alive")
         except RuntimeError:  # there are too many, or the interpreter ends: others read the shard as well
             self._beating = False
 
     def _beat(self) -> None:
         while True:
-            time.sleep(BEAT_SECONDS)
+            closing = self._closing.wait(BEAT_SECONDS)
             with self._lock:
-                if not self._held:
+                if closing or not self._held:
                     self._beating = False
                     return
                 for file in self._held:
