@@ -20,9 +20,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 # one of a minute down to those of ten seconds; pytest-xdist itself would begin with those of most tests.
 LONGEST: Final = (
     *("client/test_handoff_tier.py", "end_to_end/test_jobs.py", "client/test_faults.py", "client/test_dataset.py"),
+    *("client/test_origin_patience.py", "client/test_forks.py", "daemon/test_limits.py", "trainers/test_lightning.py"),
+    *("client/test_process_exit.py", "client/test_stopped_processes.py", "docs/test_substitution_report.py"),
     *("daemon/test_rack.py", "client/test_loader_state.py", "examples/test_demo.py", "client/test_loader.py"),
     *("daemon/test_needs.py", "client/test_fast_paths.py", "client/test_folder_needs.py", "bench/test_commands.py"),
     *("end_to_end/test_s3.py", "membership/test_registry.py", "daemon/test_streams.py", "cli/test_cache_commands.py"),
+    *("client/test_manifest_identity.py", "trainers/test_accelerate.py", "trainers/test_trainer.py"),
     *("daemon/test_socket.py", "daemon/test_process.py", "docs/test_readme.py", "bench/test_peers.py"),
     *("contract/test_sources.py", "cli/test_index_info.py", "kernel/test_cooperation.py", "client/test_memory.py"),
 )
