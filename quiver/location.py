@@ -169,7 +169,8 @@ def _authority(url: str, scheme: str, authority: str) -> str:
         return authority
     found = _HOST.fullmatch(authority.lower())
     port = int(found["port"] or _PORTS[scheme]) if found else 0
-    if found is None or not 0 < port < 65536:
+    labels = found["name"].rstrip(".").split(".") if found else [""]
+    if found is None or not 0 < port < 65536 or not all(0 < len(label) < 64 for label in labels):
         raise BadRequest(f"{shown(url)} names no host; write {scheme}://host:port/path")
     name = str(found["name"])
     return name if port == _PORTS[scheme] else f"{name}:{port}"

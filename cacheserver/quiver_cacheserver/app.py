@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from math import ceil
 
 import msgspec
 from aiohttp import web
@@ -113,7 +114,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         gone.force_close()
         return gone
     except QuiverError as error:
-        headers = {"Retry-After": f"{error.retry_after_seconds:.0f}"} if isinstance(error, OverCapacity) else {}
+        headers = (
+            {"Retry-After": str(max(ceil(error.retry_after_seconds), 1))} if isinstance(error, OverCapacity) else {}
+        )
         return _json(ErrorBody(error.code, str(error)), error.status, headers)
     except web.HTTPException as error:
         if error.status < 400:

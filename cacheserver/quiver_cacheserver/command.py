@@ -12,7 +12,7 @@ import msgspec
 import uvloop
 
 from quiver import __version__
-from quiver.errors import Misconfigured, QuiverError
+from quiver.errors import QuiverError
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.logs import log_to_stderr
 from quiver_cacheserver.memory import give_back_what_is_freed
@@ -75,9 +75,7 @@ def command(**values: Any) -> None:
     try:
         lists = {"peers": given, "origin": list(values["origin"]), "etcd": ",".join(values["etcd"])}
         config = check(msgspec.convert({**kebab, **lists}, Config))
-    except (Misconfigured, msgspec.ValidationError) as error:
-        raise click.UsageError(str(error)) from error
-    except QuiverError as error:
+    except (QuiverError, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error
     log_to_stderr(config.log_level)
     give_back_what_is_freed()

@@ -28,7 +28,6 @@ Work = Callable[[], object]
 FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 # Past it a reader is told to ask again, which costs nothing here; unless its client has none that wait.
 PENDING_MAX: Final = 4096
-WARNING_SECONDS: Final = 1.0  # between two lines about failed fills: an origin that is gone fails all of them
 FAILURE_SECONDS: Final = 3.0
 UPLOADS_A_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
 UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and put it here
@@ -59,7 +58,6 @@ class Fills:
         )  # by whose turn it is
         self._active = 0
         self._closed = False
-        self._warned, self._unsaid = -WARNING_SECONDS, 0
         self._failed: OrderedDict[Digest, tuple[float, RangeStatus]] = OrderedDict()
         self._uploads: OrderedDict[Digest, _Upload] = OrderedDict()
 
@@ -198,17 +196,8 @@ class Fills:
         elif isinstance(error, OverCapacity):
             self._remember(digest, RangeStatus.NO_ROOM, FAILURE_SECONDS)
         else:
-            self._warn(error)
+            log.warning("a shard was not filled: %s", error)
             self._remember(digest, RangeStatus.FAILED, FAILURE_SECONDS)
-
-    def _warn(self, error: QuiverError) -> None:
-        now = time.monotonic()
-        if now - self._warned < WARNING_SECONDS:
-            self._unsaid += 1
-            return
-        unsaid = f" ({self._unsaid} more before it)" if self._unsaid else ""
-        log.warning("a shard was not filled%s: %s", unsaid, error)
-        self._warned, self._unsaid = now, 0
 
     def _remember(self, digest: Digest, status: RangeStatus, seconds: float) -> None:
         self._failed[digest] = (time.monotonic() + seconds, status)

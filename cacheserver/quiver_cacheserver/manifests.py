@@ -142,7 +142,10 @@ class Manifests:
         self._store.open_file(Kind.MANIFEST, digest)  # raises NotFound, and counts as a use
         try:
             return open_manifest(file_of(self._store.root, Kind.MANIFEST, digest), digest)
-        except (BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound) as error:
+        except (BadRequest, Corrupt) as error:
             log.warning("manifest put aside: %s", error)
             self._store.quarantine(Kind.MANIFEST, digest)
             raise NotFound("the manifest on disk was wrong") from error
+        except (DiskFailed, Misconfigured) as error:  # of a newer format, perhaps, or there are no descriptors left
+            log.warning("a manifest cannot be opened now: %s", error)
+            raise NotFound("the manifest on disk cannot be opened") from error

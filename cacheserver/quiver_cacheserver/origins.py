@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -47,7 +48,7 @@ class _Watched:
     refused: str = ""  # what it said when a fill was refused there
     suspected: bool = True
     tried: float = -inf
-    running: set[asyncio.Future[bool]] = field(default_factory=set)
+    trying: asyncio.Future[bool] | None = None
 
 
 class Origins:
@@ -123,30 +124,34 @@ class Origins:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Try the origins that are due, once, all at the same time."""
+        """Try the origins that are due, once, all at the same time; wait for them a moment."""
         now = time.monotonic()
-        due = [
-            watched
-            for watched in self._watched
-            if (watched.suspected or watched.state != OK) and now - watched.tried >= TRY_SECONDS
-        ]
-        await asyncio.gather(*(self._try(watched) for watched in due))
+        for watched in self._watched:
+            if watched.trying is not None:
+                if now - watched.tried > PROBE_SECONDS_MAX:
+                    self._found(watched, f"no answer in {PROBE_SECONDS_MAX:.0f} s")
+            elif (watched.suspected or watched.state != OK) and now - watched.tried >= TRY_SECONDS:
+                watched.tried, watched.suspected = now, False
+                future = asyncio.get_running_loop().run_in_executor(self._threads, probe, watched.locations[0])
+                watched.trying = future
+                future.add_done_callback(partial(self._tried, watched))
+        trying = [watched.trying for watched in self._watched if watched.trying is not None]
+        if trying:  # one that hangs does not hold up the others
+            await asyncio.wait(trying, timeout=LOOK_SECONDS)
 
-    async def _try(self, watched: _Watched) -> None:
-        watched.tried, watched.suspected = time.monotonic(), False
-        if not watched.running:
-            future = asyncio.get_running_loop().run_in_executor(self._threads, probe, watched.locations[0])
-            watched.running.add(future)
-            future.add_done_callback(watched.running.discard)
-        done, late = await asyncio.wait(watched.running, timeout=PROBE_SECONDS_MAX)
-        if late:
-            self._found(watched, f"no answer in {PROBE_SECONDS_MAX:.0f} s")
+    def _tried(self, watched: _Watched, done: asyncio.Future[bool]) -> None:
+        watched.trying = None
+        if done.cancelled():
             return
         try:
-            watched.proven |= done.pop().result()
+            watched.proven |= done.result()
         except QuiverError as error:
             watched.proven = False
             self._found(watched, str(error))
+            return
+        except Exception as error:  # a probe may meet what no library promised: it says why, and is tried again
+            log.debug("a probe failed", exc_info=error)
+            self._found(watched, f"{type(error).__name__}: {error}")
             return
         self._found(watched, OK if watched.proven or not watched.refused else watched.refused)
 

@@ -39,8 +39,9 @@ class Repeats(logging.Filter):
         line = record.getMessage()
         left_out = 0
         if record.levelno >= logging.WARNING:
+            failed = repr(record.exc_info[1]) if record.exc_info else ""  # another error is another line
             with self._lock:
-                left_out = self._counted(key, line)
+                left_out = self._counted(key, line + failed)
             if left_out < 0:
                 return False
         more = f" (and {left_out} more like it in the last {WINDOW_SECONDS:.0f} s or more)" if left_out else ""

@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 ENDED_BY: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # each drains; HUP: the terminal is gone
 BACKLOG: Final = 1024
 ORIGINS_SECONDS: Final = 2.0  # a daemon that starts waits so long to know which of its origins it can read
+SUPERVISED_SECONDS: Final = 5.0  # before background work that failed is begun again
 QUIET_SECONDS: Final = 1.0  # a draining daemon that nobody has read from for so long has been left by all
 SCRUB_BYTES_PER_SECOND: Final = 16 << 20  # 1.4 TB a day: the whole of an SSD in days, without anyone noticing
 SCRUB_IDLE_SECONDS: Final = 60.0
@@ -123,13 +124,19 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    return [
-        _scrub(node),
-        node.residency.run(),
-        node.origins.watch(),
-        node.watch_disk(),
-        let_go_of_row_groups(node),
-    ]
+    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), let_go_of_row_groups]
+    return [node.residency.run(), *(_supervised(each, node) for each in work)]
+
+
+async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> None:
+    """Do background work until it is cancelled or done. Whatever is wrong with it, the daemon serves what it holds."""
+    while True:
+        try:
+            await work(node)
+            return
+        except Exception:  # the supervisor: a bug costs a round, never the daemon
+            log.exception("background work failed and is begun again")
+            await asyncio.sleep(SUPERVISED_SECONDS)
 
 
 def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:

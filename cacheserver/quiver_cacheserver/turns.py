@@ -48,6 +48,8 @@ class Places:
             async with asyncio.timeout(seconds):
                 await mine
         except TimeoutError:
+            if mine.done() and not mine.cancelled():
+                return  # it was given just as the time was up
             self.budgets.refused[self.what] += 1
             raise self.budgets.refusal(self.what) from None
         except asyncio.CancelledError:

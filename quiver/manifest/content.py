@@ -8,6 +8,7 @@ spawned ones it is passed as sealed memory, ``share`` and ``adopt``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -19,6 +20,7 @@ from typing import Final
 from quiver.errors import BadRequest, DiskFailed, NotFound
 from quiver.manifest.container import INDEX_AGAIN, MAGIC
 
+_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # nothing is wrong with the file
 READ_BYTES: Final = 4 << 20
 SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -43,6 +45,8 @@ class Content:
         except FileNotFoundError as error:
             raise NotFound(f"no manifest at {path}; make one with `quiver index SOURCE -o {path}`") from error
         except OSError as error:
+            if error.errno in _PASSING:
+                raise DiskFailed(f"cannot open the manifest {path}: {error.strerror}") from error
             raise NotFound(f"cannot open the manifest {path}: {error.strerror or error}") from error
         try:
             return cls(_read(fd, size_bytes_max))

@@ -90,8 +90,15 @@ def retry_after_seconds(head: bytes) -> float:
     for name, _, value in (line.partition(":") for line in lines):
         if name.strip().lower() != "retry-after":
             continue
-        with contextlib.suppress(ValueError, TypeError, OverflowError):
-            value = value.strip()
-            seconds = float(value) if value.isdecimal() else parsedate_to_datetime(value).timestamp() - time.time()
-            return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX)
+        return parse_retry_after(value)
+    return 0.0
+
+
+def parse_retry_after(value: str) -> float:
+    """Return a Retry-After, a number of seconds or a date, in seconds from now; 0 if it cannot be read."""
+    value = value.strip()
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        is_number = value.isascii() and value.isdecimal()
+        seconds = float(value) if is_number else parsedate_to_datetime(value).timestamp() - time.time()
+        return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX)
     return 0.0

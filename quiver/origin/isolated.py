@@ -22,7 +22,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from quiver import forks
 from quiver.errors import Changed, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError, Unavailable
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.remote import SLOWEST_BYTES_PER_SECOND, RemoteStore
@@ -76,7 +76,7 @@ class IsolatedStore:
     def __init__(self, base: str) -> None:
         self._reader: _Running | None = None
         self.base = base if base.endswith("/") else base + "/"
-        self._lock = threading.Lock()  # over the reader's start and end, and never while an answer is awaited
+        self._lock = forks.lock()  # over the reader's start and end, and never while an answer is awaited
         self._closed = False
 
     def __repr__(self) -> str:

@@ -7,7 +7,6 @@ Neighbouring shards cut from one row group would each read it whole; the last fe
 from __future__ import annotations
 
 import io
-import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from quiver import forks
 from quiver.errors import Changed, OverCapacity, Unavailable
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import Rows, array_type, as_bytes
@@ -42,7 +42,7 @@ class ParquetOrigin:
         self._columns = [field.column for field in manifest.header.blobs]
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._asked = _Asked(store, within_seconds)
-        self._lock = threading.Lock()  # one reader at a time: what one decodes the next one finds
+        self._lock = forks.lock()  # one reader at a time: what one decodes the next one finds
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
         rows = np.asarray(blobs, np.intp)

@@ -32,7 +32,7 @@ from quiver.manifest import SUFFIX
 from quiver.origin.background import submit
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.gate import Gate, backoff_seconds
-from quiver.origin.web import WebStore
+from quiver.origin.web import NoRanges, WebStore
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
 GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another request; a tar header is 512 to 1536 bytes
@@ -49,6 +49,8 @@ PROBE_SECONDS: Final = 5
 SIGNED_SECONDS: Final = 60  # how long the URL is good that a store is asked by how long to wait
 DOWNLOAD_BYTES: Final = 8 << 20
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n]*)")
+# What stores say to a request for a range past an object's end, and to one for any range where they know none.
+_NO_RANGE: Final = re.compile(r"(?:answers|status) 416\b|range requested|[Rr]equested range|Wanted range")
 _CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
 _AGAIN: Final = frozenset({408, 425, 429})  # of the statuses below 500, those after which asking again may help
 _BUSY: Final = frozenset({429, 503})
@@ -193,7 +195,7 @@ class RemoteStore:
         except NotFound:
             raise Changed(url, "vanished") from None
         except Unavailable as error:
-            if "416" not in str(error) and "range" not in str(error).lower():
+            if not isinstance(error, NoRanges) and not _NO_RANGE.search(error.why):
                 raise
             await self._without_ranges(run, out, error)
 
@@ -230,7 +232,12 @@ class RemoteStore:
             if run.start:
                 raise error
             result = await self._store.get_async(run.path)
-            self._cut(run, memoryview(await result.bytes_async()), out)
+            data = bytearray()  # and no more of it than is wanted: it may be of any size
+            async for piece in result.stream(min_chunk_size=STREAMED_BYTES):
+                data += memoryview(piece)[: run.end - len(data)]
+                if len(data) == run.end:
+                    break
+            self._cut(run, memoryview(data), out)
 
     async def download(self, path: str, folder: Path, within_seconds: float) -> Path:
         """Bring a manifest into a folder, once per version of it; return its file there, named by version and BLAKE3.

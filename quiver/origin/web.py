@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import re
 import socket
 import ssl
@@ -27,10 +26,10 @@ from urllib.parse import quote, urljoin
 
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import PLAIN, Location, object_path, shown
+from quiver.origin.gate import backoff_seconds, parse_retry_after
 from quiver.origin.proxies import address_of, proxy_for
 
 CONNECT_SECONDS: Final = 5.0
-PAUSE_SECONDS: Final = 0.1
 PIECE_BYTES: Final = 1 << 18
 CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
 T = TypeVar("T")
@@ -285,7 +284,7 @@ class WebStore:
                 call: _Call | None = getattr(self._calls, "mine", None)
                 if call is not None and call.is_cut:
                     raise
-                pause = max(error.retry_after_seconds, PAUSE_SECONDS * 2**number * (1 + random.random()))  # noqa: S311
+                pause = max(error.retry_after_seconds, backoff_seconds(number + 1))
                 if time.monotonic() + pause > deadline:
                     raise
                 time.sleep(pause)
@@ -295,6 +294,10 @@ class WebStore:
     def _failures(self, path: str) -> Iterator[None]:
         try:
             yield
+        except UnicodeError as error:  # of a host's name
+            raise Unavailable(
+                self.url(path), f"the server has no name that can be looked up: {error}", lasting=True
+            ) from error
         except (OSError, HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotNow(self.url(path), f"the server does not answer: {shown(why)}") from error
@@ -311,8 +314,7 @@ class WebStore:
             return Unavailable(url, "the server compresses what it sends", lasting=True)
         if status not in PASSING:
             return Unavailable(url, f"the server answers with status {status}", lasting=True)
-        after = answer.headers.get("Retry-After", "")
-        pause_seconds = float(after) if after.isascii() and after.isdecimal() and len(after) < 6 else 0.0
+        pause_seconds = parse_retry_after(answer.headers.get("Retry-After", ""))
         return NotNow(url, f"the server answers with status {status}", pause_seconds)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import Counter
 
 import pytest
@@ -163,3 +165,20 @@ def test_no_more_is_held_than_there_is_and_nobody_loses_account(steps: list[tupl
 )
 def test_an_address_is_one_machine_as_far_as_can_be_seen(peer: object, address: str) -> None:
     assert address_of(peer) == address
+
+
+async def test_a_place_that_is_given_as_the_time_is_up_is_not_lost() -> None:
+    places = Places(Budgets({**HELD_MAX, UPLOADS: 4}), UPLOADS)
+    for _ in range(3):
+        await places.take("a", 1.0)
+    late = asyncio.create_task(places.take("a", 0.02))
+    await asyncio.sleep(0)
+    time.sleep(0.05)  # noqa: ASYNC251 - the loop is busy while the time runs out, and the place comes back
+    places.end("a")
+    places._wake()
+    with contextlib.suppress(OverCapacity):
+        await late
+        places.end("a")
+    places.end("a")
+    places.end("a")
+    assert places.budgets.held("a", UPLOADS) == 0

@@ -47,3 +47,12 @@ def test_what_is_remembered_is_bounded() -> None:
     for i in range(1000):
         log.put(f"a situation of its own {i}")
     assert len(log.repeats._situations) == SITUATIONS_MAX
+
+
+def test_another_error_behind_the_same_words_is_another_line() -> None:
+    log = Log()
+    for error in (ValueError("one"), ValueError("one"), KeyError("two")):
+        record = logging.LogRecord("test", logging.ERROR, "x.py", 1, "it failed", (), (type(error), error, None))
+        if log.repeats.filter(record):
+            log.lines.append(repr(error))
+    assert log.lines == ["ValueError('one')", "KeyError('two')"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from typing import Final
 
 from quiver.errors import Misconfigured
 
@@ -23,16 +22,9 @@ class Selection:
     def takes(self, name: str) -> bool:
         return name not in self.excluded and (self._fields is None or name in self._fields)
 
-    @property
-    def is_everything(self) -> bool:
-        return self._fields is None and not self.excluded
-
     def check(self, present: Iterable[str], where: str) -> None:
         """Raise ``Misconfigured`` if a field is named that is not there."""
         there = sorted(set(present))
         unknown = sorted(((self._fields or frozenset()) | self.excluded) - set(there))
         if unknown:
             raise Misconfigured(f"{where} has no field {unknown[0]!r}; it has {', '.join(there) or 'none'}")
-
-
-EVERYTHING: Final = Selection()

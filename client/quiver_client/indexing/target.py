@@ -33,8 +33,8 @@ def check_output(path: Path, *, force: bool) -> Path:
         Manifest.open(target)
     except QuiverError as error:
         raise Misconfigured(
-            f"{path} is there already and is no manifest, and nothing else is written over;"
-            " choose another name, or remove it"
+            f"{path} is there already and is no manifest that can be read, and nothing else is written over"
+            f" ({error}); choose another name, or remove it"
         ) from error
     if not force:
         raise Misconfigured(f"{path} is there already; choose another name, or write over it with --force")

@@ -144,13 +144,14 @@ class Members:
         self._silent.pop(url, None)
 
     def returning(self) -> list[str]:
-        """Return the silent daemons that will soon be asked for samples again, and should be probed before."""
+        """Return the silent daemons that will soon be asked for samples again: each is to be probed before."""
         soon = time.monotonic() + PROBE_SECONDS
-        return [url for url, (until, _) in list(self._silent.items()) if until < soon and url not in self._probing]
+        found = [url for url, (until, _) in list(self._silent.items()) if until < soon and url not in self._probing]
+        self._probing.update(found)
+        return found
 
     def probe(self, url: str) -> None:
         """Find out whether a silent daemon is back. Blocks for a moment: not for the path of a batch."""
-        self._probing.add(url)
         try:
             if is_alive(url, IN_RACK.alive_seconds):
                 self.answered(url)

@@ -86,7 +86,7 @@ class RackTier:
     def fetch(self, delivery: Delivery) -> None:
         self._look_around()
         if self._refused or self._failures:
-            for shard in delivery.plan.shards.tolist():
+            for shard in (self._refused.keys() | self._failures.keys()) & set(np.unique(delivery.plan.shards).tolist()):
                 self._refused.pop(shard, None)
                 self._failures.pop(shard, None)
         state = _Round(delivery)
@@ -107,7 +107,8 @@ class RackTier:
             # A daemon waits while it fills, so rounds are slow. One that answers at once must not be asked in a frenzy.
             if not state.moved:
                 pause = min(pause * 2, PAUSE_SECONDS_MAX)
-                self._closing.wait(max(begun + pause, state.retry_at) - time.monotonic())
+                if self._closing.wait(max(begun + pause, state.retry_at) - time.monotonic()):
+                    return
             else:
                 pause = PAUSE_SECONDS
 
