@@ -88,6 +88,10 @@ class Unavailable(QuiverError):
         self.lasting = lasting
 
 
+class BrokenOff(Unavailable):
+    """An answer ended early: of a peer that died, or of one that is well and whose shard is damaged."""
+
+
 class Forbidden(QuiverError):
     """The origin refuses the credentials, or to be read by this user; or it is not one that is allowed."""
 

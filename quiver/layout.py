@@ -29,7 +29,7 @@ SHARD_BYTES_MAX: Final = 1 << 30
 I64 = npt.NDArray[np.int64]
 
 
-def auto_shard_bytes(total_bytes: int, unit_bytes: int = 0) -> int:
+def auto_shard_bytes(layout: Layout, samples: int, total_bytes: int, unit_bytes: int = 0) -> int:
     """Return the shard size for samples of so many distinct bytes: some hundred shards, as far as 32 MiB allow it.
 
     A cache holds whole shards, so that few large ones are too coarse for one that is smaller than the dataset.
@@ -37,7 +37,10 @@ def auto_shard_bytes(total_bytes: int, unit_bytes: int = 0) -> int:
     several shards would each read it. The size is a power of two, since two copies of a dataset share shards only where
     both came to the same size.
     """
-    by_total = max(1 << (total_bytes // SHARDS_WANTED).bit_length() >> 1, SHARD_BYTES_AUTO_MIN)
+    wanted = SHARDS_WANTED // 2 if layout == "sequential" else SHARDS_WANTED  # whose shards are half full on average
+    by_total = max(1 << (total_bytes // wanted).bit_length() >> 1, SHARD_BYTES_AUTO_MIN)
+    if samples > 2 * SHARDS_WANTED:  # then a shard is of several: the files are fewer, and there are enough
+        by_total = max(by_total, 1 << (4 * total_bytes // samples).bit_length())
     by_unit = 1 << (unit_bytes * 4 // 3).bit_length()
     return min(max(by_total, by_unit), SHARD_BYTES_DEFAULT)
 

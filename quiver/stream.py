@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.connections import SLOWEST_BYTES_PER_SECOND, Idle, no_answer, unreachable
-from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BadRequest, BrokenOff, Corrupt, OverCapacity, QuiverError, Unavailable
 from quiver.liveness import Gone, Patience, Vigil
 from quiver.wire import ErrorBody, RangeStatus, ReadRequest
 
@@ -40,6 +40,10 @@ HEAD_BYTES_MAX: Final = 8 << 10
 HANDSHAKE_SECONDS: Final = 1.0  # what stands between may not know how to upgrade, and say nothing at all
 NO_STREAM_SECONDS: Final = 60.0  # a daemon that took no upgrade is asked by HTTP meanwhile
 U8 = npt.NDArray[np.uint8]
+
+
+class _EndedEarly(ConnectionResetError):
+    """The daemon closed the connection in the middle of an answer."""
 
 
 class Refusal(ErrorBody, frozen=True):
@@ -67,6 +71,7 @@ class ReadStream:
         self._url = url
         self._name = name
         self._patience = patience
+        self._answering = False  # the head of an answer is here
 
     @classmethod
     def upgraded(cls, sock: socket.socket, url: str, name: str, patience: Patience) -> ReadStream | None:
@@ -100,6 +105,7 @@ class ReadStream:
         Raises what the daemon refused with; ``Corrupt`` for a wrong answer, and ``OSError``: then the stream is over.
         """
         body = request.encode()
+        self._answering = False
         wait_seconds = request.wait_ms / 1000
         patience_seconds = self._patience.silence_seconds + wait_seconds
         vigil = Vigil(self._url, self._patience, wait_seconds)
@@ -108,6 +114,7 @@ class ReadStream:
         deadline = time.monotonic() + patience_seconds
         head = bytearray(FRAME.size)
         self._receive(memoryview(head), deadline, vigil)
+        self._answering = True
         magic, kind, size = FRAME.unpack(head)
         if magic != MAGIC or kind not in (RANGES, REFUSAL):
             raise Corrupt("an answer that is none", self._name)
@@ -164,7 +171,8 @@ class ReadStream:
                 vigil.check(self._socket)
                 continue
             if not count:
-                raise ConnectionResetError(f"the answer ends {len(out)} bytes early")
+                ended = _EndedEarly if self._answering else ConnectionResetError
+                raise ended(f"the answer ends {len(out)} bytes early")
             vigil.heard()
             out = out[count:]
 
@@ -202,6 +210,8 @@ class ReadStreams:
             return None
         try:
             return self._read_by(stream, request)
+        except _EndedEarly as error:
+            raise BrokenOff(self._url, f"{error}; the daemon died, or what it holds is damaged") from error
         except ConnectionError as error:
             raise no_answer(self._url, error) from error
 

@@ -28,9 +28,9 @@ from typing import Any, Final
 
 log = logging.getLogger("quiver_client")
 
-EXIT_SECONDS: Final = 2.0  # in all; Ctrl-C promises no more
-LEAVE_SECONDS: Final = 1.1  # of these, for taking needs back; an exchange with a rack takes 1 s at most
-FINISH_SECONDS: Final = 1.6  # by then, what still runs Python is interrupted
+EXIT_SECONDS: Final = 1.5  # in all; Ctrl-C promises 2 s, of which the interpreter itself takes half a second
+LEAVE_SECONDS: Final = 0.8  # of these, for taking needs back; an exchange with a rack takes 0.75 s
+FINISH_SECONDS: Final = 1.2  # by then, what still runs Python is interrupted
 
 
 class Phase(enum.Enum):
@@ -119,6 +119,7 @@ def _exit() -> None:
         _interrupt(_running())
     if not _running():  # else one of them may hold a lock for ever
         _call(Phase.SESSIONS)
+    _stops.clear()  # what is forgotten later would look for modules that are gone
 
 
 def _interrupt(threads: Iterable[threading.Thread]) -> None:

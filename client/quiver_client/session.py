@@ -29,7 +29,7 @@ from quiver_client.needs.rack import RackNeeds
 from quiver_client.patience import Patience, patience_seconds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.tiers.embedded import EmbeddedTier, check_capacity
 from quiver_client.tiers.handoff import HandoffTier
 from quiver_client.tiers.members import Members
 from quiver_client.tiers.rack import RackTier
@@ -69,13 +69,16 @@ class Session:
             self.tiers = (self._embedded(cache), direct)
         else:
             self.tiers = (*self._rack(cache.urls, introduce), direct)
+        process_exit.call_at_exit(self.stop_waiting, process_exit.Phase.LOOPS)
         process_exit.call_at_exit(self.close, process_exit.Phase.SESSIONS)
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
-        store = Store.open(Path(cache.root).expanduser(), cache.capacity_bytes, shared=True)
+        root = Path(cache.root).expanduser()
+        check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is made there
+        store = Store.open(root, cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
         self._cache = tier
-        store.trim()  # after the tier has found the capacity to be enough for one shard
+        store.trim()
 
         def needs() -> Exchange:
             return FolderNeeds(self.manifest, tier)
@@ -190,10 +193,14 @@ class Session:
                 )
             return self._opened_origin
 
-    def close(self) -> None:
+    def stop_waiting(self) -> None:
+        """Let nobody wait for the origin any longer: what waits for it holds the tiers' threads."""
         self.patience.close()
-        if self._opened_origin is not None:  # first: what waits for it holds the tiers' threads
+        if self._opened_origin is not None:
             self._opened_origin.close()
+
+    def close(self) -> None:
+        self.stop_waiting()
         for tier in self.tiers:
             tier.close()
 

@@ -72,7 +72,10 @@ class Store:
         except OSError as error:
             writable = False
             if not shared or error.errno not in _READ_ONLY or not (root / Kind.SHARD).is_dir():
-                raise DiskFailed(f"cannot make a store at {root}: {error.strerror}; choose another folder") from error
+                raise DiskFailed(
+                    f"cannot make a store at {root}: {error.strerror}; choose another folder"
+                    " (cache='file:///FOLDER', $QUIVER_CACHE, or a daemon's --data-dir)"
+                ) from error
         if not shared:
             return cls(root, capacity_bytes, MemoryInventory(root, url))
         writable = writable and all(

@@ -135,3 +135,10 @@ def test_nothing_is_printed_by_what_outlives_its_modules(files: Files, lone: Dae
     whole = textwrap.dedent(text)
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_nothing_is_printed_by_datasets_that_were_read_without_a_loader(files: Files, tmp_path: Path) -> None:
+    script = f"from quiver_client import Dataset\nd = Dataset({str(files.manifest)!r}, 'file://{tmp_path}/a'); d[0]\n"
+    script += f"e = Dataset({str(files.manifest)!r}, 'file://{tmp_path}/b'); e[0]"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

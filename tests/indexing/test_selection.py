@@ -208,3 +208,10 @@ def test_a_missing_number_is_named_by_field_and_sample(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"field 'label' of sample 2 \('000000002'\)"),
     ):
         next(iter(loader))
+
+
+def test_small_samples_of_tars_share_shards(tmp_path: Path) -> None:
+    for number in range(4):
+        members = [(f"{number}-{at:03d}.bin", bytes([number]) + at.to_bytes(4, "little") * 1250) for at in range(200)]
+        write_tar(tmp_path / "d" / f"{number}.tar", members)
+    assert 100 <= index(tmp_path / "d", tmp_path / "m.quiver").shards <= 500

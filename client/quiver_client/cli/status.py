@@ -41,8 +41,11 @@ def command(cache: CacheConfig | None, *, as_json: bool) -> int:
         for fault in member.get("faults", ()):
             click.echo(f"{'':20} {shown(fault, 400)}")
     total = f"{format_size(report['resident_bytes'])} of {format_size(report['capacity_bytes'])}"
-    read = format_size(report["origin_read_bytes"])
-    click.echo(f"{report['rack']}: {len(report['members'])} members, {total}, {read} read from the origin")
+    count = len(report["members"])
+    if count:  # nobody counts what the processes that share a folder read
+        read = f"{format_size(report['origin_read_bytes'])} read from the origin"
+        total = f"{count} member{'s' * (count != 1)}, {total}, {read}"
+    click.echo(f"{report['rack']}: {total}")
     for member in report["members"]:
         for problem in filter(None, (member.get("error"), member.get("ring_problem"))):
             click.echo(f"{member['id']}: {problem}", err=True)

@@ -52,12 +52,12 @@ def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
 
 def _described(failed: dict[int, QuiverError], opened: Manifest, manifest: str) -> str:
     """Return what kept how many shards out, each cause by itself, and what to do about it."""
-    causes = [f"{len(failed)} of {opened.shard_count} shards could not be brought in, or not whole."]
+    causes = [f"{len(failed)} of {opened.shard_count} shards could not be brought in whole."]
     total = format_size(int(opened.tables.shard_sizes.sum()))
     for kind in dict.fromkeys(map(type, failed.values())):
         errors = [error for error in failed.values() if isinstance(error, kind)]
         advice = {
-            OverCapacity: f" The dataset needs {total}: give the cache more capacity.",
+            OverCapacity: f"; the dataset needs {total}: give the cache more capacity.",
             Changed: f" `quiver verify {manifest}` names all samples that are lost.",
         }.get(kind, "")
         causes.append(f"{len(errors)} of them: {errors[0]}{advice}")

@@ -44,7 +44,7 @@ def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest 
     representative = representatives(digests, lengths)
     units = _units(header.source, objects, samples.unit_firsts)
     if not header.shard_bytes:
-        header = msgspec.structs.replace(header, shard_bytes=_auto(header.source, lengths, units, representative))
+        header = msgspec.structs.replace(header, shard_bytes=_auto(header, lengths, units, representative))
     rows, firsts, reused = _lay_out(digests, lengths, units, representative, header, base)
     blob_of = _numbered(rows, representative, count)
     del representative
@@ -175,14 +175,15 @@ def _units(source: SourceFormat, objects: U32, unit_firsts: list[int]) -> U32:
     return objects if source == "webdataset" else np.zeros(len(objects), np.uint32)
 
 
-def _auto(source: SourceFormat, lengths: U64, units: U32, representative: U32) -> int:
+def _auto(header: Header, lengths: U64, units: U32, representative: U32) -> int:
     """Return the shard size for what is there."""
     sizes = sample_sizes(lengths)
-    total_bytes = int(sizes[representative == np.arange(len(representative), dtype=np.uint32)].sum())
-    if source != "parquet":  # of all else a part is read as well as the whole
-        return auto_shard_bytes(total_bytes)
+    distinct = representative == np.arange(len(representative), dtype=np.uint32)
+    count, total_bytes = int(distinct.sum()), int(sizes[distinct].sum())
+    if header.source != "parquet":  # of all else a part is read as well as the whole
+        return auto_shard_bytes(header.layout, count, total_bytes)
     firsts = np.flatnonzero(np.append(True, units[1:] != units[:-1]))
-    return auto_shard_bytes(total_bytes, int(np.add.reduceat(sizes, firsts).max()))
+    return auto_shard_bytes(header.layout, count, total_bytes, int(np.add.reduceat(sizes, firsts).max()))
 
 
 def _numbered(rows: I64, representative: U32, count: int) -> U32:

@@ -345,8 +345,9 @@ def _fields(path: str, schema: pa.Schema, selection: Selection, notices: Notices
             fields.append(field)
     if not any(field.type == BLOB_TYPE for field in fields):
         columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
+        which = "has no column of" if selection.takes_all else "has, of the fields chosen, none of"
         raise BadRequest(
-            f"{path} has no column of bytes, text or lists of numbers, so there is nothing to cache: {columns[:300]}"
+            f"{path} {which} bytes, text or lists of numbers, so there is nothing to cache; it has {columns[:300]}"
         )
     return fields
 

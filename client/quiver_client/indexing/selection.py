@@ -19,6 +19,10 @@ class Selection:
         self._fields = None if fields is None else frozenset(fields)
         self.excluded = frozenset(exclude)
 
+    @property
+    def takes_all(self) -> bool:
+        return self._fields is None and not self.excluded
+
     def takes(self, name: str) -> bool:
         return name not in self.excluded and (self._fields is None or name in self._fields)
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -115,6 +116,16 @@ class _File(NamedTuple):
         return self.inode != 0 and self == _File.at(self.path)
 
 
+def check_capacity(manifest: Manifest, root: Path, capacity_bytes: int) -> None:
+    """Raise ``Misconfigured`` if a folder of this capacity cannot hold a single shard of the dataset."""
+    largest = int(manifest.tables.shard_sizes.max())
+    if largest > capacity_bytes:
+        raise Misconfigured(
+            f"{root}: a capacity of {format_size(capacity_bytes)} is smaller than one shard of {manifest.path}"
+            f" ({format_size(largest)}); give it more, or index with a smaller --shard-size"
+        )
+
+
 class EmbeddedTier:
     """Shards in a local folder. One per process and dataset."""
 
@@ -128,12 +139,6 @@ class EmbeddedTier:
         stats: Stats,
         patience: Patience | None = None,
     ) -> None:
-        largest = int(manifest.tables.shard_sizes.max())
-        if largest > store.capacity_bytes:
-            raise Misconfigured(
-                f"{store.root}: a capacity of {format_size(store.capacity_bytes)} is smaller than one shard of"
-                f" {manifest.path} ({format_size(largest)}); give it more, or index with a smaller --shard-size"
-            )
         self.store = store
         self._manifest = manifest
         self._origin = origin

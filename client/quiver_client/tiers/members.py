@@ -150,10 +150,14 @@ class Members:
         self._probing.update(found)
         return found
 
+    def lives(self, url: str) -> bool:
+        """Whether a daemon answers a health check, just now."""
+        return is_alive(url, IN_RACK.alive_seconds)
+
     def probe(self, url: str) -> None:
         """Find out whether a silent daemon is back. Blocks for a moment: not for the path of a batch."""
         try:
-            if is_alive(url, IN_RACK.alive_seconds):
+            if self.lives(url):
                 self.answered(url)
             elif url in self._silent:
                 self._pause(url)

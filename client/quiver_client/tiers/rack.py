@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.digest import Digest
-from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
@@ -281,7 +281,7 @@ class RackTier:
         self._stats.add("fallbacks", len(shards))
         if isinstance(error, Corrupt):
             self._stats.add("corruptions")
-        if isinstance(error, Unavailable):
+        if isinstance(error, Unavailable) and not (isinstance(error, BrokenOff) and self._members.lives(peer.url)):
             self._members.is_silent(peer.url)
         self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
 
