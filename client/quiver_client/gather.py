@@ -26,10 +26,8 @@ U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
-JOINED_BYTES: Final = (
-    256 << 10
-)  # of small samples, copied by one call and then cut apart while it is in the CPU's cache
-JOINED_MIN: Final = 24  # to copy fewer one by one is as fast
+JOINED_BYTES: Final = 256 << 10  # of small samples: copied by one call, and cut apart while the CPU's cache holds them
+JOINED_MIN: Final = 24  # fewer are copied one by one as fast
 ARRAY_BYTES_MAX: Final = 1 << 62  # of any array: with rows of 16 KiB it reaches 2^48 bytes, which is all that there are
 
 
@@ -108,20 +106,25 @@ def take(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) ->
 
     ``None`` if they are torn, or if the length is negative. Small pieces of mapped files are copied some ahead.
     """
-    mapped = np.asarray([buffer.mapped and len(buffer.view) >= COUNT_BYTES for buffer in buffers], bool)
-    joins = mapped[which] & (lengths > 0) & (lengths <= GATHERED_BYTES_MAX)
-    if native.pieces is None or np.count_nonzero(joins) < JOINED_MIN:
-        joins[:] = False
+    joins = np.zeros(len(which), bool)
+    if native.pieces is not None and len(which) >= JOINED_MIN:
+        mapped = np.asarray([buffer.mapped and len(buffer.view) >= COUNT_BYTES for buffer in buffers], bool)
+        joins = mapped[which] & (lengths > 0) & (lengths <= GATHERED_BYTES_MAX)
     joined = _joined(buffers, which[joins], starts[joins], lengths[joins])
     if joins.all():
         yield from joined
         return
+    views = [None if buffer.mapped else buffer.view for buffer in buffers]
     places = zip(which.tolist(), starts.tolist(), lengths.tolist(), joins.tolist(), strict=True)
     for at, start, length, is_joined in places:
         if is_joined:
             yield next(joined)
+        elif length < 0:
+            yield None
+        elif (view := views[at]) is None:
+            yield buffers[at].take(start, start + length)
         else:
-            yield buffers[at].take(start, start + length) if length >= 0 else None
+            yield bytes(view[start : start + length])
 
 
 def _joined(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
