@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quiver.errors import QuiverError, Unavailable
 from quiver.plan import Ints, Plan
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, Mask, gather, xxh3_64
+from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, Mask, gather, take, xxh3_64
 
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
@@ -110,22 +110,18 @@ class Delivery:
         at = tries = 0
         while tries < COPIES_MAX:
             starts, lengths = self._cuts(slice(at, None), field)
-            buffers = self._buffers
-            for which, start, length in zip(self._in[at:].tolist(), starts.tolist(), lengths.tolist(), strict=True):
-                buffer, end = buffers[which], start + length
-                if length < 0:
-                    yield None
-                elif not buffer.mapped:
-                    yield bytes(buffer.view[start:end])
-                elif (data := buffer.take(start, end)) is not None:
-                    yield data
-                else:
+            copied = take(self._buffers, self._in[at:], starts, lengths)
+            for data, length in zip(copied, lengths.tolist(), strict=True):
+                if data is None and length >= 0:
                     break
+                yield data
                 at, tries = at + 1, 0
             else:
                 return
             tries += 1
-            self._mend(np.asarray([at]))
+            torn = self._gone(slice(at, None))
+            torn[0] = True
+            self._mend(at + np.flatnonzero(torn))
         raise Unavailable("the cache", "a sample cannot be read: its shard becomes shorter again and again")
 
     def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
@@ -144,8 +140,7 @@ class Delivery:
             return np.ascontiguousarray(self._whole[:, start : start + length])
         for _ in range(COPIES_MAX):
             rows, torn = self._gathered(starts + skip, slice(None), length)
-            gone = [at for at in np.unique(self._in).tolist() if not self._buffers[at].is_whole]
-            torn |= np.isin(self._in, gone)
+            torn |= self._gone(slice(None))
             if not torn.any():
                 return rows
             self._mend(np.flatnonzero(torn))
@@ -167,6 +162,11 @@ class Delivery:
 
     def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
         return gather(self._buffers, self._in[positions], starts, length)
+
+    def _gone(self, positions: Positions | slice) -> Mask:
+        """Return which samples lie in files that are not whole any more."""
+        used = self._in[positions]
+        return np.isin(used, [at for at in np.unique(used).tolist() if not self._buffers[at].is_whole])
 
     def _mend(self, positions: Positions) -> None:
         """Have samples that were here, and whose file is not whole any more, come from elsewhere."""

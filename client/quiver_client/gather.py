@@ -8,7 +8,8 @@ are copied by an index into the address space, and larger ones, or hashes, are t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
 GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
+JOINED_BYTES: Final = 256 << 10  # of small samples: copied by one call, and cut apart while the CPU's cache holds them
+JOINED_MIN: Final = 24  # fewer are copied one by one as fast
 ARRAY_BYTES_MAX: Final = 1 << 62  # of any array: with rows of 16 KiB it reaches 2^48 bytes, which is all that there are
 
 
@@ -96,6 +99,49 @@ def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -
     found: npt.NDArray[np.void] = _Memory(np.dtype(f"V{length}"), lowest).array[addresses - lowest]
     together: U8 = found.view(np.uint8).reshape(len(which), length)
     return together, torn
+
+
+def take(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
+    """Yield a copy of ``lengths (n,)`` bytes of each piece, as ``Buffer.take`` when its turn comes.
+
+    ``None`` if they are torn, or if the length is negative. Small pieces of mapped files are copied some ahead.
+    """
+    joins = np.zeros(len(which), bool)
+    if native.pieces is not None and len(which) >= JOINED_MIN:
+        mapped = np.asarray([buffer.mapped and len(buffer.view) >= COUNT_BYTES for buffer in buffers], bool)
+        joins = mapped[which] & (lengths > 0) & (lengths <= GATHERED_BYTES_MAX)
+    joined = _joined(buffers, which[joins], starts[joins], lengths[joins])
+    if joins.all():
+        yield from joined
+        return
+    views = [None if buffer.mapped else buffer.view for buffer in buffers]
+    places = zip(which.tolist(), starts.tolist(), lengths.tolist(), joins.tolist(), strict=True)
+    for at, start, length, is_joined in places:
+        if is_joined:
+            yield next(joined)
+        elif length < 0:
+            yield None
+        elif (view := views[at]) is None:
+            yield buffers[at].take(start, start + length)
+        else:
+            yield bytes(view[start : start + length])
+
+
+def _joined(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
+    """Yield copies of pieces of mapped files, read by one native call for some of them, and cut out of what it read."""
+    if native.pieces is None or not len(which):
+        return
+    addresses = _addresses(buffers, which, starts, lengths)
+    ends = np.asarray([buffer.address + len(buffer.view) for buffer in buffers], np.int64)[which]
+    after = np.cumsum(lengths)
+    runs = np.flatnonzero(np.diff(after // JOINED_BYTES)) + 1
+    for first, last in pairwise([0, *runs.tolist(), len(which)]):
+        run, torn = slice(first, last), np.zeros(last - first, bool)
+        stops = after[run] - (after[first] - lengths[first])
+        begins = stops - lengths[run]
+        data = native.pieces.join(addresses[run], lengths[run], begins, ends[run], torn)
+        for begin, stop, gone in zip(begins.tolist(), stops.tolist(), torn.tolist(), strict=True):
+            yield None if gone else data[begin:stop]
 
 
 def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> tuple[U64, Mask]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quiver.store import OpenFile
 from quiver_client import native
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, gather, xxh3_64
+from quiver_client.gather import GATHERED_BYTES_MAX, JOINED_BYTES, Buffer, gather, take, xxh3_64
 
 contents = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6)
 
@@ -46,6 +46,26 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
     assert [row.tobytes() for row in rows] == [
         contents[one][start : start + length] for one, start in zip(which, at, strict=True)
     ]
+
+
+@pytest.mark.parametrize("longest", [0, 1, 300, GATHERED_BYTES_MAX, 2 * GATHERED_BYTES_MAX])
+@pytest.mark.parametrize("count", [0, 1, 30, 500])
+def test_what_is_taken_is_what_slicing_gives(count: int, longest: int, tmp_path: Path) -> None:
+    """Of mapped files and of other memory, of all lengths: none, some that are copied together, larger ones."""
+    rng = np.random.default_rng(count + longest)
+    contents = [rng.bytes(JOINED_BYTES), rng.bytes(3 * mmap.PAGESIZE + longest), rng.bytes(longest + 5), b"short"]
+    for at, content in enumerate(contents):
+        (tmp_path / str(at)).write_bytes(content)
+    buffers = [Buffer.of(OpenFile(tmp_path / str(at)).map(), mapped=True) for at in range(4)] + [Buffer.of(contents[1])]
+    contents.append(contents[1])
+    for sources in ([0, 1], [4], [0, 1, 2, 3, 4]):
+        which = rng.choice(sources, count)
+        sizes = np.asarray([len(content) for content in contents])[which]
+        lengths = np.minimum(rng.integers(-1, longest + 1, count), sizes)
+        starts = (rng.random(count) * (sizes - np.maximum(lengths, 0) + 1)).astype(np.int64)
+        cuts = zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=True)
+        expected = [None if length < 0 else contents[at][start : start + length] for at, start, length in cuts]
+        assert list(take(buffers, which, starts, lengths)) == expected
 
 
 @settings(deadline=None)

@@ -55,12 +55,13 @@ def test_what_is_installed_here_has_it() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        lambda source: source.replace("return 2;", "return 3;"),
+        lambda source: source.replace("return 3;", "return 4;"),
         lambda source: source.replace("quiver_pieces_version", "quiver_version"),
-        lambda source: source.replace("(size_t)sizes[i]);\n    }", "(size_t)sizes[i]) + (sizes[i] > 1000);\n    }"),
+        lambda source: source.replace("out[i] = hash(", "out[i] = (sizes[i] > 1000) + hash("),
         lambda source: source.replace("out + i * size", "out"),
+        lambda source: source.replace("out + offsets[i]", "out + offsets[0]"),
     ],
-    ids=["another version", "no version", "wrong hashes", "wrong copies"],
+    ids=["another version", "no version", "wrong hashes", "wrong copies", "wrong joins"],
 )
 def test_what_is_of_another_version_or_wrong_is_not_used(
     built: Callable[..., Path], change: Callable[[str], str]

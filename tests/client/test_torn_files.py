@@ -16,7 +16,7 @@ import pytest
 
 from quiver.store import OpenFile
 from quiver_client import Dataset, native
-from quiver_client.gather import Buffer, gather, xxh3_64
+from quiver_client.gather import Buffer, gather, take, xxh3_64
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files
 from tests.support.forking import FORKED
@@ -123,6 +123,22 @@ def test_what_is_torn_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [5 * mmap.PAGESIZE - 100, 2 * mmap.PAGESIZE, 10, 0])
+def test_small_pieces_that_are_torn_are_told_from_those_of_other_files(size: int, tmp_path: Path) -> None:
+    """All of a file that is not whole are: what follows its new end in the page reads as zeros, without a fault."""
+    content = np.random.default_rng(0).bytes(5 * mmap.PAGESIZE)
+    for name in ("torn", "whole"):
+        (tmp_path / name).write_bytes(content)
+    buffers = [Buffer.of(OpenFile(tmp_path / name).map(), mapped=True) for name in ("torn", "whole")]
+    which, starts = np.arange(500) * 7 % 5 % 2, np.arange(500) * 997 % (4 * mmap.PAGESIZE)
+    lengths = np.arange(500) % 1500
+    cuts = list(zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=True))
+    os.truncate(tmp_path / "torn", size)
+    expected = [content[start : start + length] if at or not length else None for at, start, length in cuts]
+    assert list(take(buffers, which, starts, lengths)) == expected
+
+
+@pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [3 * mmap.PAGESIZE - 100, 2 * mmap.PAGESIZE, 10, 0])
 def test_no_bytes_are_taken_of_a_file_that_is_not_whole(size: int, tmp_path: Path) -> None:
     """What follows its new end in the page reads as zeros, without a fault."""
@@ -150,6 +166,32 @@ def test_a_batch_that_was_checked_is_stacked_though_its_shard_becomes_shorter(tm
         rows = delivery.rows(0)
         assert rows is not None
         assert [row.tobytes() for row in rows] == files.expected(list(dataset.manifest.keys(np.arange(20))))
+    finally:
+        dataset.close()
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [0, 5000, -10])
+@pytest.mark.parametrize("handed_out", [0, 1, 150])
+def test_a_batch_of_small_samples_that_was_checked_is_copied_though_its_shards_become_shorter(
+    handed_out: int, size: int, tmp_path: Path
+) -> None:
+    content = {f"a/{at:03}.bin": np.random.default_rng(at).bytes(3000 + 13 * (at * 7 % 300)) for at in range(300)}
+    files = make_files(tmp_path, content)
+    dataset = Dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB")
+    try:
+        rows = np.random.default_rng(0).permutation(300)
+        for _ in (1, 2):  # the second time, what is mapped is not what was written just now
+            delivery = dataset.read(rows)
+        assert delivery is not None
+        copies = delivery.copies(0)
+        found = [next(copies) for _ in range(handed_out)]
+        for path in (tmp_path / "cache" / "shards").rglob("*"):
+            if path.is_file():
+                os.truncate(path, size if size >= 0 else path.stat().st_size + size)
+        found += copies
+        assert found == files.expected(list(dataset.manifest.keys(rows)))
+        assert dataset.stats()["corruptions"] >= 1
     finally:
         dataset.close()
 

@@ -19,7 +19,7 @@ import numpy.typing as npt
 import xxhash
 
 LIBRARY: Final = Path(__file__).with_name("_pieces.so")
-VERSION: Final = 2  # of the functions in pieces.c
+VERSION: Final = 3  # of the functions in pieces.c
 NATIVE_VARIABLE: Final = "QUIVER_NATIVE"
 # The second is the one that looks for vector instructions when it runs; not every build of the library has it.
 HASHES: Final = ("XXH3_64bits_dispatch", "XXH3_64bits")
@@ -50,6 +50,8 @@ class Pieces:
         self._copy, self._hash = library.quiver_copy, library.quiver_hash
         self._copy.argtypes, self._copy.restype = (number, pointer, number, pointer, pointer), None
         self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer, pointer), None
+        self._join = library.quiver_join
+        self._join.argtypes, self._join.restype = (number, *[pointer] * 6), None
         # With the GIL: of one sample, to give it up and to wait for it takes longer than to copy it.
         kind = ctypes.PYFUNCTYPE(number, number, number, ctypes.c_char_p, number)
         self._take = kind(ctypes.cast(library.quiver_take, pointer).value or 0)
@@ -68,6 +70,18 @@ class Pieces:
         places = addresses.ctypes.data, sizes.ctypes.data, found.ctypes.data, torn.ctypes.data
         self._hash(self._hash_function, len(found), *places)
         return found
+
+    def join(self, addresses: I64, sizes: I64, offsets: I64, ends: I64, torn: Mask) -> bytes:
+        """Return ``sizes (n,)`` bytes from each address, each at its offset: the sums of the sizes before it.
+
+        Torn is a piece, too, if the 8 bytes before its ``ends (n,)`` are all 0 when all pieces were copied.
+        """
+        addresses, sizes = np.ascontiguousarray(addresses, np.int64), np.ascontiguousarray(sizes, np.int64)
+        offsets, ends = np.ascontiguousarray(offsets, np.int64), np.ascontiguousarray(ends, np.int64)
+        joined: bytes = _new_bytes(None, int(sizes.sum()))
+        places = [array.ctypes.data for array in (addresses, sizes, offsets, ends)]
+        self._join(len(addresses), *places, joined, torn.ctypes.data)
+        return joined
 
     def take(self, address: int, size: int, end: int) -> bytes | None:
         """Return ``size`` bytes from an address, ``None`` if they are torn or the 8 bytes before ``end`` are all 0."""
@@ -98,7 +112,11 @@ def _is_right(pieces: Pieces) -> bool:
     rows = pieces.copy(np.asarray([address + 7, address, address + 3]), 100, torn)
     copied = all((row == data[at : at + 100]).all() for row, at in zip(rows, (7, 0, 3), strict=True))
     hashed = pieces.xxh3_64(np.full(len(sizes), address), sizes, torn).tolist() == expected
-    return copied and hashed and pieces.take(address + 5, 200, address + 20) == data[5:205].tobytes() and not torn.any()
+    places, lengths, offsets = np.asarray([address + 9, address, address + 2]), np.asarray([300, 0, 7]), [0, 300, 300]
+    joined = pieces.join(places, lengths, np.asarray(offsets), np.full(3, address + 20), torn)
+    taken = pieces.take(address + 5, 200, address + 20)
+    right = copied and hashed and joined == bytes(data[9:309]) + bytes(data[2:9]) and taken == bytes(data[5:205])
+    return right and not torn.any()
 
 
 pieces: Pieces | None = load() if os.environ.get(NATIVE_VARIABLE) != "0" else None

@@ -31,7 +31,7 @@ _Static_assert(sizeof(uintptr_t) == 8 && sizeof(size_t) == 8, "addresses and siz
 typedef uint64_t (*Hash)(const void *data, size_t size);
 
 /* Raised when a signature changes, so that a library that was built from another version of this file is not used. */
-EXPORTED int64_t quiver_pieces_version(void) { return 2; }
+EXPORTED int64_t quiver_pieces_version(void) { return 3; }
 
 /* Where the guarded loop of this thread goes on after a SIGBUS. Of few bytes, so that they fit in what the loader keeps
  * for libraries that come late: a handler must not be the first to touch a thread's variable, which may allocate. */
@@ -92,6 +92,32 @@ EXPORTED void quiver_copy(int64_t count, const uintptr_t *addresses, int64_t siz
         if (i + AHEAD < count)
             prefetch(addresses[i + AHEAD], (size_t)size);
         memcpy(out + i * size, (const void *)addresses[i], (size_t)size);
+    }
+    WATCH(NULL);
+}
+
+/* Copy `sizes[i]` bytes from each of `count` addresses to `out + offsets[i]`; then look at the eight bytes before each
+ * `ends[i]`. A piece whose eight are all 0 is as torn as one that cannot be read: its file became shorter. */
+EXPORTED void quiver_join(int64_t count, const uintptr_t *addresses, const int64_t *sizes, const int64_t *offsets,
+                          const uintptr_t *ends, uint8_t *out, uint8_t *torn) {
+    sigjmp_buf here;
+    volatile int64_t at = 0; /* a piece to be copied, or past those, an end to be looked at */
+    stand_guard();
+    if (sigsetjmp(here, 0))
+        torn[at++ % count] = 1;
+    WATCH(&here);
+    for (int64_t i = at; i < count; i++) {
+        at = i;
+        if (i + AHEAD < count)
+            prefetch(addresses[i + AHEAD], (size_t)sizes[i + AHEAD]);
+        memcpy(out + offsets[i], (const void *)addresses[i], (size_t)sizes[i]);
+    }
+    atomic_signal_fence(memory_order_seq_cst); /* an end says something of what was read before it */
+    for (int64_t i = at < count ? 0 : at - count; i < count; i++) {
+        uint64_t tail;
+        at = count + i;
+        memcpy(&tail, (const void *)(ends[i] - sizeof tail), sizeof tail);
+        torn[i] |= tail == 0;
     }
     WATCH(NULL);
 }
