@@ -68,6 +68,11 @@ class ReadRequest:
         )
         return b"".join([head, *self.shards, self.ranges.tobytes()])
 
+    @staticmethod
+    def shards_named(body: Bytes) -> int:
+        """Return how many shards a request names, by its head: before it is parsed, and whether or not it can be."""
+        return min(int.from_bytes(body[4:8], "little"), len(body) // DIGEST_BYTES)
+
     @classmethod
     def decode(cls, body: Bytes) -> ReadRequest:
         """Parse a request. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
@@ -81,8 +86,9 @@ class ReadRequest:
         ranges_at = _HEAD.size + shard_count * DIGEST_BYTES
         if len(body) != ranges_at + range_count * RANGE.itemsize:
             raise BadRequest("a read request's size does not agree with its counts")
-        names = bytes(body[_HEAD.size : ranges_at])
-        shards = tuple(Digest(names[i : i + DIGEST_BYTES]) for i in range(0, len(names), DIGEST_BYTES))
+        shards = Digest.many(bytes(body[_HEAD.size : ranges_at]))
+        if len(set(shards)) != shard_count:
+            raise BadRequest("a read request names each shard once")
         ranges: npt.NDArray[np.void] = np.frombuffer(body, RANGE, range_count, ranges_at)
         if range_count:
             if int(ranges["shard"].max()) >= shard_count:

@@ -320,7 +320,7 @@ async def test_what_is_being_verified_is_answered_so_whether_or_not_a_manifest_i
         node.suspect([digest], HONEST)
         for named in (None, manifest):
             await node.bring([digest], named, 0.01, HONEST)
-            assert node.absence(digest, named, choose=True) is RangeStatus.FILLING
+            assert node.absence(digest, {digest}, choose=True) is RangeStatus.FILLING
         free.set()
         await node.bring([digest], None, 20.0, HONEST)
         assert node.resident(digest)
