@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,13 @@ HONEST, HOSTILE = "10.0.0.1", "10.6.6.6"
 
 def manifest_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_bytes: int) -> Path:
     """Write a manifest of samples of one object, of bytes that nobody has."""
+    write_manifest(where, parts_of(where, lengths, origins, firsts, object_bytes))
+    return where
+
+
+def parts_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_bytes: int) -> ManifestParts:
     count = len(lengths)
-    parts = ManifestParts(
+    return ManifestParts(
         header=Header(1, "mixed", 1 << 20, "files", f"file://{where.parent}/", (Field("x", "bytes"),)),
         keys=pa.array([f"{i:08}" for i in range(count)], pa.large_utf8()),
         blob_of=np.arange(count, dtype=np.uint32),
@@ -59,8 +65,6 @@ def manifest_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_byt
         object_etags=pa.array([""], pa.large_utf8()),
         object_mtimes=np.array([1], np.int64),
     )
-    write_manifest(where, parts)
-    return where
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
@@ -74,6 +78,45 @@ def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path:
     status, body, _ = lone.ask("PUT", f"/v1/manifests/{Digest.of(path.read_bytes())}", path.read_bytes())
     assert (status, error_of(body)) == (400, "bad_request")
     assert "named 4 times over at most" in body.decode()
+
+
+def test_a_manifest_that_names_the_same_rows_of_parquet_over_and_over_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.quiver"
+
+    def check(rows: Any, fields: tuple[Field, ...], others: Any = 0, paths: tuple[str, ...] = ("object",)) -> None:
+        count = len(rows)
+        parts = parts_of(path, np.full(count, 60_000), rows, range(0, count + 1, 400), 60_000)
+        origins = np.full((count, len(fields)), 0, np.uint64)
+        origins[:, 0], origins[:, 1:] = rows, np.reshape(others, (-1, 1))
+        many = replace(
+            parts,
+            header=Header(1, "mixed", 1 << 20, "parquet", f"file://{tmp_path}/", fields),
+            origins=origins,
+            lengths=np.repeat(parts.lengths, len(fields), axis=1),
+            xxh3=np.repeat(parts.xxh3, len(fields), axis=1),
+            objects_of=np.arange(count, dtype=np.uint32) % np.uint32(len(paths)),
+            object_paths=pa.array(paths, pa.large_utf8()),
+            object_sizes=np.full(len(paths), 60_000, np.uint64),
+            object_etags=pa.array([""] * len(paths), pa.large_utf8()),
+            object_mtimes=np.ones(len(paths), np.int64),
+        )
+        write_manifest(path, many)
+        check_cost(Manifest.open(path))
+
+    image, same = Field("image", "bytes", column="image"), Field("same", "bytes", column="image")
+    mask = Field("mask", "bytes", column="mask")
+    every = np.arange(4_800)
+    check(every, (image,))
+    check(every, (image, mask))
+    check(every // 2, (image, mask))
+    for rows, fields, *more in (
+        (every * 0, (image,)),
+        (every * 0, (image, mask), every),  # a daemon reads all fields of a sample from the row of the first
+        (every // 3, (image, same)),
+        (every * 0, (image,), 0, tuple(["object"] * 4_800)),
+    ):
+        with pytest.raises(BadRequest, match="named 4 times over at most"):
+            check(rows, fields, *more)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=12)
