@@ -33,6 +33,7 @@ RANGE: Final = np.dtype([("shard", "<u4"), ("unused", "<u4"), ("offset", "<u8"),
 RANGES_MAX: Final = 1 << 16
 READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this bounds a request's time and not memory
 WAIT_MS_MAX: Final = 30_000
+MESSAGE_CHARS_MAX: Final = 4096
 JSON_BYTES_MAX: Final = 4 << 20
 RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before answering
 FORGO: Final = 2  # flag: the reader was chosen to put these shards there and cannot
@@ -176,6 +177,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
     error: str
     message: str
+
+
+def message_of(error: Exception) -> str:
+    """Return what an answer says of an error: some of what its text repeats may be whatever somebody sent."""
+    text = str(error)
+    return text if len(text) <= MESSAGE_CHARS_MAX else text[:MESSAGE_CHARS_MAX] + "…"
 
 
 def decode_json(body: Bytes, kind: type[Any], what: str) -> Any:
