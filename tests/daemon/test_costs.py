@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -27,7 +28,7 @@ from quiver.reporting import NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver import bounds
+from quiver_cacheserver import bounds, origins, residency
 from quiver_cacheserver.bounds import FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
 from quiver_cacheserver.consumers import Lease, Leases
@@ -397,6 +398,53 @@ def test_a_resident_shard_is_never_answered_no_manifest_while_it_is_rechecked(fi
         recheck = ReadRequest(None, shards, rows, 0, RECHECK).encode()
         statuses = set(daemon.ask("POST", "/v1/read", recheck)[1][: len(shards)])
         assert statuses <= {RangeStatus.PRESENT, RangeStatus.FILLING}
+
+
+async def test_manifests_that_consumers_report_on_take_a_bounded_memory(
+    pair: tuple[Files, Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await asyncio.to_thread(lone_node, pair[0], tmp_path)
+    sizes = [len(files.opened().content) for files in pair]
+
+    async def tell(number: int, files: Files, leaving: bool = False) -> NeedsStatus:
+        manifest = files.opened()
+        await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
+        left = np.full(manifest.shard_count, 255, np.uint8)
+        told = NeedsReport(manifest.digest, Report(name(number), left, 1e6, 0.0, 30.0), leaving)
+        return (await node.residency.take(told.encode(), HOSTILE)).status
+
+    try:
+        monkeypatch.setattr(residency, "DATASET_BYTES_MAX", sum(sizes) - 1)
+        assert await tell(0, pair[0]) is NeedsStatus.TAKEN
+        assert await tell(1, pair[1]) is NeedsStatus.FULL
+        assert await tell(2, pair[0]) is NeedsStatus.TAKEN, "it is known already"
+        assert await tell(0, pair[0], leaving=True) is NeedsStatus.TAKEN
+        assert await tell(2, pair[0], leaving=True) is NeedsStatus.TAKEN
+        assert await tell(1, pair[1]) is NeedsStatus.TAKEN, "nobody reports on the other one"
+        assert len(node.residency._datasets) == 1
+        monkeypatch.setattr(residency, "DATASET_BYTES_MAX", 1)
+        assert await tell(1, pair[1], leaving=True) is NeedsStatus.TAKEN
+        assert await tell(0, pair[0]) is NeedsStatus.TAKEN, "a larger one alone"
+        assert await tell(0, pair[0], leaving=True) is NeedsStatus.TAKEN
+        monkeypatch.setattr(residency, "IDLE_BYTES_MAX", sizes[0] - 1)
+        node.residency._step(time.monotonic())
+        assert not node.residency._datasets
+    finally:
+        await asyncio.to_thread(node.close)
+
+
+def test_origins_that_are_open_keep_manifests_of_bounded_bytes(
+    pair: tuple[Files, Files], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (files.opened() for files in pair)
+    one = node.origins.of(first)
+    assert node.origins.of(second) is not one
+    assert node.origins.of(first) is one
+    monkeypatch.setattr(origins, "OPEN_BYTES_MAX", len(first.content))
+    third = Manifest.open(second.path)
+    node.origins._open.pop(second.digest)
+    node.origins.of(third)
+    assert list(node.origins._open) == [second.digest]
 
 
 # -- consumers --------------------------------------------------------------------------------------------------------
