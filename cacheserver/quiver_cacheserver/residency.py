@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Forbidden, Misconfigured, OverCapacity
+from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
@@ -347,27 +348,20 @@ class Residency:
         inventory = self._inventory
         known_bytes, may_go_bytes = self._needs.held_bytes()
         held_bytes = inventory.resident_bytes() - inventory.reserved_bytes()
-        coming = (digest for digest in self._node.fills.coming() if not inventory.has(Kind.SHARD, digest))
-        coming_bytes = sum(map(self._size_of, coming))
+        coming = [digest for digest in self._node.fills.coming() if not inventory.has(Kind.SHARD, digest)]
+        coming_bytes = float(self._needs.sizes_of(as_rows(coming)).sum())
         free = self._node.store.capacity_bytes - held_bytes + may_go_bytes
         free -= max(inventory.reserved_bytes(), coming_bytes)  # what is coming reserves its room when it begins
         if now >= self._others_busy_until:
             free += max(inventory.shard_bytes() - known_bytes, 0.0)
         return free
 
-    def _size_of(self, digest: Digest) -> int:
-        for dataset in self._datasets.values():
-            number = dataset.manifest.shard_numbers.get(digest)
-            if number is not None:
-                return int(dataset.sizes[number])
-        return 0  # a reader's, of a dataset that nobody reports on
-
     # -- fills --------------------------------------------------------------------------------------------------------
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
         """Begin a fill, or want an upload; return whether either is so."""
         digest = fetch.digest
-        fill = _Fill(self._size_of(digest))
+        fill = _Fill(int(self._needs.sizes_of(as_rows([digest]))[0]))
         manifest = self._datasets[fetch.dataset].manifest
         client = self._leases.client_of(fetch.dataset)
 
