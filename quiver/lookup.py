@@ -7,7 +7,9 @@ come from anybody, so rows that share these bytes, of which there are none by ch
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +18,8 @@ from quiver.digest import DIGEST_BYTES, Digest
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
+
+FEW: Final = 16  # so many times fewer digests than rows are found one by one where prefixes are shared: no copy of all
 
 
 class DigestRows(Mapping[Digest, int]):
@@ -57,13 +61,24 @@ class DigestRows(Mapping[Digest, int]):
         """Return the row of each of many digests ``(m, 32)``, -1 for those that are not here."""
         if not len(self):
             return np.full(len(digests), -1, np.int64)
-        if self._alike:
+        few = len(digests) * FEW <= len(self)
+        if self._alike and not few:
             sorted_names = _whole(self.digests)[self._order]
             places = np.searchsorted(sorted_names, _whole(digests))
         else:
             places = np.searchsorted(self._words, _words(digests))
         rows = self._order[np.minimum(places, len(self) - 1)].astype(np.int64)
-        return np.where((self.digests[rows] == digests).all(axis=1), rows, -1)
+        found = np.where((self.digests[rows] == digests).all(axis=1), rows, -1)
+        if self._alike and few:
+            for at in np.flatnonzero((found < 0) & (self.digests[rows, :8] == digests[:, :8]).all(axis=1)).tolist():
+                found[at] = self.get(Digest(digests[at].tobytes()), -1)
+        return found
+
+    def among(self, digests: Sequence[Digest]) -> frozenset[Digest]:
+        """Return which of many digests are here."""
+        if not digests:
+            return frozenset()
+        return frozenset(compress(digests, (self.rows_of(as_rows(digests)) >= 0).tolist()))
 
     def only(self, kept: npt.NDArray[np.bool_]) -> DigestRows:
         """Return what is left when only some rows ``(n,)`` are, numbered anew in their order. Nothing is sorted."""

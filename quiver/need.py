@@ -155,6 +155,14 @@ class Needs:
     def knows(self, dataset: Digest) -> bool:
         return dataset in self._datasets
 
+    def sizes_of(self, shards: U8) -> Floats:
+        """Return the bytes of each shard ``(n, 32)``; 0 of those of no dataset that is known."""
+        if not len(self._shards):
+            return np.zeros(len(shards))
+        rows = self._shards.rows_of(shards)
+        sizes: Floats = np.where(rows >= 0, self._sizes[rows], 0.0)
+        return sizes
+
     def grown(self, shards: U8) -> Grown:
         """Return what ``add_dataset`` takes its time for. From any thread, while the needs stay in use."""
         before = self._shards

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from quiver.connections import SLOWEST_BYTES_PER_SECOND, Idle, no_answer, unreachable
 from quiver.errors import BadRequest, BrokenOff, Corrupt, OverCapacity, QuiverError, Unavailable
 from quiver.liveness import Gone, Patience, Vigil
-from quiver.wire import ErrorBody, RangeStatus, ReadRequest
+from quiver.wire import ErrorBody, RangeStatus, ReadRequest, message_of
 
 PROTOCOL: Final = "quiver-read"
 PATH: Final = "/v1/stream"
@@ -54,7 +54,7 @@ class Refusal(ErrorBody, frozen=True):
 
 def refusal_frame(error: QuiverError) -> bytes:
     after = error.retry_after_seconds if isinstance(error, OverCapacity) else 0.0
-    body = msgspec.json.encode(Refusal(error.code, str(error), after))
+    body = msgspec.json.encode(Refusal(error.code, message_of(error), after))
     return FRAME.pack(MAGIC, REFUSAL, len(body)) + body
 
 

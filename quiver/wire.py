@@ -33,6 +33,7 @@ RANGE: Final = np.dtype([("shard", "<u4"), ("unused", "<u4"), ("offset", "<u8"),
 RANGES_MAX: Final = 1 << 16
 READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this bounds a request's time and not memory
 WAIT_MS_MAX: Final = 30_000
+MESSAGE_CHARS_MAX: Final = 4096
 JSON_BYTES_MAX: Final = 4 << 20
 RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before answering
 FORGO: Final = 2  # flag: the reader was chosen to put these shards there and cannot
@@ -68,6 +69,11 @@ class ReadRequest:
         )
         return b"".join([head, *self.shards, self.ranges.tobytes()])
 
+    @staticmethod
+    def shards_named(body: Bytes) -> int:
+        """Return how many shards a request names, by its head: before it is parsed, and whether or not it can be."""
+        return min(int.from_bytes(body[4:8], "little"), len(body) // DIGEST_BYTES)
+
     @classmethod
     def decode(cls, body: Bytes) -> ReadRequest:
         """Parse a request. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
@@ -81,8 +87,9 @@ class ReadRequest:
         ranges_at = _HEAD.size + shard_count * DIGEST_BYTES
         if len(body) != ranges_at + range_count * RANGE.itemsize:
             raise BadRequest("a read request's size does not agree with its counts")
-        names = bytes(body[_HEAD.size : ranges_at])
-        shards = tuple(Digest(names[i : i + DIGEST_BYTES]) for i in range(0, len(names), DIGEST_BYTES))
+        shards = Digest.many(bytes(body[_HEAD.size : ranges_at]))
+        if len(set(shards)) != shard_count:
+            raise BadRequest("a read request names each shard once")
         ranges: npt.NDArray[np.void] = np.frombuffer(body, RANGE, range_count, ranges_at)
         if range_count:
             if int(ranges["shard"].max()) >= shard_count:
@@ -170,6 +177,12 @@ class ErrorBody(msgspec.Struct, frozen=True):
 
     error: str
     message: str
+
+
+def message_of(error: Exception) -> str:
+    """Return what an answer says of an error: some of what its text repeats may be whatever somebody sent."""
+    text = str(error)
+    return text if len(text) <= MESSAGE_CHARS_MAX else text[:MESSAGE_CHARS_MAX] + "…"
 
 
 def decode_json(body: Bytes, kind: type[Any], what: str) -> Any:

@@ -15,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from quiver.errors import OverCapacity, QuiverError
 from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
-from quiver.wire import ErrorBody, RingView
+from quiver.wire import ErrorBody, RingView, message_of
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
@@ -117,7 +117,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         headers = (
             {"Retry-After": str(max(ceil(error.retry_after_seconds), 1))} if isinstance(error, OverCapacity) else {}
         )
-        return _json(ErrorBody(error.code, str(error)), error.status, headers)
+        return _json(ErrorBody(error.code, message_of(error)), error.status, headers)
     except web.HTTPException as error:
         if error.status < 400:
             raise

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,22 +63,46 @@ def check_cost(manifest: Manifest) -> None:
     counts = np.diff(np.append(tables.firsts.astype(np.int64), len(tables.offsets)))
     if ((tables.shard_sizes > SHARD_BYTES_MAX) & (counts > 1)).any():
         raise BadRequest(f"a shard of several samples has at most {SHARD_BYTES_MAX} bytes")
-    if manifest.header.source != "parquet":
-        _check_shared(tables)
+    _check_shared(manifest)
 
 
-def _check_shared(tables: Any) -> None:
+def _check_shared(manifest: Manifest) -> None:
+    tables = manifest.tables
     lengths = np.where(tables.lengths == np.uint64(ABSENT), np.uint64(0), tables.lengths)
     named = int(lengths.sum(dtype=np.float64))
     if named <= NAMED_BYTES_FREE:
         return
-    objects = np.repeat(tables.object_of, lengths.shape[1])
-    covered = covered_bytes(objects, tables.origins.reshape(-1), lengths.reshape(-1))
+    # Objects of one path are one object.
+    paths = tables.object_paths.dictionary_encode().indices.to_numpy(zero_copy_only=False).astype(np.uint32)
+    objects = paths[tables.object_of]
+    if manifest.header.source == "parquet":
+        covered = _values_bytes(objects, tables.origins[:, 0], lengths, [it.column for it in manifest.header.blobs])
+    else:
+        width = lengths.shape[1]
+        covered = covered_bytes(np.repeat(objects, width), tables.origins.reshape(-1), lengths.reshape(-1))
     if named > NAMED_TIMES_MAX * covered + NAMED_BYTES_FREE:
         raise BadRequest(
             f"its samples name {named} bytes of the origin that are {covered} in all: a daemon fills bytes that are"
             f" named {NAMED_TIMES_MAX} times over at most"
         )
+
+
+def _values_bytes(
+    objects: npt.NDArray[np.uint32], rows: npt.NDArray[Any], lengths: npt.NDArray[Any], columns: Sequence[str]
+) -> int:
+    """Return how many bytes the values of Parquet rows have, each counted once.
+
+    ``lengths`` ``(n, f)`` are of f fields, of these columns. Only the file says how long a value is: of several lengths
+    the largest counts, since at most one of them can be filled.
+    """
+    total = 0
+    for column in dict.fromkeys(columns):
+        longest = lengths[:, [name == column for name in columns]].max(axis=1)
+        order = np.lexsort((longest, rows, objects))
+        of, at = objects[order], rows[order]
+        last = np.append((of[1:] != of[:-1]) | (at[1:] != at[:-1]), True)
+        total += int(longest[order][last].sum(dtype=np.float64))
+    return total
 
 
 def covered_bytes(objects: npt.NDArray[np.uint32], starts: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> int:

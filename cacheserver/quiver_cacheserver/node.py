@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import inf
@@ -35,7 +35,7 @@ from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.origins import Origins
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
-from quiver_cacheserver.turns import Places
+from quiver_cacheserver.turns import Places, Slices
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +63,7 @@ class Node:
         self.state: str = "up"
         self.disk = OK
         self._refused_bytes = 0
+        self.slices = Slices()
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.send_threads = ThreadPoolExecutor(SEND_THREADS, thread_name_prefix="quiver-send")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
@@ -144,25 +145,50 @@ class Node:
             self._verified(digest)
         return self.resident(digest)
 
+    async def listed(self, wanted: Sequence[Digest], manifest: Manifest | None) -> Set[Digest]:
+        """Return which of these shards the manifest has."""
+        if manifest is None:
+            return frozenset()
+        found: set[Digest] = set()
+        numbers = manifest.shard_numbers
+        await self.slices.walk(wanted, lambda some: found.update(numbers.among(some)))
+        return found
+
     async def bring(
-        self, digests: Iterable[Digest], manifest: Manifest | None, wait_seconds: float, client: str = ""
-    ) -> None:
-        """Bring shards in, waiting for them no longer than ``wait_seconds``; whatever is late goes on coming."""
+        self, wanted: Sequence[Digest], manifest: Manifest | None, wait_seconds: float, client: str = ""
+    ) -> Set[Digest]:
+        """Fill shards, waiting for them no longer than ``wait_seconds``; return which the manifest has.
+
+        Whatever is late goes on.
+        """
         deadline = time.monotonic() + wait_seconds
-        wanted = list(digests)
+        listed = await self.listed(wanted, manifest)
+        checks: set[asyncio.Future[bool]] = set()
+        waiting: set[asyncio.Future[object]] = set()
+
+        def check(some: Sequence[Digest]) -> None:
+            checks.update(self._verified(digest) for digest in some if digest in self._unverified)
+
+        def begin(some: Sequence[Digest]) -> None:
+            for digest in some:
+                if digest in listed and digest not in self._unverified and not self.resident(digest):
+                    begun = self.fills.start(digest, partial(self.fill, digest, manifest, client), client)
+                    if isinstance(begun, asyncio.Future):
+                        waiting.add(begun)
+
         # What is here and only has to be verified must not queue behind fills, which may hang on an origin.
-        checks = {self._verified(digest) for digest in wanted if digest in self._unverified}
+        await self.slices.walk(wanted, check)
         if checks:
             await asyncio.wait(checks, timeout=wait_seconds)
-        waiting = set()
-        for digest in wanted:
-            known = manifest is not None and digest in manifest.shard_numbers
-            if known and digest not in self._unverified and not self.resident(digest):
-                begun = self.fills.start(digest, partial(self.fill, digest, manifest, client), client)
-                if isinstance(begun, asyncio.Future):
-                    waiting.add(begun)
+        await self.slices.walk(wanted, begin)
         if waiting:
             await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
+        return listed
+
+    def forgo(self, digests: Iterable[Digest]) -> None:
+        """The client that was to put these shards here cannot."""
+        for digest in digests:
+            self.fills.forgo(digest)
 
     def _verified(self, digest: Digest) -> asyncio.Future[bool]:
         """Return the verification of a shard on disk that is under way, or begin it."""
@@ -179,13 +205,16 @@ class Node:
         if error is not None:
             log.warning("a shard could not be verified: %s", error)
 
-    def absence(self, digest: Digest, manifest: Manifest | None, *, choose: bool) -> RangeStatus:
-        """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it."""
+    def absence(self, digest: Digest, listed: Set[Digest], *, choose: bool) -> RangeStatus:
+        """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it.
+
+        ``listed``: the shards that the manifest has, of those that the reader named.
+        """
         if self.resident(digest):  # since a moment ago
             return RangeStatus.FILLING
         if digest in self._unverified:  # being verified, or on a disk that cannot be read
             return RangeStatus.FILLING if digest in self._verifying else RangeStatus.FAILED
-        if manifest is None or digest not in manifest.shard_numbers:
+        if digest not in listed:
             return RangeStatus.NO_MANIFEST
         return self.fills.outcome(digest, choose=choose)
 

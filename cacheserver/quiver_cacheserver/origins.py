@@ -12,6 +12,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from functools import partial
 from math import inf
 from typing import Final
 
+from quiver.digest import Digest
 from quiver.errors import Changed, Corrupt, Forbidden, NotAllowed, QuiverError
 from quiver.location import Location, shown
 from quiver.manifest import Manifest
@@ -31,6 +33,7 @@ from quiver_cacheserver.troubled import Guarded, Troubled
 log = logging.getLogger(__name__)
 
 OPEN_MAX: Final = 64
+OPEN_BYTES_MAX: Final = 1 << 30  # of the manifests that open origins keep in memory; a larger one alone
 LOOK_SECONDS: Final = 1.0  # how soon after a failed fill its origin is tried
 TRY_SECONDS: Final = 0.9  # an origin is not tried more often
 PROBE_SECONDS_MAX: Final = 15.0  # then it does not answer
@@ -57,7 +60,7 @@ class Origins:
     def __init__(self, prefixes: Iterable[str], count: Callable[[int], None]) -> None:
         self._count = count
         self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
-        self._open: dict[str, SampleOrigin] = {}
+        self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and how large its manifest is
         self._troubled = Troubled()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(
@@ -66,7 +69,7 @@ class Origins:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for origin in list(self._open.values()):
+        for origin, _ in list(self._open.values()):
             origin.close()
 
     @property
@@ -81,19 +84,24 @@ class Origins:
             raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
         watched, within = found
         with self._lock:
-            key = str(manifest.digest)
-            origin = self._open.get(key)
-            if origin is None:
-                while len(self._open) >= OPEN_MAX:
-                    self._open.pop(next(iter(self._open)))  # not closed: another thread may be reading it
+            known = self._open.get(manifest.digest)
+            if known is not None:
+                self._open.move_to_end(manifest.digest)
+                return known[0]
+            size_bytes = len(manifest.content)
+            while self._open and (len(self._open) >= OPEN_MAX or self._open_bytes() + size_bytes > OPEN_BYTES_MAX):
+                self._open.popitem(last=False)  # not closed: another thread may be reading it
 
-                def delivered(read_bytes: int) -> None:
-                    watched.proven, watched.refused = True, ""
-                    self._count(read_bytes)
+            def delivered(read_bytes: int) -> None:
+                watched.proven, watched.refused = True, ""
+                self._count(read_bytes)
 
-                opened = open_origin(manifest, within=within, count=delivered)
-                origin = self._open[key] = Guarded(opened, self._troubled)
+            origin = Guarded(open_origin(manifest, within=within, count=delivered), self._troubled)
+            self._open[manifest.digest] = origin, size_bytes
         return origin
+
+    def _open_bytes(self) -> int:
+        return sum(size_bytes for _, size_bytes in self._open.values())
 
     def failed(self, manifest: Manifest, error: QuiverError) -> None:
         """A fill failed: look at its origin again, unless the error is about single objects."""

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from aiohttp import web
 
 from quiver.connections import SLOWEST_BYTES_PER_SECOND
-from quiver.digest import Digest
+from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, DiskFailed, NotFound, QuiverError
 from quiver.store import Kind, OpenFile
 from quiver.wire import (
@@ -29,16 +29,18 @@ from quiver.wire import (
     RangeStatus,
     ReadRequest,
 )
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.sending import Line, Payload
 from quiver_cacheserver.timed import client_of, unhurried
-from quiver_cacheserver.turns import Turn
+from quiver_cacheserver.turns import SLICE, Turn
 
 log = logging.getLogger(__name__)
 
 BODY_SECONDS_MAX: Final = 10.0
+FREE_SHARDS: Final = 4096  # of a read; each further one is charged
+SHARD_SECONDS: Final = 10e-6  # what it takes to unpack one, look it up and answer for it
 SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``Taking``
 
 
@@ -50,7 +52,9 @@ async def read(request: web.Request, node: Node) -> web.StreamResponse:
     unhurried(request)
     async with body_of(request, node, READ_REQUEST_BYTES_MAX) as body:
         with Turn(node.reading, node.counters, client_of(request)) as turn:
-            statuses, payload = await gather(node, ReadRequest.decode(body), turn)
+            async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
+                asked = unpacked(node, body, turn.client)
+            statuses, payload = await gather(node, asked, turn)
             headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
             return await respond(request, node, headers, statuses.tobytes(), payload)
 
@@ -75,6 +79,15 @@ async def body_of(request: web.Request, node: Node, limit_bytes: int) -> AsyncIt
         yield body
 
 
+def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
+    """Return what a body asks for, charged to its client. Raises ``BadRequest`` and ``OverCapacity``."""
+    over = ReadRequest.shards_named(body) - FREE_SHARDS
+    now = time.monotonic()
+    if over > 0 and not node.budgets.spend(client, Cost.WORK_SECONDS, over * SHARD_SECONDS, now):
+        raise node.budgets.refusal(Cost.WORK_SECONDS, client, now)
+    return ReadRequest.decode(body)
+
+
 def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
     """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
     if asked.flags or not all(map(node.resident, asked.shards)):
@@ -91,33 +104,62 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
     """Bring in what is missing, as long as the reader waits for it, and answer."""
     wanted = asked.shards
     if asked.flags & RECHECK:
-        node.suspect(wanted, turn.client)
+        await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
     manifest = node.manifests.known(asked.manifest)
+    listed: Set[Digest] | None = None
     if asked.flags & FORGO or not all(map(node.resident, wanted)):
         async with turn.waiting():
             if manifest is None and asked.manifest is not None:
                 manifest = await node.manifests.get(asked.manifest, turn.client)
             if asked.flags & FORGO:
-                for digest in wanted:
-                    node.fills.forgo(digest)
-            await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
+                await node.slices.walk(wanted, node.forgo)
+            listed = await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
-    here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
-    files = await loop.run_in_executor(node.disk_threads, _open_all, node, here)
+    here, files = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
+    if listed is None and None in files:  # something was evicted meanwhile, or no range is of it
+        listed = await node.listed(wanted, manifest)
+    statuses = await _statuses(node, wanted, here, files, listed or frozenset())
+    await node.slices.walk(wanted, lambda some: node.holders.read(some, turn.client))
+    if asked.manifest is not None:
+        node.holders.read([asked.manifest], turn.client)
+    async with node.slices.turn() if len(wanted) > SLICE else contextlib.nullcontext():
+        return _answer(node, asked, files, statuses)
 
+
+def _open_here(node: Node, asked: ReadRequest) -> tuple[list[Digest | None], list[OpenFile | None]]:
+    """In a thread: return the shards that are here of those that a range is of, and their files."""
+    if not len(asked.ranges):
+        return [None] * len(asked.shards), [None] * len(asked.shards)
+    here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
+    return here, _open_all(node, here)
+
+
+async def _statuses(
+    node: Node,
+    wanted: Sequence[Digest],
+    here: Sequence[Digest | None],
+    files: Sequence[OpenFile | None],
+    listed: Set[Digest],
+) -> list[RangeStatus]:
+    """Return the status of each shard. ``here``: whose files were to be opened."""
     statuses: list[RangeStatus] = []
     uploads = 0
-    for digest, tried, file in zip(wanted, here, files, strict=True):
-        if file is not None:
-            statuses.append(RangeStatus.PRESENT)
-        elif tried is not None and node.resident(digest):
-            statuses.append(RangeStatus.FAILED)  # it is here, and the disk does not give it out
-        else:
-            status = node.absence(digest, manifest, choose=uploads < UPLOADS_A_READER)
-            uploads += status is RangeStatus.UPLOAD
+
+    def look(some: Sequence[Digest]) -> None:
+        nonlocal uploads
+        for digest in some:
+            at = len(statuses)
+            if files[at] is not None:
+                status = RangeStatus.PRESENT
+            elif here[at] is not None and node.resident(digest):
+                status = RangeStatus.FAILED  # it is here, and the disk does not give it out
+            else:
+                status = node.absence(digest, listed, choose=uploads < UPLOADS_A_READER)
+                uploads += status is RangeStatus.UPLOAD
             statuses.append(status)
-    node.holders.read(wanted if asked.manifest is None else [*wanted, asked.manifest], turn.client)
-    return _answer(node, asked, files, statuses)
+
+    await node.slices.walk(wanted, look)
+    return statuses
 
 
 def _answer(

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Forbidden, Misconfigured, OverCapacity
+from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
@@ -45,6 +46,8 @@ NO_ROOM_SECONDS: Final = 1.0  # for which what nobody reports on is taken to be 
 SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpectedly
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 DATASETS_MAX: Final = 256
+IDLE_BYTES_MAX: Final = 1 << 30  # of manifests in memory of datasets that nobody reports on
+DATASET_BYTES_MAX: Final = 2 << 30  # of those of all datasets; a larger one alone
 INLINE_SHARDS_MAX: Final = 1 << 20  # reports of more are unpacked, and their answers packed, in a thread: milliseconds
 UPLOADS_WANTED_MAX: Final = 64  # of one dataset
 
@@ -148,6 +151,8 @@ class Residency:
         report = told.report
         unpacked_seconds = time.monotonic() - began
         dataset = await self._learned(head.manifest, manifest)
+        if dataset is None:
+            return _empty(NeedsStatus.FULL)
         now = time.monotonic()
         before = self._leases.get(consumer)
         gone = self._leases.take(consumer, Lease(told.manifest, shards, now, report.lease_seconds, client))
@@ -169,14 +174,23 @@ class Residency:
         known = self._datasets.get(name)
         return known.manifest if known is not None else await self._node.manifests.get(name, client)
 
-    async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset:
-        """Return the dataset, learned from its manifest if it was not known."""
+    async def _learned(self, name: Digest, manifest: Manifest) -> _Dataset | None:
+        """Return the dataset, learned from its manifest if it was not known; ``None`` if its manifest finds no room."""
         if name in self._datasets:
             return self._datasets[name]
         async with self._learning:  # one at a time, as each sorts the shards of all
             if name in self._datasets:
                 return self._datasets[name]
+            if not self._fits(manifest):
+                return None
             return await self._learn(name, manifest)
+
+    def _fits(self, manifest: Manifest) -> bool:
+        """Whether one more manifest may be kept, once those that nobody reports on are forgotten if need be."""
+        most = DATASET_BYTES_MAX - _bytes_of(manifest)
+        if sum(_bytes_of(it.manifest) for it in self._datasets.values()) > most:
+            self._forget_idle()
+        return not self._datasets or sum(_bytes_of(it.manifest) for it in self._datasets.values()) <= most
 
     async def _learn(self, name: Digest, manifest: Manifest) -> _Dataset:
         ring = self._node.registry.ring
@@ -304,12 +318,19 @@ class Residency:
         idle decides, and it was read until a moment ago.
         """
         reported = {lease.dataset for lease in self._leases}
-        idle = [dataset.used for name, dataset in self._datasets.items() if name not in reported]
+        idle = [dataset for name, dataset in self._datasets.items() if name not in reported]
         for name in reported:
             self._datasets[name].used = now
-        if idle and (now - max(idle) >= IDLE_SECONDS or len(self._datasets) > DATASETS_MAX):
-            self._needs.forget()
-            self._datasets = {name: it for name, it in self._datasets.items() if self._needs.knows(name)}
+        if idle and (
+            now - max(dataset.used for dataset in idle) >= IDLE_SECONDS
+            or len(self._datasets) > DATASETS_MAX
+            or sum(_bytes_of(dataset.manifest) for dataset in idle) > IDLE_BYTES_MAX
+        ):
+            self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        self._needs.forget()
+        self._datasets = {name: it for name, it in self._datasets.items() if self._needs.knows(name)}
 
     def _set_mine(self) -> None:
         """Say which shards are to be fetched here: those of this daemon that it can have now."""
@@ -327,27 +348,20 @@ class Residency:
         inventory = self._inventory
         known_bytes, may_go_bytes = self._needs.held_bytes()
         held_bytes = inventory.resident_bytes() - inventory.reserved_bytes()
-        coming = (digest for digest in self._node.fills.coming() if not inventory.has(Kind.SHARD, digest))
-        coming_bytes = sum(map(self._size_of, coming))
+        coming = [digest for digest in self._node.fills.coming() if not inventory.has(Kind.SHARD, digest)]
+        coming_bytes = float(self._needs.sizes_of(as_rows(coming)).sum())
         free = self._node.store.capacity_bytes - held_bytes + may_go_bytes
         free -= max(inventory.reserved_bytes(), coming_bytes)  # what is coming reserves its room when it begins
         if now >= self._others_busy_until:
             free += max(inventory.shard_bytes() - known_bytes, 0.0)
         return free
 
-    def _size_of(self, digest: Digest) -> int:
-        for dataset in self._datasets.values():
-            number = dataset.manifest.shard_numbers.get(digest)
-            if number is not None:
-                return int(dataset.sizes[number])
-        return 0  # a reader's, of a dataset that nobody reports on
-
     # -- fills --------------------------------------------------------------------------------------------------------
 
     def _begin(self, fetch: Fetch, now: float) -> bool:
         """Begin a fill, or want an upload; return whether either is so."""
         digest = fetch.digest
-        fill = _Fill(self._size_of(digest))
+        fill = _Fill(int(self._needs.sizes_of(as_rows([digest]))[0]))
         manifest = self._datasets[fetch.dataset].manifest
         client = self._leases.client_of(fetch.dataset)
 
@@ -450,6 +464,10 @@ class Residency:
                 del self._wanted[digest]
             if against is RangeStatus.FAILED:  # whoever was chosen cannot
                 self._refuse(digest, now + FAILURE_SECONDS)
+
+
+def _bytes_of(manifest: Manifest) -> int:
+    return len(manifest.content)
 
 
 def _empty(status: NeedsStatus) -> NeedsAnswer:

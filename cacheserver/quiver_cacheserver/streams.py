@@ -25,7 +25,7 @@ from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather
+from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather, unpacked
 from quiver_cacheserver.sending import Payload
 from quiver_cacheserver.timed import client_of, unhurried
 from quiver_cacheserver.turns import Turn
@@ -132,7 +132,7 @@ class Streams:
             return False
         try:
             with Turn(self._node.reading, self._node.counters, client) as turn:
-                statuses, payload = self._answer(loop, ReadRequest.decode(body), turn)
+                statuses, payload = self._answer(loop, unpacked(self._node, body, client), turn)
                 payload.head = ranges_frame(statuses, payload.size_bytes)
                 return self._send(sock, loop, payload)
         except QuiverError as error:

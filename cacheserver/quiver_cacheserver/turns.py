@@ -11,14 +11,42 @@ import asyncio
 import contextlib
 import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Final, Self
 
+from quiver.digest import Digest
 from quiver_cacheserver.budget import Budgets, Resource
 from quiver_cacheserver.counters import Counters
 
+SLICE: Final = 256  # shards of a read that are looked at in one go: a few hundred microseconds of the loop
 RESUME_SECONDS: Final = 5.0  # after a wait; a reader's own patience is twice that
+
+
+class Slices:
+    """What is done on the event loop for each shard of a read: a slice at a time, of all large reads in turn."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def walk(self, shards: Sequence[Digest], step: Callable[[Sequence[Digest]], object]) -> None:
+        """Take a step over many shards; a usual batch is one slice, for which nothing is waited for."""
+        if len(shards) <= SLICE:
+            step(shards)
+            return
+        for at in range(0, len(shards), SLICE):
+            async with self.turn():
+                step(shards[at : at + SLICE])
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Have an iteration of the loop for a step of one read, however many large ones there are.
+
+        Not a thread: those would compete for the GIL, which the loop takes anew for each event, 5 ms each time.
+        """
+        async with self._turn:
+            await asyncio.sleep(0)
+            yield
 
 
 class Places:

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from quiver.errors import BadRequest
-from quiver.manifest.schema import ABSENT, OBJECT_BYTES_MAX, Field
+from quiver.location import shown
+from quiver.manifest.schema import ABSENT, NAME_CHARS_MAX, OBJECT_BYTES_MAX, Field
 from quiver.manifest.tables import Tables
 from quiver.shard import COUNT_BYTES, ROW_BYTES
 
@@ -52,8 +53,9 @@ def check_arrays(tables: Tables, blobs: Sequence[Field]) -> None:
             if not fits.all():
                 at = int(np.argmin(fits))
                 wanted = f"whole values of {field.step_bytes}" if exact is None else str(exact)
+                name = shown(field.name, NAME_CHARS_MAX)
                 raise BadRequest(
-                    f"column blobs.length: row {lo + at} has {int(lengths[at])} bytes of field {field.name!r},"
+                    f"column blobs.length: row {lo + at} has {int(lengths[at])} bytes of field {name!r},"
                     f" an array of {wanted} bytes"
                 )
 
@@ -72,7 +74,7 @@ def check_strings(name: str, strings: pa.Array[Any]) -> None:
     try:
         strings.validate(full=True)  # that it is UTF-8
     except (pa.ArrowException, ValueError) as error:
-        raise BadRequest(f"column {name} is damaged: {error}") from error
+        raise BadRequest(f"column {name} is damaged: {shown(str(error))}") from error
 
 
 def _check_shards(tables: Tables) -> None:
@@ -129,8 +131,10 @@ def _check_distinct(name: str, keys: pa.Array[Any]) -> None:
     else:
         return
     if pc.count_distinct(keys).as_py() != len(keys):
-        twice = pc.value_counts(keys).filter(pc.greater(pc.value_counts(keys).field("counts"), 1))
-        raise BadRequest(f"column {name} holds {twice[0]['values'].as_py()!r} more than once")
+        counted = pc.value_counts(keys)
+        twice = counted.field("values").filter(pc.greater(counted.field("counts"), 1))
+        start = pc.utf8_slice_codeunits(twice[:1], 0, NAME_CHARS_MAX + 1)[0].as_py()
+        raise BadRequest(f"column {name} holds {shown(start, NAME_CHARS_MAX)!r} more than once")
 
 
 def _present(lengths: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

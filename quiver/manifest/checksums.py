@@ -14,6 +14,7 @@ import msgspec
 import pyarrow as pa
 
 from quiver.errors import BadRequest
+from quiver.location import shown
 from quiver.manifest.container import INDEX_AGAIN
 
 CHECKSUMS_KEY: Final = b"quiver-checksums"
@@ -41,7 +42,7 @@ def check_checksums(told: bytes, header: bytes, batch: memoryview) -> None:
     try:
         checksums = msgspec.json.decode(told, type=Checksums)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"its checksums cannot be read ({error}); {INDEX_AGAIN}") from error
+        raise BadRequest(f"its checksums cannot be read ({shown(str(error))}); {INDEX_AGAIN}") from error
     starts = range(0, len(batch), CHUNK_BYTES)
     if checksums.chunk_bytes != CHUNK_BYTES or len(checksums.chunks) != len(starts):
         raise BadRequest(f"its checksums are not of {len(starts)} chunks of {CHUNK_BYTES} bytes; {INDEX_AGAIN}")

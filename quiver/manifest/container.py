@@ -15,6 +15,7 @@ from typing import Final
 import pyarrow as pa
 
 from quiver.errors import BadRequest
+from quiver.location import shown
 from quiver.manifest.flatbuffer import Table
 
 INDEX_AGAIN: Final = "make it again with `quiver index`"
@@ -65,7 +66,7 @@ def take_apart(file: memoryview) -> Frame:
         first = pa.ipc.read_schema(pa.py_buffer(file[len(MAGIC) : batch_at]))
         again = pa.ipc.open_file(pa.BufferReader(pa.py_buffer(file))).schema
     except (pa.ArrowException, ValueError, OSError) as error:
-        raise BadRequest(f"its schema cannot be read ({error}); {INDEX_AGAIN}") from error
+        raise BadRequest(f"its schema cannot be read ({shown(str(error))}); {INDEX_AGAIN}") from error
     if not first.equals(again, check_metadata=True):
         raise BadRequest(f"its two schemas differ; {INDEX_AGAIN}")
     buffers = [file[body_at + offset : body_at + offset + length] for offset, length in places]

@@ -17,6 +17,7 @@ import pyarrow as pa
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, Misconfigured
+from quiver.location import shown
 from quiver.lookup import DigestRows
 from quiver.manifest.checks import check_arrays, check_tables
 from quiver.manifest.checksums import CHECKSUMS_KEY, check_checksums
@@ -222,7 +223,7 @@ def _header(schema: pa.Schema) -> tuple[Header, bytes]:
             )
         header = msgspec.json.decode(raw, type=Header)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadRequest(f"its header cannot be read ({error}); {INDEX_AGAIN}") from error
+        raise BadRequest(f"its header cannot be read ({shown(str(error))}); {INDEX_AGAIN}") from error
     if header.format < 1:
         raise BadRequest(f"manifest format {header.format} is not read any more; {INDEX_AGAIN}")
     return header, raw

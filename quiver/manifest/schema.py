@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from quiver.errors import BadRequest
 from quiver.layout import Layout
-from quiver.location import Location
+from quiver.location import Location, shown
 
 FORMAT_VERSION: Final = 3  # the newest that is read
 FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
@@ -37,6 +37,7 @@ BLOB_TYPE: Final = "bytes"
 ABSENT: Final = 2**64 - 1  # the length of a byte field that a sample lacks: it reads as None
 OBJECT_BYTES_MAX: Final = 1 << 46
 FIELDS_MAX: Final = 256
+NAME_CHARS_MAX: Final = 80  # of a name in an error: whoever wrote the manifest chose it
 
 SourceFormat = Literal["files", "imagefolder", "webdataset", "parquet"]
 SCALAR_TYPES: Final = (
@@ -128,13 +129,14 @@ def check_header(header: Header) -> None:
     names = [field.name for field in header.fields]
     if len(set(names)) != len(names) or "" in names or KEY_FIELD in names or len(names) > FIELDS_MAX:
         raise BadRequest(
-            f"field names must be distinct, not empty, not {KEY_FIELD} and at most {FIELDS_MAX}: {names[:8]}"
+            f"field names must be distinct, not empty, not {KEY_FIELD} and at most {FIELDS_MAX}:"
+            f" {[shown(name, NAME_CHARS_MAX) for name in names[:8]]}"
         )
     if not header.blobs:
         raise BadRequest("no field of the manifest holds bytes")
     for field in header.scalars:
         if field.type not in SCALAR_TYPES:
-            raise BadRequest(f"field {field.name!r} has type {field.type!r}, which is not a scalar type")
+            raise BadRequest(f"{_described(field)} has a type that is no scalar's")
     for field in header.fields:
         _check_array(field, header)
     if header.shard_bytes <= 0:
@@ -146,7 +148,7 @@ def check_header(header: Header) -> None:
 
 
 def _check_array(field: Field, header: Header) -> None:
-    what = f"field {field.name!r} of type {field.type!r}"
+    what = _described(field)
     if not field.is_array:
         if field.shape is not None or field.skip:
             raise BadRequest(f"{what} has a shape or a header and no dtype")
@@ -164,6 +166,11 @@ def _check_array(field: Field, header: Header) -> None:
             raise BadRequest(f"{what} in a manifest of format {header.format} cannot vary in shape")
     if sides is not None and not is_shape(sides, field.item_bytes):
         raise BadRequest(f"{what} has a shape that no array has: {str(field.shape)[:80]}")
+
+
+def _described(field: Field) -> str:
+    """Return what an error calls a field, whatever stands in it."""
+    return f"field {shown(field.name, NAME_CHARS_MAX)!r} of type {shown(field.type, NAME_CHARS_MAX)!r}"
 
 
 def is_shape(shape: tuple[int, ...], item_bytes: int) -> bool:

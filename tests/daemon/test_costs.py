@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from quiver.reporting import NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver import bounds
+from quiver_cacheserver import bounds, origins, residency
 from quiver_cacheserver.bounds import FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
 from quiver_cacheserver.consumers import Lease, Leases
@@ -42,8 +44,13 @@ HONEST, HOSTILE = "10.0.0.1", "10.6.6.6"
 
 def manifest_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_bytes: int) -> Path:
     """Write a manifest of samples of one object, of bytes that nobody has."""
+    write_manifest(where, parts_of(where, lengths, origins, firsts, object_bytes))
+    return where
+
+
+def parts_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_bytes: int) -> ManifestParts:
     count = len(lengths)
-    parts = ManifestParts(
+    return ManifestParts(
         header=Header(1, "mixed", 1 << 20, "files", f"file://{where.parent}/", (Field("x", "bytes"),)),
         keys=pa.array([f"{i:08}" for i in range(count)], pa.large_utf8()),
         blob_of=np.arange(count, dtype=np.uint32),
@@ -59,8 +66,6 @@ def manifest_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_byt
         object_etags=pa.array([""], pa.large_utf8()),
         object_mtimes=np.array([1], np.int64),
     )
-    write_manifest(where, parts)
-    return where
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------
@@ -74,6 +79,45 @@ def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path:
     status, body, _ = lone.ask("PUT", f"/v1/manifests/{Digest.of(path.read_bytes())}", path.read_bytes())
     assert (status, error_of(body)) == (400, "bad_request")
     assert "named 4 times over at most" in body.decode()
+
+
+def test_a_manifest_that_names_the_same_rows_of_parquet_over_and_over_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.quiver"
+
+    def check(rows: Any, fields: tuple[Field, ...], others: Any = 0, paths: tuple[str, ...] = ("object",)) -> None:
+        count = len(rows)
+        parts = parts_of(path, np.full(count, 60_000), rows, range(0, count + 1, 400), 60_000)
+        origins = np.full((count, len(fields)), 0, np.uint64)
+        origins[:, 0], origins[:, 1:] = rows, np.reshape(others, (-1, 1))
+        many = replace(
+            parts,
+            header=Header(1, "mixed", 1 << 20, "parquet", f"file://{tmp_path}/", fields),
+            origins=origins,
+            lengths=np.repeat(parts.lengths, len(fields), axis=1),
+            xxh3=np.repeat(parts.xxh3, len(fields), axis=1),
+            objects_of=np.arange(count, dtype=np.uint32) % np.uint32(len(paths)),
+            object_paths=pa.array(paths, pa.large_utf8()),
+            object_sizes=np.full(len(paths), 60_000, np.uint64),
+            object_etags=pa.array([""] * len(paths), pa.large_utf8()),
+            object_mtimes=np.ones(len(paths), np.int64),
+        )
+        write_manifest(path, many)
+        check_cost(Manifest.open(path))
+
+    image, same = Field("image", "bytes", column="image"), Field("same", "bytes", column="image")
+    mask = Field("mask", "bytes", column="mask")
+    every = np.arange(4_800)
+    check(every, (image,))
+    check(every, (image, mask))
+    check(every // 2, (image, mask))
+    for rows, fields, *more in (
+        (every * 0, (image,)),
+        (every * 0, (image, mask), every),  # a daemon reads all fields of a sample from the row of the first
+        (every // 3, (image, same)),
+        (every * 0, (image,), 0, tuple(["object"] * 4_800)),
+    ):
+        with pytest.raises(BadRequest, match="named 4 times over at most"):
+            check(rows, fields, *more)
 
 
 ranges = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 30), st.integers(0, 9)), min_size=1, max_size=12)
@@ -320,7 +364,7 @@ async def test_what_is_being_verified_is_answered_so_whether_or_not_a_manifest_i
         node.suspect([digest], HONEST)
         for named in (None, manifest):
             await node.bring([digest], named, 0.01, HONEST)
-            assert node.absence(digest, named, choose=True) is RangeStatus.FILLING
+            assert node.absence(digest, {digest}, choose=True) is RangeStatus.FILLING
         free.set()
         await node.bring([digest], None, 20.0, HONEST)
         assert node.resident(digest)
@@ -354,6 +398,53 @@ def test_a_resident_shard_is_never_answered_no_manifest_while_it_is_rechecked(fi
         recheck = ReadRequest(None, shards, rows, 0, RECHECK).encode()
         statuses = set(daemon.ask("POST", "/v1/read", recheck)[1][: len(shards)])
         assert statuses <= {RangeStatus.PRESENT, RangeStatus.FILLING}
+
+
+async def test_manifests_that_consumers_report_on_take_a_bounded_memory(
+    pair: tuple[Files, Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = await asyncio.to_thread(lone_node, pair[0], tmp_path)
+    sizes = [len(files.opened().content) for files in pair]
+
+    async def tell(number: int, files: Files, leaving: bool = False) -> NeedsStatus:
+        manifest = files.opened()
+        await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
+        left = np.full(manifest.shard_count, 255, np.uint8)
+        told = NeedsReport(manifest.digest, Report(name(number), left, 1e6, 0.0, 30.0), leaving)
+        return (await node.residency.take(told.encode(), HOSTILE)).status
+
+    try:
+        monkeypatch.setattr(residency, "DATASET_BYTES_MAX", sum(sizes) - 1)
+        assert await tell(0, pair[0]) is NeedsStatus.TAKEN
+        assert await tell(1, pair[1]) is NeedsStatus.FULL
+        assert await tell(2, pair[0]) is NeedsStatus.TAKEN, "it is known already"
+        assert await tell(0, pair[0], leaving=True) is NeedsStatus.TAKEN
+        assert await tell(2, pair[0], leaving=True) is NeedsStatus.TAKEN
+        assert await tell(1, pair[1]) is NeedsStatus.TAKEN, "nobody reports on the other one"
+        assert len(node.residency._datasets) == 1
+        monkeypatch.setattr(residency, "DATASET_BYTES_MAX", 1)
+        assert await tell(1, pair[1], leaving=True) is NeedsStatus.TAKEN
+        assert await tell(0, pair[0]) is NeedsStatus.TAKEN, "a larger one alone"
+        assert await tell(0, pair[0], leaving=True) is NeedsStatus.TAKEN
+        monkeypatch.setattr(residency, "IDLE_BYTES_MAX", sizes[0] - 1)
+        node.residency._step(time.monotonic())
+        assert not node.residency._datasets
+    finally:
+        await asyncio.to_thread(node.close)
+
+
+def test_origins_that_are_open_keep_manifests_of_bounded_bytes(
+    pair: tuple[Files, Files], node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (files.opened() for files in pair)
+    one = node.origins.of(first)
+    assert node.origins.of(second) is not one
+    assert node.origins.of(first) is one
+    monkeypatch.setattr(origins, "OPEN_BYTES_MAX", len(first.content))
+    third = Manifest.open(second.path)
+    node.origins._open.pop(second.digest)
+    node.origins.of(third)
+    assert list(node.origins._open) == [second.digest]
 
 
 # -- consumers --------------------------------------------------------------------------------------------------------

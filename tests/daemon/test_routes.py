@@ -240,12 +240,13 @@ def test_ranges_are_answered_each_by_its_status(daemon: Daemon) -> None:
     assert got == b"0123456789" + data[-1:] + b"234" * 2
 
 
-def test_a_read_of_nothing_and_of_one_shard_named_twice(daemon: Daemon) -> None:
+def test_a_read_of_nothing_is_answered_and_one_that_names_a_shard_twice_refused(daemon: Daemon) -> None:
     digest, data = make_shard([b"0123456789"])
     daemon.ask("PUT", f"/v1/shards/{digest}", data)
     assert read(daemon, [], []) == ([], b"")
     assert read(daemon, [digest], []) == ([], b"")
-    assert read(daemon, [digest, digest], [(0, 0, 3), (1, 3, 3)]) == ([RangeStatus.PRESENT] * 2, b"012345")
+    status, body, _ = daemon.ask("POST", "/v1/read", ReadRequest(None, (digest, digest), np.zeros(1, RANGE)).encode())
+    assert (status, error_of(body)) == (400, "bad_request")
 
 
 def test_the_largest_read_allowed_is_answered_and_one_more_refused(daemon: Daemon) -> None:

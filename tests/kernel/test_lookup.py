@@ -35,6 +35,14 @@ def test_a_digest_is_found_where_a_dictionary_has_it(
     ]
 
 
+@given(st.lists(alike, unique=True, min_size=1, max_size=200), st.lists(digests | alike, max_size=5))
+def test_a_few_digests_are_found_among_many_that_are_alike(names: list[Digest], others: list[Digest]) -> None:
+    rows, expected = DigestRows(as_rows(names)), {name: row for row, name in enumerate(names)}
+    for asked in ([names[-1]], others, names):
+        assert rows.rows_of(as_rows(asked)).tolist() == [expected.get(name, -1) for name in asked]
+        assert rows.among(asked) == expected.keys() & set(asked)
+
+
 def test_a_lookup_takes_little_memory_and_no_longer_for_digests_chosen_to_be_alike() -> None:
     names = np.zeros((200_000, 32), np.uint8)
     names[:, 28:] = np.arange(200_000, dtype=">u4").view(np.uint8).reshape(-1, 4)

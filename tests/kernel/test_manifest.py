@@ -451,6 +451,30 @@ def test_tables_that_do_not_add_up_are_refused(
     assert isinstance(refused(tmp_path / "m.quiver"), BadRequest)
 
 
+@pytest.mark.parametrize("length", [1, 70, 1 << 20])
+def test_an_error_repeats_little_of_a_key_that_is_there_twice(tmp_path: Path, length: int) -> None:
+    keys = pa.array(["\1" * length] * 30, pa.large_utf8())
+    write_manifest(tmp_path / "m.quiver", replace(parts_of(1), keys=keys))
+    message = str(refused(tmp_path / "m.quiver"))
+    assert "more than once" in message
+    assert len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        [{"name": "x" * 100_000, "type": "bytes"}] * 2,
+        [{"name": "image", "type": "bytes"}, {"name": "\1" * 100_000, "type": "y" * 100_000}],
+        [{"name": "image" * 20_000, "type": "bytes", "dtype": "|O8"}],
+        [{"name": "image", "type": "bytes", "z" * 100_000: 1}],
+    ],
+    ids=["twice", "no scalar", "no dtype", "no such member"],
+)
+def test_an_error_repeats_little_of_a_header(tmp_path: Path, fields: list[dict[str, Any]]) -> None:
+    message = str(refused(rewritten(golden.MANIFEST, tmp_path / "m.quiver", header_with(fields=fields))))
+    assert len(message) < 2000
+
+
 COLUMNS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "overlapping samples": ("blobs", "offset", lambda a: np.maximum(a, 1) - 1),
     "a gap": ("blobs", "offset", lambda a: a + (np.arange(len(a)) == 5).astype(np.uint64)),

@@ -40,7 +40,7 @@ def ranges_of(*rows: tuple[int, int, int]) -> np.ndarray:
 
 @given(
     st.none() | digests.filter(any),
-    st.lists(digests, min_size=1, max_size=5),
+    st.lists(digests, min_size=1, max_size=5, unique=True),
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2**64 - 1), st.integers(0, 1 << 20)), max_size=20),
     st.integers(0, WAIT_MS_MAX),
     st.integers(0, 1),
@@ -97,7 +97,10 @@ def test_a_request_that_breaks_a_limit_is_refused(body: bytes) -> None:
 
 def test_the_largest_request_allowed_is_decoded_in_little_memory() -> None:
     ranges = np.zeros(RANGES_MAX, RANGE)
-    body = ReadRequest(None, (Digest.of(b"a"),) * RANGES_MAX, ranges).encode()
+    shards = tuple(Digest.of(b"%d" % number) for number in range(RANGES_MAX))
+    body = ReadRequest(None, shards, ranges).encode()
+    assert ReadRequest.shards_named(body) == RANGES_MAX
+    del shards
     assert len(body) == READ_REQUEST_BYTES_MAX
     tracemalloc.start()
     ReadRequest.decode(body)
@@ -106,6 +109,11 @@ def test_the_largest_request_allowed_is_decoded_in_little_memory() -> None:
     assert peak < 20 << 20
     with pytest.raises(BadRequest):
         ReadRequest.decode(body + b"\0")
+
+
+def test_a_request_that_names_a_shard_twice_is_refused() -> None:
+    with pytest.raises(BadRequest, match="each shard once"):
+        ReadRequest.decode(ReadRequest(None, (Digest.of(b"a"), Digest.of(b"a")), ranges_of()).encode())
 
 
 def test_a_wait_is_cut_to_its_limit() -> None:
