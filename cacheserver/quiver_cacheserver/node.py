@@ -238,10 +238,15 @@ class Node:
             raise NotFound("the shard is not resident and no manifest says where its samples lie")
         size_bytes = int(manifest.tables.shard_sizes[number])
         try:
-            with self.memory.taken(size_bytes), self.store.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+            with self.memory.taken(size_bytes):
+                # Room is made last: nothing is evicted for what nobody has. What would find none is not read either.
+                if self.disk != OK:
+                    raise DiskFailed(self.disk)
+                self.store.check_room(Kind.SHARD, size_bytes, client)
                 shard, source = first_verified(self._sources(digest, manifest), digest, size_bytes, self._blame)
-                writing.write(shard.data)
-                writing.commit()
+                with self.store.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+                    writing.write(shard.data)
+                    writing.commit()
         except DiskFailed as error:
             self.disk_failed(error, size_bytes)
             raise

@@ -378,6 +378,8 @@ class Residency:
         brought = fill.source in ("origin", "peer")
         self._pace.ended(now, fill.seconds if brought else None, fill.size_bytes if fill.source == "origin" else 0)
         error = None if done.cancelled() else done.exception()
+        if error is not None and fetch.victim is not None and self._victims.pop(fetch.victim, None) is not None:
+            self._needs.arrived(fetch.victim)  # nothing was evicted for what did not come
         if error is None:
             self._failures = 0
         elif isinstance(error, Forbidden | Misconfigured):
