@@ -29,7 +29,7 @@ from quiver_cacheserver.bounds import FillMemory
 from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Resource
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.evicting import Evicting
-from quiver_cacheserver.fills import FILL_THREADS, Fills
+from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.origins import Origins
@@ -156,9 +156,12 @@ class Node:
             await asyncio.wait(checks, timeout=wait_seconds)
         waiting = set()
         for digest in wanted:
-            known = manifest is not None and digest in manifest.shard_numbers
-            if known and digest not in self._unverified and not self.resident(digest):
-                begun = self.fills.start(digest, partial(self.fill, digest, manifest, client), client)
+            if manifest is None or digest not in manifest.shard_numbers:
+                continue
+            if digest not in self._unverified and not self.resident(digest):
+                begun = self.fills.start(
+                    Recipe(digest, manifest.digest), partial(self.fill, digest, manifest, client), client
+                )
                 if isinstance(begun, asyncio.Future):
                     waiting.add(begun)
         if waiting:
@@ -179,7 +182,7 @@ class Node:
         if error is not None:
             log.warning("a shard could not be verified: %s", error)
 
-    def absence(self, digest: Digest, manifest: Manifest | None, *, choose: bool) -> RangeStatus:
+    def absence(self, digest: Digest, manifest: Manifest | None, client: str = "", *, choose: bool) -> RangeStatus:
         """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it."""
         if self.resident(digest):  # since a moment ago
             return RangeStatus.FILLING
@@ -187,7 +190,7 @@ class Node:
             return RangeStatus.FILLING if digest in self._verifying else RangeStatus.FAILED
         if manifest is None or digest not in manifest.shard_numbers:
             return RangeStatus.NO_MANIFEST
-        return self.fills.outcome(digest, choose=choose)
+        return self.fills.outcome(Recipe(digest, manifest.digest), client, choose=choose)
 
     async def open_shard(self, digest: Digest) -> OpenFile:
         """Return a verified resident shard's file. Raises ``NotFound``; it brings nothing in."""

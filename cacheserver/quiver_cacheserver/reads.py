@@ -30,7 +30,7 @@ from quiver.wire import (
     ReadRequest,
 )
 from quiver_cacheserver.budget import Resource
-from quiver_cacheserver.fills import UPLOADS_A_READER
+from quiver_cacheserver.fills import UPLOADS_A_READER, Recipe
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.sending import Line, Payload
 from quiver_cacheserver.timed import client_of, unhurried
@@ -97,9 +97,9 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
         async with turn.waiting():
             if manifest is None and asked.manifest is not None:
                 manifest = await node.manifests.get(asked.manifest, turn.client)
-            if asked.flags & FORGO:
+            if asked.flags & FORGO and asked.manifest is not None:
                 for digest in wanted:
-                    node.fills.forgo(digest)
+                    node.fills.forgo(Recipe(digest, asked.manifest), turn.client)
             await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
     here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
@@ -113,7 +113,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
         elif tried is not None and node.resident(digest):
             statuses.append(RangeStatus.FAILED)  # it is here, and the disk does not give it out
         else:
-            status = node.absence(digest, manifest, choose=uploads < UPLOADS_A_READER)
+            status = node.absence(digest, manifest, turn.client, choose=uploads < UPLOADS_A_READER)
             uploads += status is RangeStatus.UPLOAD
             statuses.append(status)
     node.holders.read(wanted if asked.manifest is None else [*wanted, asked.manifest], turn.client)
