@@ -285,7 +285,7 @@ def test_a_shard_that_does_not_come_is_left_to_the_origin_however_many_others_co
         fake.server.gone.wait(0.15)
         left = [request.shards[number] != stuck for number in request.ranges["shard"].tolist()]
         asked.extend([time.monotonic()] * (stuck in request.shards))
-        statuses, body = fake.honest(ReadRequest(None, request.shards, request.ranges[left][:1], 0))
+        _, body = fake.honest(ReadRequest(None, request.shards, request.ranges[left][:1], 0))
         told = np.full(len(left), RangeStatus.FILLING, np.uint8)
         told[left.index(True) if True in left else len(left) :][:1] = RangeStatus.PRESENT
         connection.sendall(ok(told.tobytes() + body))
