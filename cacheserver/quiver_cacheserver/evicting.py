@@ -86,32 +86,37 @@ class Evicting:
         self._inventory = inventory
         self.holders = Holders()
 
-    def choose(self, wanted: Kind, free_bytes: int, client: str) -> Mapping[Kind, Sequence[Held]] | None:
-        """Return what to evict so that something of a kind finds so many more bytes; ``None`` if that cannot be."""
+    def choose(
+        self, wanted: Kind, free_bytes: int, client: str, for_real: bool
+    ) -> Mapping[Kind, Sequence[Held]] | None:
+        """Return what to evict so that something of a kind finds so many more bytes; ``None`` if that cannot be.
+
+        ``for_real``: it is evicted then, which costs the client.
+        """
         manifests = self._inventory.held(Kind.MANIFEST)
         excess = sum(item.size_bytes for item in manifests) - self._node.store.capacity_bytes // MANIFESTS_SHARE
         evicted: dict[Kind, Sequence[Held]] = {}
         if excess + (free_bytes if wanted is Kind.MANIFEST else 0) > 0:
-            some = self._some(Kind.MANIFEST, manifests, free_bytes, client)
+            some = self._some(Kind.MANIFEST, manifests, free_bytes, client, for_real)
             if some is None and wanted is Kind.MANIFEST:
                 return None
             evicted[Kind.MANIFEST] = some or ()
             free_bytes -= sum(item.size_bytes for item in some or ())
         if free_bytes > 0:
-            shards = self._some(Kind.SHARD, self._inventory.held(Kind.SHARD), free_bytes, client)
+            shards = self._some(Kind.SHARD, self._inventory.held(Kind.SHARD), free_bytes, client, for_real)
             if shards is not None:
                 evicted[Kind.SHARD] = shards
             elif evicted:
                 return None
             else:  # manifests are small and needed for every fill: last
-                some = self._some(Kind.MANIFEST, manifests, free_bytes, client)
+                some = self._some(Kind.MANIFEST, manifests, free_bytes, client, for_real)
                 return None if some is None else {Kind.MANIFEST: some}
         return evicted
 
     def _is_held(self, digest: Digest) -> bool:
         return self._inventory.has(Kind.SHARD, digest) or self._inventory.has(Kind.MANIFEST, digest)
 
-    def _some(self, kind: Kind, held: list[Held], free_bytes: int, client: str) -> list[Held] | None:
+    def _some(self, kind: Kind, held: list[Held], free_bytes: int, client: str, for_real: bool) -> list[Held] | None:
         self.holders.prune(self._is_held, self._inventory.count(Kind.SHARD) + self._inventory.count(Kind.MANIFEST))
         names = as_rows(item.digest for item in held)
         residency, manifests = self._node.residency, self._node.manifests
@@ -134,7 +139,7 @@ class Evicting:
         if chosen is None:
             return None
         others = int((shelf.holders[chosen] != holder).sum())
-        if client and others:
+        if client and others and for_real:
             budgets.charge(client, Cost.EVICTIONS, others, now)
         return [held[at] for at in chosen]
 

@@ -29,7 +29,7 @@ from quiver_cacheserver.bounds import FillMemory
 from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Resource
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.evicting import Evicting
-from quiver_cacheserver.fills import FILL_THREADS, Fills
+from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.origins import Origins
@@ -171,8 +171,13 @@ class Node:
 
         def begin(some: Sequence[Digest]) -> None:
             for digest in some:
-                if digest in listed and digest not in self._unverified and not self.resident(digest):
-                    begun = self.fills.start(digest, partial(self.fill, digest, manifest, client), client)
+                if (
+                    manifest is not None
+                    and digest in listed
+                    and not (digest in self._unverified or self.resident(digest))
+                ):
+                    recipe = Recipe(digest, manifest.digest)
+                    begun = self.fills.start(recipe, partial(self.fill, digest, manifest, client), client)
                     if isinstance(begun, asyncio.Future):
                         waiting.add(begun)
 
@@ -185,10 +190,10 @@ class Node:
             await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
         return listed
 
-    def forgo(self, digests: Iterable[Digest]) -> None:
+    def forgo(self, digests: Iterable[Digest], manifest: Digest, client: str) -> None:
         """The client that was to put these shards here cannot."""
         for digest in digests:
-            self.fills.forgo(digest)
+            self.fills.forgo(Recipe(digest, manifest), client)
 
     def _verified(self, digest: Digest) -> asyncio.Future[bool]:
         """Return the verification of a shard on disk that is under way, or begin it."""
@@ -205,7 +210,9 @@ class Node:
         if error is not None:
             log.warning("a shard could not be verified: %s", error)
 
-    def absence(self, digest: Digest, listed: Set[Digest], *, choose: bool) -> RangeStatus:
+    def absence(
+        self, digest: Digest, listed: Set[Digest], manifest: Digest | None, client: str = "", *, choose: bool
+    ) -> RangeStatus:
         """Return what to tell a reader of a shard that is not here. ``choose``: it may be chosen to upload it.
 
         ``listed``: the shards that the manifest has, of those that the reader named.
@@ -214,9 +221,9 @@ class Node:
             return RangeStatus.FILLING
         if digest in self._unverified:  # being verified, or on a disk that cannot be read
             return RangeStatus.FILLING if digest in self._verifying else RangeStatus.FAILED
-        if digest not in listed:
+        if manifest is None or digest not in listed:
             return RangeStatus.NO_MANIFEST
-        return self.fills.outcome(digest, choose=choose)
+        return self.fills.outcome(Recipe(digest, manifest), client, choose=choose)
 
     async def open_shard(self, digest: Digest) -> OpenFile:
         """Return a verified resident shard's file. Raises ``NotFound``; it brings nothing in."""
@@ -267,10 +274,15 @@ class Node:
             raise NotFound("the shard is not resident and no manifest says where its samples lie")
         size_bytes = int(manifest.tables.shard_sizes[number])
         try:
-            with self.memory.taken(size_bytes), self.store.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+            with self.memory.taken(size_bytes):
+                # Room is made last: nothing is evicted for what nobody has. What would find none is not read either.
+                if self.disk != OK:
+                    raise DiskFailed(self.disk)
+                self.store.check_room(Kind.SHARD, size_bytes, client)
                 shard, source = first_verified(self._sources(digest, manifest), digest, size_bytes, self._blame)
-                writing.write(shard.data)
-                writing.commit()
+                with self.store.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+                    writing.write(shard.data)
+                    writing.commit()
         except DiskFailed as error:
             self.disk_failed(error, size_bytes)
             raise

@@ -111,14 +111,16 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
         async with turn.waiting():
             if manifest is None and asked.manifest is not None:
                 manifest = await node.manifests.get(asked.manifest, turn.client)
-            if asked.flags & FORGO:
-                await node.slices.walk(wanted, node.forgo)
+            known = asked.manifest
+            if asked.flags & FORGO and known is not None:
+                await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client))
             listed = await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
-    here, files = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
+    opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
+    files = opened[1]
     if listed is None and None in files:  # something was evicted meanwhile, or no range is of it
         listed = await node.listed(wanted, manifest)
-    statuses = await _statuses(node, wanted, here, files, listed or frozenset())
+    statuses = await _statuses(node, asked, turn.client, opened, listed or frozenset())
     await node.slices.walk(wanted, lambda some: node.holders.read(some, turn.client))
     if asked.manifest is not None:
         node.holders.read([asked.manifest], turn.client)
@@ -136,12 +138,13 @@ def _open_here(node: Node, asked: ReadRequest) -> tuple[list[Digest | None], lis
 
 async def _statuses(
     node: Node,
-    wanted: Sequence[Digest],
-    here: Sequence[Digest | None],
-    files: Sequence[OpenFile | None],
+    asked: ReadRequest,
+    client: str,
+    opened: tuple[Sequence[Digest | None], Sequence[OpenFile | None]],
     listed: Set[Digest],
 ) -> list[RangeStatus]:
-    """Return the status of each shard. ``here``: whose files were to be opened."""
+    """Return the status of each shard. ``opened``: whose files were to be opened, and those that were."""
+    here, files = opened
     statuses: list[RangeStatus] = []
     uploads = 0
 
@@ -154,11 +157,12 @@ async def _statuses(
             elif here[at] is not None and node.resident(digest):
                 status = RangeStatus.FAILED  # it is here, and the disk does not give it out
             else:
-                status = node.absence(digest, listed, choose=uploads < UPLOADS_A_READER)
+                choose = uploads < UPLOADS_A_READER
+                status = node.absence(digest, listed, asked.manifest, client, choose=choose)
                 uploads += status is RangeStatus.UPLOAD
             statuses.append(status)
 
-    await node.slices.walk(wanted, look)
+    await node.slices.walk(asked.shards, look)
     return statuses
 
 

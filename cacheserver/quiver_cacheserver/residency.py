@@ -31,7 +31,7 @@ from quiver.wire import RangeStatus
 from quiver_cacheserver.bounds import FILL_BYTES_MAX
 from quiver_cacheserver.budget import Cost
 from quiver_cacheserver.consumers import Lease, Leases
-from quiver_cacheserver.fills import FAILURE_SECONDS, FILL_THREADS, UPLOADS_A_READER
+from quiver_cacheserver.fills import FAILURE_SECONDS, FILL_THREADS, UPLOADS_A_READER, Recipe
 from quiver_cacheserver.pace import Pace
 
 if TYPE_CHECKING:
@@ -94,11 +94,13 @@ class Residency:
         self._learning = asyncio.Lock()
         self._heard_meanwhile: list[tuple[Digest, bool]] = []  # what came and went since the last one was looked into
         self._leases = Leases()
-        self._fills: dict[Digest, _Fill] = {}
-        self._refused: dict[Digest, float] = {}  # until when a shard is not tried again
-        # To be uploaded by some consumer, since the origin is not ours to read; and of which dataset.
-        self._wanted: dict[Digest, Digest] = {}
-        self._chosen: dict[Digest, bytes] = {}  # who was asked to
+        self._fills: dict[Recipe, _Fill] = {}
+        self._refused: dict[Recipe, float] = {}  # until when a shard is not tried again
+        self._wanted: dict[Recipe, None] = {}  # to be uploaded by some consumer, since the origin is not ours to read
+        self._chosen: dict[Recipe, bytes] = {}  # who was asked to
+        self._left_to_others: set[Recipe] = (
+            set()
+        )  # shards that are to come by another dataset that has them, if any can
         self._victims: dict[Digest, float] = {}  # given up for another shard, and until when that counts
         self._mine_changed = False
         self._others_busy_until = 0.0  # what nobody reports on is in use
@@ -232,7 +234,8 @@ class Residency:
             self._heard_meanwhile.append((digest, held))
         if held:
             self._needs.arrived(digest)
-            self._wanted.pop(digest, None)
+            for name in self._datasets:
+                self._wanted.pop(Recipe(digest, name), None)
         else:
             self._needs.gone(digest)
             if self._victims.pop(digest, None) is not None:
@@ -274,13 +277,13 @@ class Residency:
         self._tidy(now)
         self._tidy_uploads(now)
         self._forget(now)
+        known = self._known(now)
         if self._mine_changed:
             self._set_mine()
         at_most = FILL_THREADS - len(self._fills)
         if at_most <= 0 or now < self._paused_until or self._node.state != "up":
             return
-        known = {*self._node.fills.coming(), *self._wanted}
-        self._needs.left_out = {name for name in set(self._wanted.values()) if self._wants_enough(name)}
+        self._needs.left_out = {name for name in {each.manifest for each in self._wanted} if self._wants_enough(name)}
         self._needs.spent = self._spent(now)
         for fetch in self._needs.fetches(now, known, self._free_bytes(now), self._pace.origin, at_most):
             if fetch.victim is not None:
@@ -289,6 +292,31 @@ class Residency:
             if not self._begin(fetch, now) and fetch.victim is not None:
                 del self._victims[fetch.victim]
                 self._needs.arrived(fetch.victim)  # it stays: what was given up is not any more
+
+    def _known(self, now: float) -> set[Digest]:
+        """Return the shards that are coming already, by whatever dataset or reader's manifest.
+
+        Not those that are coming for long or that nobody could fetch, if there is another dataset that has them.
+        """
+        known: set[Digest] = set()
+        left: set[Recipe] = set()
+        coming = dict(self._node.fills.coming_by(self._datasets))
+        coming.update(dict.fromkeys(self._wanted, True))
+        for recipe, stuck in coming.items():
+            if stuck and self._in_another(recipe):
+                left.add(recipe)
+            else:
+                known.add(recipe.shard)
+        self._mine_changed |= left != self._left_to_others
+        self._left_to_others = left
+        return known
+
+    def _in_another(self, recipe: Recipe) -> bool:
+        return any(
+            recipe.shard in dataset.manifest.shard_numbers
+            for name, dataset in self._datasets.items()
+            if name != recipe.manifest
+        )
 
     def _spent(self, now: float) -> set[bytes]:
         """Return the consumers whose addresses may have nothing evicted that somebody needs, for now."""
@@ -306,9 +334,9 @@ class Residency:
         """Let go of what has run out: leases, refusals, and victims that were not dropped after all."""
         self._leases.expire(now)
         self._victims = {digest: until for digest, until in self._victims.items() if now < until}
-        over = [digest for digest, until in self._refused.items() if now >= until]
-        for digest in over:
-            del self._refused[digest]
+        over = [recipe for recipe, until in self._refused.items() if now >= until]
+        for recipe in over:
+            del self._refused[recipe]
         self._mine_changed |= bool(over)
 
     def _forget(self, now: float) -> None:
@@ -337,10 +365,9 @@ class Residency:
         self._mine_changed = False
         for name, dataset in self._datasets.items():
             mine = dataset.first & (dataset.sizes <= min(self._node.store.capacity_bytes, FILL_BYTES_MAX))
-            for digest in self._refused:
-                number = dataset.manifest.shard_numbers.get(digest)
-                if number is not None:
-                    mine[number] = False
+            for recipe in (*self._refused, *self._left_to_others):
+                if recipe.manifest == name:
+                    mine[dataset.manifest.shard_numbers[recipe.shard]] = False
             self._needs.set_mine(name, mine)
 
     def _free_bytes(self, now: float) -> float:
@@ -361,6 +388,9 @@ class Residency:
     def _begin(self, fetch: Fetch, now: float) -> bool:
         """Begin a fill, or want an upload; return whether either is so."""
         digest = fetch.digest
+        recipe = Recipe(digest, fetch.dataset)
+        if recipe in self._fills:
+            return False
         fill = _Fill(int(self._needs.sizes_of(as_rows([digest]))[0]))
         manifest = self._datasets[fetch.dataset].manifest
         client = self._leases.client_of(fetch.dataset)
@@ -370,10 +400,10 @@ class Residency:
             fill.source = self._node.fill(digest, manifest, client)
             fill.seconds = time.monotonic() - began
 
-        begun = self._node.fills.start(digest, work, room=True)
+        begun = self._node.fills.start(recipe, work, room=True)
         if isinstance(begun, asyncio.Future):
             self._node.counters.need_fetches += 1
-            self._fills[digest] = fill
+            self._fills[recipe] = fill
             self._pace.began(now)
             begun.add_done_callback(lambda done: self._ended(fetch, fill, done))
             return True
@@ -382,31 +412,33 @@ class Residency:
         if begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs go first
             self._paused_until = now + TICK_SECONDS
         else:
-            self._refuse(digest, now + FAILURE_SECONDS)
+            self._refuse(recipe, now + FAILURE_SECONDS)
         return False
 
     def _ended(self, fetch: Fetch, fill: _Fill, done: asyncio.Future[object]) -> None:
-        digest = fetch.digest
-        del self._fills[digest]
+        recipe = Recipe(fetch.digest, fetch.dataset)
+        del self._fills[recipe]
         now = time.monotonic()
         brought = fill.source in ("origin", "peer")
         self._pace.ended(now, fill.seconds if brought else None, fill.size_bytes if fill.source == "origin" else 0)
         error = None if done.cancelled() else done.exception()
+        if error is not None and fetch.victim is not None and self._victims.pop(fetch.victim, None) is not None:
+            self._needs.arrived(fetch.victim)  # nothing was evicted for what did not come
         if error is None:
             self._failures = 0
         elif isinstance(error, Forbidden | Misconfigured):
             self._want(fetch)
         elif isinstance(error, OverCapacity):
             self._others_busy_until = now + NO_ROOM_SECONDS
-            self._refuse(digest, now + NO_ROOM_SECONDS)
+            self._refuse(recipe, now + NO_ROOM_SECONDS)
         else:
-            self._refuse(digest, now + FAILURE_SECONDS)
+            self._refuse(recipe, now + FAILURE_SECONDS)
             self._paused_until = now + min(PAUSE_SECONDS * 2**self._failures, FAILURE_SECONDS)
             self._failures = min(self._failures + 1, 16)
         self._wake.set()
 
-    def _refuse(self, digest: Digest, until: float) -> None:
-        self._refused[digest] = until
+    def _refuse(self, recipe: Recipe, until: float) -> None:
+        self._refused[recipe] = until
         self._mine_changed = True
         self._wake.set()
 
@@ -416,13 +448,13 @@ class Residency:
         """Want an upload, unless so many of the dataset are wanted that nobody can be asked; return whether it is."""
         if self._wants_enough(fetch.dataset):
             return False
-        self._wanted[fetch.digest] = fetch.dataset
+        self._wanted[Recipe(fetch.digest, fetch.dataset)] = None
         return True
 
     def _wants_enough(self, dataset: Digest) -> bool:
         """Whether all consumers of a dataset have enough to upload. Other datasets do not wait for them."""
         consumers = sum(lease.dataset == dataset for lease in self._leases)
-        wanted = sum(name == dataset for name in self._wanted.values())
+        wanted = sum(recipe.manifest == dataset for recipe in self._wanted)
         return wanted >= min(UPLOADS_A_READER * consumers, UPLOADS_WANTED_MAX)
 
     def _uploads_of(self, told: NeedsReport, dataset: _Dataset, now: float) -> tuple[int, ...]:
@@ -431,19 +463,23 @@ class Residency:
         at_most = UPLOADS_A_READER - sum(who == consumer for who in self._chosen.values())
         uploads: list[int] = []
         free_bytes: float | None = None
-        for digest in list(self._wanted):
+        lease = self._leases.get(consumer)
+        client = lease.client if lease is not None else ""
+        for recipe in list(self._wanted):
             if len(uploads) >= at_most:
                 break
-            number = dataset.manifest.shard_numbers.get(digest)
-            if number is None or not told.report.left[number] or self._node.fills.awaits(digest):
+            if recipe.manifest != told.manifest:
+                continue
+            number = dataset.manifest.shard_numbers[recipe.shard]
+            if not told.report.left[number] or self._node.fills.awaits(recipe):
                 continue
             # Room is kept for what was chosen alone, so by now something else may have taken it.
             free_bytes = self._free_bytes(now) if free_bytes is None else free_bytes
             if dataset.sizes[number] > free_bytes:
-                del self._wanted[digest]
+                del self._wanted[recipe]
                 continue
-            if self._node.fills.outcome(digest, choose=True) is RangeStatus.UPLOAD:
-                self._chosen[digest] = consumer
+            if self._node.fills.outcome(recipe, client, choose=True) is RangeStatus.UPLOAD:
+                self._chosen[recipe] = consumer
                 free_bytes -= dataset.sizes[number]
                 uploads.append(number)
         return tuple(uploads)
@@ -451,19 +487,19 @@ class Residency:
     def _tidy_uploads(self, now: float) -> None:
         """Want no upload of what came, of what nobody needs any more, and from nobody who has gone."""
         fills = self._node.fills
-        for digest, consumer in list(self._chosen.items()):
+        for recipe, consumer in list(self._chosen.items()):
             if consumer not in self._leases:
-                fills.dismiss(digest)
-            if not fills.awaits(digest):
-                del self._chosen[digest]
-        for digest in list(self._wanted):
-            if fills.awaits(digest):
+                fills.dismiss(recipe)
+            if not fills.awaits(recipe):
+                del self._chosen[recipe]
+        for recipe in list(self._wanted):
+            if fills.awaits(recipe):
                 continue
-            against = fills.refusal(digest)
-            if against is not RangeStatus.UPLOAD or not self._needs.needed(digest):
-                del self._wanted[digest]
+            against = fills.refusal(recipe)
+            if against is not RangeStatus.UPLOAD or not self._needs.needed(recipe.shard):
+                del self._wanted[recipe]
             if against is RangeStatus.FAILED:  # whoever was chosen cannot
-                self._refuse(digest, now + FAILURE_SECONDS)
+                self._refuse(recipe, now + FAILURE_SECONDS)
 
 
 def _bytes_of(manifest: Manifest) -> int:

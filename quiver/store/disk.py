@@ -40,7 +40,8 @@ _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 # What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
-Choose = Callable[[Kind, int, str], Mapping[Kind, Sequence[Held]] | None]
+# The last: whether it is evicted then, or was only asked for.
+Choose = Callable[[Kind, int, str, bool], Mapping[Kind, Sequence[Held]] | None]
 
 
 class Store:
@@ -186,7 +187,7 @@ class Store:
         ``client``: on whose behalf, where that decides what may be evicted (``choose``).
         """
         if not self.writable:
-            raise DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")
+            raise self._read_only()
         # A process in another container may have the same number.
         temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
         with disk_errors(self.root), self.inventory.locked():
@@ -299,8 +300,21 @@ class Store:
             total -= size
         return total
 
+    def check_room(self, kind: Kind, size_bytes: int, client: str = "") -> None:
+        """Raise what ``reserve`` would raise now for want of room. Nothing is evicted and nothing reserved."""
+        if not self.writable:
+            raise self._read_only()
+        with self.inventory.locked():
+            self._victims(kind, size_bytes, client, for_real=False)
+
     def _make_room(self, kind: Kind, size_bytes: int, client: str) -> None:
         """Evict until so much fits in, of which the file is in ``tmp`` by now. Raises ``OverCapacity``."""
+        for of_kind, several in self._victims(kind, size_bytes, client, for_real=True).items():
+            for victim in several:
+                self.drop(of_kind, victim.digest)
+
+    def _victims(self, kind: Kind, size_bytes: int, client: str, *, for_real: bool) -> Mapping[Kind, Sequence[Held]]:
+        """Return what to evict so that so much fits in. Raises ``OverCapacity``."""
         if size_bytes > self.capacity_bytes:
             raise OverCapacity(
                 f"{self.root}: {format_size(size_bytes)} do not fit into a capacity of"
@@ -310,13 +324,11 @@ class Store:
         excess = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
         excess += self._quarantined_bytes(at_most=-excess)
         if excess <= 0:
-            return
-        victims = self.choose(kind, excess, client) if self.choose is not None else self._unneeded(excess)
-        for of_kind, several in (victims or {}).items():
-            for victim in several:
-                self.drop(of_kind, victim.digest)
+            return {}
+        victims = self.choose(kind, excess, client, for_real) if self.choose is not None else self._unneeded(excess)
         if victims is None:
             raise self._full()
+        return victims
 
     def _unneeded(self, free_bytes: int) -> dict[Kind, list[Held]] | None:
         for kinds in ((Kind.PARTIAL, Kind.SHARD), (Kind.MANIFEST,)):  # manifests are small, and every fill needs one
@@ -326,6 +338,9 @@ class Store:
             if victims is not None:
                 return {kind: list(set(victims) & set(held[kind])) for kind in kinds}
         return None
+
+    def _read_only(self) -> DiskFailed:
+        return DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")
 
     def _full(self) -> OverCapacity:
         return OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)

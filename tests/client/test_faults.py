@@ -274,6 +274,33 @@ def test_wrong_bytes_are_delivered_by_none_even_if_only_one_sample_is_wrong(
         made.close()
 
 
+def test_a_shard_that_does_not_come_is_left_to_the_origin_however_many_others_come(
+    dataset: Make, tmp_path: Path, impatient: None
+) -> None:
+    files = make_files(tmp_path, random_files(40, seed=5, low=1000, high=1500), shard_bytes="24KiB")
+    stuck = files.opened().shard_digest(0)
+    asked: list[float] = []
+
+    def one_by_one(fake: Fake, request: ReadRequest, connection: socket.socket) -> None:
+        fake.server.gone.wait(0.15)
+        left = [request.shards[number] != stuck for number in request.ranges["shard"].tolist()]
+        asked.extend([time.monotonic()] * (stuck in request.shards))
+        _, body = fake.honest(ReadRequest(None, request.shards, request.ranges[left][:1], 0))
+        told = np.full(len(left), RangeStatus.FILLING, np.uint8)
+        told[left.index(True) if True in left else len(left) :][:1] = RangeStatus.PRESENT
+        connection.sendall(ok(told.tobytes() + body))
+
+    fake = Fake(files, one_by_one)
+    with fake.server:
+        made = dataset(files.manifest, fake.url, fields=FIELDS)
+        begun = time.monotonic()
+        assert len(made.__getitems__(list(range(40)))) == 40
+        assert time.monotonic() - begun > 2.0
+        assert asked[-1] - asked[0] < 1.5
+        assert made.stats()["samples_origin"] > 0
+        made.close()
+
+
 JUNK: dict[str, Callable[[str], list[Any]]] = {
     "no members": lambda url: [],
     "junk": lambda url: [None, 7, "x", {}, {"id": "a"}, {"id": 5, "url": []}, {"id": "b", "url": url, "weight": "?"}],

@@ -32,7 +32,7 @@ from quiver_cacheserver import bounds, origins, residency
 from quiver_cacheserver.bounds import FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
 from quiver_cacheserver.consumers import Lease, Leases
-from quiver_cacheserver.fills import FILL_THREADS, Fills
+from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
 from tests.daemon.test_routes import error_of
@@ -218,7 +218,8 @@ async def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
     fills = Fills(threads, lambda error: None)
 
     def ask(client: str, number: int) -> Any:
-        return fills.start(Digest.of(f"{client} {number}".encode()), lambda: begun.append(client), client)
+        recipe = Recipe(Digest.of(f"{client} {number}".encode()), Digest(bytes(32)))
+        return fills.start(recipe, lambda: begun.append(client), client)
 
     asked = [ask(HOSTILE, number) for number in range(100)]
     asked += [ask(HONEST, number) for number in range(2)]
@@ -364,7 +365,7 @@ async def test_what_is_being_verified_is_answered_so_whether_or_not_a_manifest_i
         node.suspect([digest], HONEST)
         for named in (None, manifest):
             await node.bring([digest], named, 0.01, HONEST)
-            assert node.absence(digest, {digest}, choose=True) is RangeStatus.FILLING
+            assert node.absence(digest, {digest}, None, choose=True) is RangeStatus.FILLING
         free.set()
         await node.bring([digest], None, 20.0, HONEST)
         assert node.resident(digest)

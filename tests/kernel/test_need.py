@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from quiver.digest import Digest
 from quiver.lookup import as_rows
-from quiver.need import CONSUMERS_MAX, DROPS_A_REPORT, FULL, Fetch, Needs, Origin, Report, rounded_up
+from quiver.need import CONSUMERS_MAX, DROPS_A_REPORT, FULL, GIVEN_UP_SECONDS, Fetch, Needs, Origin, Report, rounded_up
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
 FAST = Origin(rate=100.0, fill_seconds=0.1, report_seconds=0.5)
@@ -254,7 +254,7 @@ def test_a_victim_that_was_not_dropped_is_needed_again() -> None:
     needs.report(A, report(2, [0, FULL], lease_seconds=60.0), 0.0)
     assert wanted(needs, free=0.0) == [Fetch(shard(1), A, shard(0))]
     assert needs.needed(shard(0)) is False
-    needs.fetches(6.0, [shard(1)], 0.0, FAST, 9)
+    needs.fetches(GIVEN_UP_SECONDS + 1, [shard(1)], 0.0, FAST, 9)
     assert needs.needed(shard(0)) is True
 
 

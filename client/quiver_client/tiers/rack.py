@@ -32,7 +32,7 @@ from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
 from quiver_client.tiers.members import Members
 
-FILL_SECONDS_MAX: Final = 60.0  # without anything arriving; then the origin is read directly
+FILL_SECONDS_MAX: Final = 60.0  # of one shard, without anything of it arriving; then the origin is read directly
 WAIT_MS: Final = 2000
 PAUSE_SECONDS: Final = 0.02
 PAUSE_SECONDS_MAX: Final = 0.5
@@ -49,9 +49,13 @@ class _Round:
     tried: dict[int, set[str]] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)  # shards whose owner was known to be silent, and not asked
-    waited_for: set[str] = field(default_factory=set)  # who keeps saying that it is bringing something in, or busy
+    waited_for: dict[int, str] = field(
+        default_factory=dict
+    )  # who keeps saying of a shard that it is filling it, or busy
+    delivered: dict[str, float] = field(default_factory=dict)  # when a daemon delivered something last
     told: set[tuple[str, int]] = field(default_factory=set)  # who was given the manifest for which shard
-    progress: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)  # without the time that uploads took this process
+    progress: dict[int, float] = field(default_factory=dict)  # when something of a shard arrived last
     retry_at: float = 0.0  # a daemon that is overloaded said not to ask before
     silent_origin: bool = False  # it did not answer this process
     moved: bool = False  # in this turn something arrived or somebody was passed over
@@ -93,11 +97,10 @@ class RackTier:
         pause = PAUSE_SECONDS
         while len(positions := state.pending()):
             begun, state.moved = time.monotonic(), False
-            if begun - state.progress > FILL_SECONDS_MAX:
-                self._stats.warn("fill", f"{len(positions)} samples did not come in {FILL_SECONDS_MAX:.0f} s")
-                for url in state.waited_for:
-                    self._members.is_silent(url)  # not to be waited for as long again by the next batch
-                return
+            if late := self._late(state, positions, begun):
+                self._stats.warn("fill", f"{len(late)} shards did not come in {FILL_SECONDS_MAX:.0f} s")
+                state.given_up.update(late)
+                continue
             jobs = self._jobs(state, positions)
             if len(jobs) == 1:
                 self._ask(state, *jobs[0])
@@ -111,6 +114,17 @@ class RackTier:
                     return
             else:
                 pause = PAUSE_SECONDS
+
+    def _late(self, state: _Round, positions: Positions, now: float) -> set[int]:
+        """Return the shards that were waited for as long as one is. Who delivers nothing else is not asked again."""
+        if now - state.began <= FILL_SECONDS_MAX:
+            return set()
+        shards = np.unique(state.delivery.plan.shards[positions]).tolist()
+        late = {shard for shard in shards if now - max(state.progress.get(shard, 0.0), state.began) > FILL_SECONDS_MAX}
+        for url in {state.waited_for[shard] for shard in late if shard in state.waited_for}:
+            if now - state.delivered.get(url, state.began) > FILL_SECONDS_MAX:
+                self._members.is_silent(url)  # not to be waited for as long again by the next batch
+        return late
 
     def blame(self, delivery: Delivery, bad: Positions) -> None:
         """Have the daemons verify these shards before they answer for them again. Who did and is wrong is left."""
@@ -196,7 +210,7 @@ class RackTier:
             statuses, data = peer.read(request)
         except OverCapacity as error:  # busy, not broken: a runner-up would have to bring in what this one has
             state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
-            state.waited_for.add(peer.url)
+            state.waited_for.update(dict.fromkeys(shards.tolist(), peer.url))
             self._stats.add("overloads")
             return
         except QuiverError as error:
@@ -207,8 +221,11 @@ class RackTier:
             self._rechecked.update(dict.fromkeys(suspects, peer.url))
         self._members.answered(peer.url)
         self._take(state.delivery, positions, statuses, data)
-        if (statuses == RangeStatus.PRESENT).any():
-            state.progress, state.moved = time.monotonic(), True
+        present = statuses == RangeStatus.PRESENT
+        if present.any():
+            now, state.moved = time.monotonic(), True
+            state.delivered[peer.url] = now
+            state.progress.update(dict.fromkeys(shards[np.unique(numbers[present])].tolist(), now))
         absent = statuses != RangeStatus.PRESENT
         for shard, status in dict(
             zip(shards[numbers[absent]].tolist(), statuses[absent].tolist(), strict=True)
@@ -232,7 +249,7 @@ class RackTier:
             self._refused[shard] = status, peer.url
             state.moved = True
         elif status == RangeStatus.FILLING:
-            state.waited_for.add(peer.url)
+            state.waited_for[shard] = peer.url
         elif status == RangeStatus.UPLOAD:
             self._upload(state, peer, shard)
         elif status == RangeStatus.NO_MANIFEST and (peer.url, shard) not in state.told:
@@ -246,6 +263,13 @@ class RackTier:
 
     def _upload(self, state: _Round, peer: PeerClient, shard: int) -> None:
         """Read a shard that the daemon may not read, put it there for everybody, and take one's own part of it."""
+        begun = time.monotonic()
+        try:
+            self._read_and_put(state, peer, shard)
+        finally:
+            state.began += time.monotonic() - begun  # in which the other shards could not come
+
+    def _read_and_put(self, state: _Round, peer: PeerClient, shard: int) -> None:
         digest = self._manifest.shard_digest(shard)
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         try:
@@ -261,7 +285,7 @@ class RackTier:
             self._forgo(peer, digest)
             return
         state.delivery.put_mapped(state.delivery.awaited(), {shard: Buffer.of(data.data)})
-        state.progress, state.moved = time.monotonic(), True
+        state.progress[shard], state.moved = time.monotonic(), True
         try:
             peer.put_shard(digest, data.data)
             self._stats.add("uploads")
