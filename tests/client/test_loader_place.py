@@ -285,3 +285,20 @@ def test_gathered_metrics_that_count_samples_twice_are_reported_once(
         "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has as many; give the loader"
         " drop_last=True, or tell samples apart by __key__"
     ]
+
+
+def test_a_sampler_that_deals_nothing_is_not_passed_off_as_a_ranks_share(keys: Dataset, group: Group) -> None:
+    """Accelerate took it for one, and each sample was read by both ranks."""
+    whole = DataLoader(keys, 10, sampler=RandomSampler(keys))
+    assert whole._is_accelerate_prepared  # there is one process
+    group(0, 2)
+    with pytest.raises(ValueError, match=r"^sampler: each of 2 ranks .*Wrap the sampler in a DistributedSampler"):
+        getattr(whole, "_is_accelerate_prepared", False)
+    meant = DataLoader(keys, 10, sampler=RandomSampler(keys), rank=0, world_size=1)
+    dealt = DataLoader(keys, 10, sampler=DistributedSampler(keys))
+    ours = DataLoader(keys, 10, shuffle=True)
+    for loader in (meant, dealt, ours):
+        loader._is_accelerate_prepared = True  # as Accelerate marks what it prepared
+        assert loader._is_accelerate_prepared
+        loader.close()
+    whole.close()

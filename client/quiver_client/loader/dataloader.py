@@ -56,7 +56,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     Raises ``ValueError`` naming the argument for what cannot be, and what ``Dataset`` raises while reading.
     """
 
-    _is_accelerate_prepared = True  # Accelerator.prepare leaves it alone: each rank has its share already
     end_of_dataloader = False  # read by Accelerate: the batch that was handed out is the pass's last
     _warned_of_repeats = False
 
@@ -141,6 +140,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
         # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
         self._passing: weakref.ref[_Pass] | None = None
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by Accelerate, which then leaves the loader alone: each rank has its share already.
+
+        Raises ``ValueError`` naming ``sampler`` if each rank would read all of it.
+        """
+        self.order.check_shares()
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """Take what Accelerate marks its own by. It changes nothing."""
 
     @property
     def remainder(self) -> int:

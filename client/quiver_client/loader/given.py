@@ -28,6 +28,11 @@ class GivenOrder:
         self._samples = samples
         self._has_all = False  # it gave each sample once
 
+    @property
+    def is_share(self) -> bool:
+        """Whether it gives each rank a share of its own, as far as its type says."""
+        return isinstance(self.sampler, DistributedSampler)
+
     def batches(self, deal: Deal) -> int | None:
         """Return the batches of an epoch, as far as the sampler says how long it is."""
         if not isinstance(self.sampler, Sized):

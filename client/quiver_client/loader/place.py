@@ -64,6 +64,19 @@ class Place:
         self._settled = rank, world_size
         return self._settled
 
+    def refuse_whole(self) -> None:
+        """Raise ``ValueError`` if an order that is not dealt to ranks would be read by several, all of it by each.
+
+        Whoever gave the loader ``rank=0, world_size=1`` means that.
+        """
+        if self._given == (0, 1) or self.current[1] < 2:
+            return
+        raise ValueError(
+            f"sampler: each of {self.current[1]} ranks would read all that it gives, since nobody deals its samples."
+            " Wrap the sampler in a DistributedSampler, or leave it out; if it deals them itself, or every rank is to"
+            " read all of it, give the loader rank=0, world_size=1"
+        )
+
 
 def _process_group() -> tuple[int, int] | None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():

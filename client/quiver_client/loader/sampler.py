@@ -159,8 +159,11 @@ class BatchSampler(Sampler[list[int]]):
         return self.deal.batches if batches is None else batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        known = self._named or not self._deal.shuffle
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=known)
+        # Now, and not with the first batch: a dispatcher asks for that in one rank, and the others wait for it.
+        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._is_known)
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
             while True:
@@ -213,6 +216,11 @@ class BatchSampler(Sampler[list[int]]):
             self._drop()
             self._resume, self._resumed = fitting, True
             self._next_epoch, self._named = state["epoch"], False
+
+    def check_shares(self) -> None:
+        """Raise ``ValueError`` if a trainer takes this order for a rank's share, and each rank reads all of it."""
+        if self._given is not None and not self._given.is_share:
+            self._place.refuse_whole()
 
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state is as it was."""
@@ -333,6 +341,11 @@ class BatchSampler(Sampler[list[int]]):
     def _consumer(self) -> bytes:
         """The name under which this rank reports what it needs."""
         return blake3.blake3(f"{self._name}\0{self._place.current[0]}".encode()).digest(CONSUMER_BYTES)
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether the next pass is of an order that another process would read as well."""
+        return self._named or not self._deal.shuffle
 
     def _settle(self) -> None:
         """Take the rank that this process has now, for good. Whatever ranks have to agree on is compared here."""
