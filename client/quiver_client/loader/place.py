@@ -33,6 +33,11 @@ class Place:
         return self._settled or self._given or place_of(None, None)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the loader was told to read everything in this process."""
+        return self._given is not None and self._given[1] == 1
+
+    @property
     def is_known(self) -> bool:
         """Whether nothing that may still come changes them: no process group, and no variables."""
         return bool(self._settled or self._given or _process_group()) or all(os.environ.get(n) for n in RANK_VARIABLES)
@@ -69,7 +74,7 @@ class Place:
 
         Whoever gave the loader ``rank=0, world_size=1`` means that.
         """
-        if self._given == (0, 1) or self.current[1] < 2:
+        if self.is_whole or self.current[1] < 2:
             return
         raise ValueError(
             f"sampler: each of {self.current[1]} ranks would read all that it gives, since nobody deals its samples."

@@ -26,7 +26,7 @@ from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
-from quiver_client.loader.agreement import compare_manifests
+from quiver_client.loader.agreement import Agreement
 from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
 from quiver_client.loader.given import GivenOrder, place_given
@@ -107,6 +107,11 @@ class BatchSampler(Sampler[list[int]]):
         self.substitute = bool(substitute) and self._deal.shuffle and sampler is None and replay is None
         self._lookahead = lookahead_of(lookahead)
         self._deal = self.deal
+        if self._place.is_whole:  # read by one rank alone, perhaps: it counts as none of what all ranks make
+            self._agreement = None
+        else:
+            self._agreement = Agreement(dataset.manifest, self._deal, sampler)
+        self._read_through = False  # the pass came to its end, and was not compared with other ranks'
         self._files = ledger, replay
         self._history = History(dataset.manifest.digest, self._deal, ledger, replay)
         self._labels = LabelWatch(dataset) if self._deal.shuffle else None
@@ -237,6 +242,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def begin(self) -> Epoch:
         """Begin the next epoch, or what was left of a resumed one."""
+        self._agree_on_end()
         with self._lock:
             self._settle()
             untouched = self._epoch if not self._touched else None
@@ -257,7 +263,8 @@ class BatchSampler(Sampler[list[int]]):
             self._pace.paused()
             self._idle.began(time.monotonic())
             self._history.begin(epoch, self._done, resumed=self._resumed)
-        compare_manifests(self.dataset.manifest, epoch.number, self.deal.rank, self.deal.world_size)
+        if self._agreement is not None:
+            self._agreement.begin(self._place.current, epoch.number, resume)
         if self._watch is None and not self._history.replaying:
             self._start_watch()
         elif self._watch is not None:
@@ -316,6 +323,7 @@ class BatchSampler(Sampler[list[int]]):
             self._pace.consumed(self._layout.bytes(rows), waited_seconds)
             if epoch is self._epoch:
                 self._touched = True
+                self._read_through = epoch.finished
                 self._behind[rows] = True
                 self._behind[self._left_out] = True
         if self._labels is not None:
@@ -326,6 +334,7 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             if epoch is self._epoch:
                 self._drop()
+        self._agree_on_end()
 
     def abandon(self, epoch: Epoch) -> None:
         """The pass is not gone on with. What it had drawn ahead was not consumed; a state says so until the next."""
@@ -354,6 +363,13 @@ class BatchSampler(Sampler[list[int]]):
         if deal != self._deal:
             self._deal = deal
             self._history = History(self.dataset.manifest.digest, deal, *self._files)
+
+    def _agree_on_end(self) -> None:
+        """Compare a pass that was read to its end with those of other ranks, once."""
+        with self._lock:
+            over, self._read_through = self._read_through, False
+        if over and self._agreement is not None:
+            self._agreement.finish(self._place.current)
 
     def _fitted(self, state: State) -> State:
         deal = self.deal
