@@ -221,6 +221,8 @@ class BatchSampler(Sampler[list[int]]):
             self._drop()
             self._resume, self._resumed = fitting, True
             self._next_epoch, self._named = state["epoch"], False
+            if self._given is not None:
+                self._given.leave_at(self._next_epoch)
 
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer takes this order for a rank's share, and each rank reads all of it."""
@@ -245,6 +247,7 @@ class BatchSampler(Sampler[list[int]]):
         self._agree_on_end()
         with self._lock:
             self._settle()
+            self._take_over()
             untouched = self._epoch if not self._touched else None
             if untouched is not None and (not self._named or self._next_epoch == untouched.number):
                 self._next_epoch, self._resume = untouched.number, self._begun_from  # nothing of it was handed out
@@ -354,6 +357,9 @@ class BatchSampler(Sampler[list[int]]):
     @property
     def _is_known(self) -> bool:
         """Whether the next pass is of an order that another process would read as well."""
+        if self._given is not None:
+            asked = hasattr(self._given.sampler, "set_epoch") and (self._named or self._given.named is not None)
+            return asked or self._given.is_fixed
         return self._named or not self._deal.shuffle
 
     def _settle(self) -> None:
@@ -363,6 +369,12 @@ class BatchSampler(Sampler[list[int]]):
         if deal != self._deal:
             self._deal = deal
             self._history = History(self.dataset.manifest.digest, deal, *self._files)
+
+    def _take_over(self) -> None:
+        """Take the epoch that the user set on his own sampler, unless he set one here."""
+        epoch = self._given.named if self._given is not None and not self._named else None
+        if epoch is not None:
+            self.set_epoch(epoch)
 
     def _agree_on_end(self) -> None:
         """Compare a pass that was read to its end with those of other ranks, once."""

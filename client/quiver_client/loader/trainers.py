@@ -35,7 +35,8 @@ SKIPPED: Final = (
     "a trainer resumes by skipping batches, and which batches come first depends here on what is resident: it would"
     " skip samples that were not read, and read others twice. Save loader.state_dict() with each checkpoint and call"
     " loader.load_state_dict(state) before training goes on (with ignore_data_skip=True where the Trainer of Hugging"
-    " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped"
+    " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped;"
+    " a sampler= that draws anew each time, as a list that it was drawn into once"
 )
 
 
