@@ -364,3 +364,30 @@ def test_only_an_order_that_is_the_same_in_the_next_process_may_be_skipped_into(
     dealt = DistributedSampler(keys, 2, 0)
     assert [known(each) for each in ([1], (1,), range(5), SequentialSampler(keys))] == [True] * 4
     assert [known(RandomSampler(keys)), known(RandomSampler(keys), 0), known(dealt, 0)] == [False, False, True]
+
+
+def test_an_epoch_that_others_began_is_as_long_as_what_was_read_and_what_is_left(keys: Dataset) -> None:
+    """Trainers that count its batches took it to end when one that is read from its beginning would have."""
+    first = DataLoader(keys, 5, shuffle=True)
+    batches = iter(first)
+    for _ in range(12):
+        next(batches)
+    again = DataLoader(keys, 20, shuffle=True, rank=0, world_size=2)
+    assert len(again) == 4
+    again.load_state_dict(merge_states([first.state_dict()]))
+    assert len(again) == 12 + 3
+    batches = iter(again)
+    next(batches)
+    assert len(again) == len(batches) == 15
+    other = DataLoader(keys, 20, shuffle=True, rank=1, world_size=2)
+    other.load_state_dict(merge_states([first.state_dict()]))
+    next(iter(other))
+    last = DataLoader(keys, 40, shuffle=True)
+    last.load_state_dict(merge_states([again.state_dict(), other.state_dict()]))
+    assert len(last) == 13 + 2
+    assert len(rows_of(keys, last)) == 50
+    assert len(last) == 4
+    with pytest.raises(ValueError, match="batches are not possible"):
+        last.load_state_dict({**first.state_dict(), "before": -1})
+    for each in (first, again, other, last):
+        each.close()

@@ -163,7 +163,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return 0
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, which are as many in every rank."""
+        """Return the batches of a whole epoch, which are as many in every rank.
+
+        While a loaded state is gone on with, more if those handed out before and those that are left are more.
+        """
         return len(self.order)
 
     def __iter__(self) -> Any:

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import ceil
 from typing import Any, Final, NamedTuple
 
 import blake3
@@ -34,7 +35,7 @@ from quiver_client.loader.history import History
 from quiver_client.loader.labels import LabelWatch
 from quiver_client.loader.pace import Idle, Pace
 from quiver_client.loader.place import Place
-from quiver_client.loader.state import State, belonging, fitted, make_state, unpack
+from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
 from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.needs.watch import Watch
 
@@ -122,6 +123,8 @@ class BatchSampler(Sampler[list[int]]):
         self._named = False  # the next epoch's number was given by the user
         self._epoch: Epoch | None = None
         self._begun_from: State | None = None  # the state that this pass went on from
+        self._before = 0  # batches of its epoch that were handed out before the shares were dealt
+        self._length: int | None = None  # batches of its epoch, where that is not as long as another
         self._touched = False  # something of this pass was handed out
         self._done: Mask = np.zeros(0, bool)
         self._behind: Mask = self._done  # and what was consumed since
@@ -160,8 +163,40 @@ class BatchSampler(Sampler[list[int]]):
         return self._epoch.number if self._epoch is not None else self._next_epoch
 
     def __len__(self) -> int:
+        """Batches of a whole epoch; while a state is gone on with, no fewer than it counts and has left.
+
+        No fewer than a whole epoch either: a trainer that asks once, as Lightning does, reads the next by it as well.
+        """
+        with self._lock:
+            return max(self._whole_batches, self._resumed_batches or 0)
+
+    @property
+    def _whole_batches(self) -> int:
         batches = self._given.batches(self._deal) if self._given is not None else None
         return self.deal.batches if batches is None else batches
+
+    @property
+    def _resumed_batches(self) -> int | None:
+        """The batches of an epoch that is gone on with, or will be with the next pass."""
+        if self._epoch is not None and (self._read is not None or not self._touched):
+            return self._length
+        if self._resume is None:
+            return None
+        try:
+            resume = self._fitted(self._resume)
+        except ValueError:
+            return None  # as the next pass says
+        left = self._left_of(resume)
+        return counted(resume) + left if left or self._named else None
+
+    def _left_of(self, resume: State) -> int:
+        """Return how many batches a state has left for this rank."""
+        samples, rest = self._deal.samples, rest_of(resume)
+        deal = self.deal
+        left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
+        share = replace(deal, samples=left).share_samples
+        own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
+        return ceil((share - own) / deal.batch_size)
 
     def __iter__(self) -> Iterator[list[int]]:
         # Now, and not with the first batch: a dispatcher asks for that in one rank, and the others wait for it.
@@ -208,8 +243,9 @@ class BatchSampler(Sampler[list[int]]):
             # One rank alone can do with less: it is ``merge_states`` of its own state, kept up to date.
             anew = self._done.any() or (epoch.skipped and self._history.writing)
             if self._deal.world_size == 1 and anew:
-                return self._state(epoch.number, 0, self._behind, self._done[:0])
-            return self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
+                state = self._state(epoch.number, 0, self._behind, self._done[:0])
+                return counting(state, self._before + epoch.batches)
+            return counting(self._state(epoch.number, epoch.batches, self._done, epoch.consumed), self._before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken. Raises ``ValueError`` with the reason if it is of something else."""
@@ -259,6 +295,9 @@ class BatchSampler(Sampler[list[int]]):
                 resume = None  # the state was taken at an epoch's very end
                 epoch = self._dealt(self._next_epoch + 1, None)
             self._begun_from, self._touched = resume, False
+            self._before = resume.get("before", 0) if resume is not None else 0
+            going_on = counted(resume) + ceil(epoch.pending / self._deal.batch_size) if resume is not None else None
+            self._length = going_on
             self._resume, self._named = None, False
             self._epoch = self._read = epoch
             self._next_epoch = epoch.number + 1
@@ -418,7 +457,7 @@ class BatchSampler(Sampler[list[int]]):
     def _given_state(self, given: GivenOrder, epoch: Epoch) -> State:
         rank, world_size = self._place.current
         done = np.ones_like(self._behind) if epoch.finished else self._behind
-        state = self._state(epoch.number, 0, done, self._done[:0])
+        state = counting(self._state(epoch.number, 0, done, self._done[:0]), self._before + epoch.batches)
         return given.state({**state, "rank": rank, "world_size": world_size}, epoch)
 
     def _view(self) -> View | None:
