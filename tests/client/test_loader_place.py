@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch.distributed
-from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
@@ -285,3 +285,109 @@ def test_gathered_metrics_that_count_samples_twice_are_reported_once(
         "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has as many; give the loader"
         " drop_last=True, or tell samples apart by __key__"
     ]
+
+
+def test_a_sampler_that_deals_nothing_is_not_passed_off_as_a_ranks_share(keys: Dataset, group: Group) -> None:
+    """Accelerate took it for one, and each sample was read by both ranks."""
+    whole = DataLoader(keys, 10, sampler=RandomSampler(keys))
+    assert whole._is_accelerate_prepared  # there is one process
+    group(0, 2)
+    with pytest.raises(ValueError, match=r"^sampler: each of 2 ranks .*Wrap the sampler in a DistributedSampler"):
+        getattr(whole, "_is_accelerate_prepared", False)
+    meant = DataLoader(keys, 10, sampler=RandomSampler(keys), rank=0, world_size=1)
+    dealt = DataLoader(keys, 10, sampler=DistributedSampler(keys))
+    ours = DataLoader(keys, 10, shuffle=True)
+    for loader in (meant, dealt, ours):
+        loader._is_accelerate_prepared = True  # as Accelerate marks what it prepared
+        assert loader._is_accelerate_prepared
+        loader.close()
+    whole.close()
+
+
+def test_an_epoch_that_was_set_on_a_given_sampler_is_kept_to(keys: Dataset) -> None:
+    """It was set back to the loader's own count."""
+    sampler, torchs = (DistributedSampler(keys, 2, 1) for _ in range(2))
+    loader = DataLoader(keys, 10, sampler=sampler)
+
+    def expected(epoch: int) -> list[int]:
+        torchs.set_epoch(epoch)
+        return list(torchs)
+
+    for epoch in (7, 7, 3):
+        sampler.set_epoch(epoch)
+        assert rows_of(keys, loader) == expected(epoch)
+    assert rows_of(keys, loader) == expected(4), "and counted on from there"
+    loader.set_epoch(9)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(2)]
+    state = loader.state_dict()
+    assert state["epoch"] == 9
+    for named in (None, 9, 2):
+        again = DataLoader(keys, 10, sampler=sampler)
+        again.load_state_dict(state)
+        if named is not None:
+            sampler.set_epoch(named)
+        rest = expected(2) if named == 2 else expected(9)[20:]
+        assert rows_of(keys, again) == rest
+        again.close()
+    assert rows_of(keys, first) == expected(9)[:20]
+    loader.close()
+
+
+def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Dataset) -> None:
+    for given in ([1.5, 2.0], ["1"], [None]):
+        with pytest.raises(ValueError, match=r"^sampler: it is to give integers"):
+            iter(DataLoader(keys, 10, sampler=given))  # type: ignore[arg-type]
+    assert rows_of(keys, DataLoader(keys, 10, sampler=[torch.tensor(3), 4])) == [3, 4]  # type: ignore[list-item]
+    once = DataLoader(keys, 10, sampler=iter(range(SAMPLES)))
+    assert len(rows_of(keys, once)) == SAMPLES
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"^sampler: it gives no samples in epoch 1"):
+            iter(once)
+    assert rows_of(keys, DataLoader(keys, 10, sampler=[])) == []
+
+
+def test_a_rank_that_is_no_number_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "x")
+    with pytest.raises(ValueError, match=r"^RANK='x': it is set and is no number"):
+        DataLoader(keys, 10)
+
+
+def test_only_an_order_that_is_the_same_in_the_next_process_may_be_skipped_into(keys: Dataset) -> None:
+    def known(sampler: Any, epoch: int | None = None) -> bool:
+        order = BatchSampler(keys, 10, sampler=sampler)
+        if epoch is not None:
+            order.set_epoch(epoch)
+        return order._is_known
+
+    dealt = DistributedSampler(keys, 2, 0)
+    assert [known(each) for each in ([1], (1,), range(5), SequentialSampler(keys))] == [True] * 4
+    assert [known(RandomSampler(keys)), known(RandomSampler(keys), 0), known(dealt, 0)] == [False, False, True]
+
+
+def test_an_epoch_that_others_began_is_as_long_as_what_was_read_and_what_is_left(keys: Dataset) -> None:
+    """Trainers that count its batches took it to end when one that is read from its beginning would have."""
+    first = DataLoader(keys, 5, shuffle=True)
+    batches = iter(first)
+    for _ in range(12):
+        next(batches)
+    again = DataLoader(keys, 20, shuffle=True, rank=0, world_size=2)
+    assert len(again) == 4
+    again.load_state_dict(merge_states([first.state_dict()]))
+    assert len(again) == 12 + 3
+    batches = iter(again)
+    next(batches)
+    assert len(again) == len(batches) == 15
+    other = DataLoader(keys, 20, shuffle=True, rank=1, world_size=2)
+    other.load_state_dict(merge_states([first.state_dict()]))
+    next(iter(other))
+    last = DataLoader(keys, 40, shuffle=True)
+    last.load_state_dict(merge_states([again.state_dict(), other.state_dict()]))
+    assert len(last) == 13 + 2
+    assert len(rows_of(keys, last)) == 50
+    assert len(last) == 4
+    with pytest.raises(ValueError, match="batches are not possible"):
+        last.load_state_dict({**first.state_dict(), "before": -1})
+    for each in (first, again, other, last):
+        each.close()

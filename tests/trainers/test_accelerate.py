@@ -46,6 +46,7 @@ accelerator.end_training()
 def test_batches_are_neither_dealt_nor_skipped_by_accelerate(ranks: Ranks) -> None:
     text = """
 from accelerate import skip_first_batches
+from torch.utils.data import RandomSampler
 from accelerate.data_loader import prepare_data_loader
 from quiver_client import BatchSampler
 accelerator = Accelerator(cpu=True)
@@ -63,6 +64,7 @@ said = [
     refused(accelerator.prepare(alone)),
     refused(skip_first_batches(DataLoader(dataset, 16, shuffle=True), 2)),
     refused(skip_first_batches(DataLoader(dataset, 16, shuffle=True, substitute=False), 2)),
+    refused(skip_first_batches(DataLoader(dataset, 16, sampler=RandomSampler(dataset)), 2)),
 ]
 fixed = DataLoader(dataset, 16, shuffle=True, substitute=False)
 before = [batch for batch, _ in zip(map(rows, fixed), range(2))]
@@ -71,13 +73,28 @@ resumed.set_epoch(0)
 rest = list(map(rows, skip_first_batches(resumed, 2)))
 dealt = BatchSampler(dataset, 15, rank=0, world_size=1, substitute=False)
 by_accelerate = list(map(rows, accelerator.prepare(stock(dataset, batch_sampler=dealt))))
-answer([said, sum(before + rest, []), sum(by_accelerate, [])])
+from accelerate import DataLoaderConfiguration
+dispatching = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
+def numbers(samples):
+    return torch.tensor([row_of[sample["__key__"]] for sample in samples])
+def dispatched(**place):
+    batches = BatchSampler(dataset, 15, **place)
+    return dispatching.prepare(stock(dataset, batch_sampler=batches, collate_fn=numbers))
+said.append(refused(dispatched()))
+by_rank_0 = torch.cat(list(dispatched(rank=0, world_size=1))).tolist()
+try:
+    accelerator.prepare(DataLoader(dataset, 16, sampler=RandomSampler(dataset)))
+except ValueError as error:
+    said.append(str(error))
+answer([said, sum(before + rest, []), sum(by_accelerate, []), by_rank_0])
 fixed.close()
 torch.distributed.destroy_process_group()
 """
     answers = ranks(BEGIN + text)
     for said, *_ in answers:
         assert all("deal them to the ranks once more" in each for each in said[:3])
-        assert all("loader.load_state_dict(state)" in each for each in said[3:])
-    for which in (1, 2):
+        assert all("loader.load_state_dict(state)" in each for each in said[3:6])
+        assert "deal them to the ranks once more" in said[6], "by rank 0 reading its own share for all: 502 of 1,003"
+        assert "Wrap the sampler in a DistributedSampler" in said[7], "each sample was read by both"
+    for which in (1, 2, 3):
         assert sorted(answers[0][which] + answers[1][which]) == list(range(SAMPLES))

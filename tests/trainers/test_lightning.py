@@ -81,3 +81,29 @@ os._exit(0)
     assert [each[1] for each in answers] == [[2, 3], [2, 3]]
     assert "rank=0, and this loader has rank=1" in answers[1][2]
     assert "merge_states of what torch.distributed.all_gather_object gathers" in answers[1][2]
+
+
+def test_a_checkpoint_in_the_middle_is_gone_on_with_by_batches_of_any_size(ranks: Ranks) -> None:
+    """The end of the epoch was lost: it was taken to be as long as one that is read from its beginning."""
+    text = """
+os.environ["WORLD_SIZE"] = "1"
+from pathlib import Path
+middle = Path(folder, "middle.ckpt")
+class Saves(pl.Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        if index == 11 and trainer.current_epoch == 0:
+            trainer.save_checkpoint(middle)
+def fit(size, path=None, **more):
+    module = Module()
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 2}
+    run = pl.Trainer(accelerator="cpu", devices=1, enable_checkpointing=False, default_root_dir=folder, **quiet, **more)
+    run.fit(module, DataLoader(dataset, size, shuffle=True), ckpt_path=path, weights_only=False)
+    return [epoch(module, 0), epoch(module, 1)]
+first = fit(8, callbacks=[Saves()])[0][:96]
+answer([first, fit(8, middle), fit(16, middle), fit(4, middle)])
+sys.stdout.flush()
+os._exit(0)
+"""
+    [[first, *resumed]] = ranks(BEGIN + text, 1)
+    for rest, whole in resumed:
+        assert sorted(first + rest) == sorted(whole) == list(range(SAMPLES))

@@ -54,6 +54,9 @@ def _surroundings() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     texts = [os.environ.get(name, "") for name in RANK_VARIABLES]
+    for name, text in zip(RANK_VARIABLES, texts, strict=True):
+        if text and not text.isdecimal():
+            raise ValueError(f"{name}={text!r}: it is set and is no number; set it as torchrun does, or unset it")
     if all(text.isdecimal() for text in texts):
         return int(texts[0]), int(texts[1])
     return 0, 1

@@ -56,7 +56,6 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     Raises ``ValueError`` naming the argument for what cannot be, and what ``Dataset`` raises while reading.
     """
 
-    _is_accelerate_prepared = True  # Accelerator.prepare leaves it alone: each rank has its share already
     end_of_dataloader = False  # read by Accelerate: the batch that was handed out is the pass's last
     _warned_of_repeats = False
 
@@ -143,6 +142,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._passing: weakref.ref[_Pass] | None = None
 
     @property
+    def _is_accelerate_prepared(self) -> bool:
+        """Read by Accelerate, which then leaves the loader alone: each rank has its share already.
+
+        Raises ``ValueError`` naming ``sampler`` if each rank would read all of it.
+        """
+        self.order.check_shares()
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        """Take what Accelerate marks its own by. It changes nothing."""
+
+    @property
     def remainder(self) -> int:
         """How many samples of the last batch Accelerate's ``gather_for_metrics`` is to keep; 0 for all of them."""
         if not self._warned_of_repeats:
@@ -151,7 +163,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return 0
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, which are as many in every rank."""
+        """Return the batches of a whole epoch, which are as many in every rank.
+
+        While a loaded state is gone on with, more if those handed out before and those that are left are more.
+        """
         return len(self.order)
 
     def __iter__(self) -> Any:

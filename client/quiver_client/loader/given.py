@@ -7,17 +7,20 @@ the dataset once, what is done says what is left; where it repeats or chooses sa
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Sized
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch
 from quiver_client.loader.state import State, of_sampler, rest_of
 
 log = logging.getLogger("quiver_client")
+
+FIXED: Final = (list, tuple, range, np.ndarray, SequentialSampler)  # give the same each time
 
 
 class GivenOrder:
@@ -27,6 +30,31 @@ class GivenOrder:
         self.sampler: Any = sampler
         self._samples = samples
         self._has_all = False  # it gave each sample once
+        self._gave = False  # it gave a sample in an epoch before
+        self._set: int | None = None  # the epoch that we left it at; another one is the user's
+
+    @property
+    def is_share(self) -> bool:
+        """Whether it gives each rank a share of its own, as far as its type says."""
+        return isinstance(self.sampler, DistributedSampler)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its next order is the same as its last, in another process too."""
+        dealt = isinstance(self.sampler, DistributedSampler) and not self.sampler.shuffle
+        return type(self.sampler) in FIXED or dealt
+
+    @property
+    def named(self) -> int | None:
+        """The epoch that the user set the sampler to, if it is not the one that we left it at."""
+        epoch = getattr(self.sampler, "epoch", None) if hasattr(self.sampler, "set_epoch") else None
+        return epoch if isinstance(epoch, int) and epoch != self._set else None
+
+    def leave_at(self, epoch: int) -> None:
+        """Set the sampler to the epoch that comes next if the user says nothing, so that it shows if he does."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+            self._set = getattr(self.sampler, "epoch", None)
 
     def batches(self, deal: Deal) -> int | None:
         """Return the batches of an epoch, as far as the sampler says how long it is."""
@@ -41,6 +69,12 @@ class GivenOrder:
             self._has_all = False
             return rest
         rows = self._read(epoch)
+        if not len(rows) and (self._gave or (isinstance(self.sampler, Sized) and len(self.sampler))):
+            raise ValueError(
+                f"sampler: it gives no samples in epoch {epoch}, where it has given or promised some. An iterator gives"
+                " them once: give what can be iterated again, a list or a torch.utils.data.Sampler"
+            )
+        self._gave = self._gave or bool(len(rows))
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._samples:
             raise ValueError(f"sampler: it gives indices that the dataset's {self._samples} samples do not have")
         given = np.zeros(self._samples, bool)
@@ -57,9 +91,12 @@ class GivenOrder:
         try:
             if hasattr(self.sampler, "set_epoch"):
                 self.sampler.set_epoch(epoch)
-            rows = np.fromiter(self.sampler, np.int64)
+            rows = np.fromiter(map(operator.index, self.sampler), np.int64)
+        except TypeError as error:
+            raise ValueError(f"sampler: it is to give integers, the numbers of samples: {error}") from error
         except StopIteration as error:  # of its __iter__: a loop around this one would take it for its own end
             raise RuntimeError("sampler: it raised StopIteration where an iterator is wanted") from error
+        self.leave_at(epoch + 1)
         if isinstance(self.sampler, Sized) and len(rows) < len(self.sampler):
             log.warning(
                 "sampler: it gave %d samples where its len() says %d; the epoch ends there",

@@ -33,6 +33,11 @@ class Place:
         return self._settled or self._given or place_of(None, None)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether the loader was told to read everything in this process."""
+        return self._given is not None and self._given[1] == 1
+
+    @property
     def is_known(self) -> bool:
         """Whether nothing that may still come changes them: no process group, and no variables."""
         return bool(self._settled or self._given or _process_group()) or all(os.environ.get(n) for n in RANK_VARIABLES)
@@ -63,6 +68,19 @@ class Place:
             )
         self._settled = rank, world_size
         return self._settled
+
+    def refuse_whole(self) -> None:
+        """Raise ``ValueError`` if an order that is not dealt to ranks would be read by several, all of it by each.
+
+        Whoever gave the loader ``rank=0, world_size=1`` means that.
+        """
+        if self.is_whole or self.current[1] < 2:
+            return
+        raise ValueError(
+            f"sampler: each of {self.current[1]} ranks would read all that it gives, since nobody deals its samples."
+            " Wrap the sampler in a DistributedSampler, or leave it out; if it deals them itself, or every rank is to"
+            " read all of it, give the loader rank=0, world_size=1"
+        )
 
 
 def _process_group() -> tuple[int, int] | None:

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from math import ceil
 from typing import Any, Final, NamedTuple
 
 import blake3
@@ -26,7 +27,7 @@ from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
-from quiver_client.loader.agreement import compare_manifests
+from quiver_client.loader.agreement import Agreement
 from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
 from quiver_client.loader.given import GivenOrder, place_given
@@ -34,7 +35,7 @@ from quiver_client.loader.history import History
 from quiver_client.loader.labels import LabelWatch
 from quiver_client.loader.pace import Idle, Pace
 from quiver_client.loader.place import Place
-from quiver_client.loader.state import State, belonging, fitted, make_state, unpack
+from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
 from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.needs.watch import Watch
 
@@ -107,6 +108,11 @@ class BatchSampler(Sampler[list[int]]):
         self.substitute = bool(substitute) and self._deal.shuffle and sampler is None and replay is None
         self._lookahead = lookahead_of(lookahead)
         self._deal = self.deal
+        if self._place.is_whole:  # read by one rank alone, perhaps: it counts as none of what all ranks make
+            self._agreement = None
+        else:
+            self._agreement = Agreement(dataset.manifest, self._deal, sampler)
+        self._read_through = False  # the pass came to its end, and was not compared with other ranks'
         self._files = ledger, replay
         self._history = History(dataset.manifest.digest, self._deal, ledger, replay)
         self._labels = LabelWatch(dataset) if self._deal.shuffle else None
@@ -117,6 +123,8 @@ class BatchSampler(Sampler[list[int]]):
         self._named = False  # the next epoch's number was given by the user
         self._epoch: Epoch | None = None
         self._begun_from: State | None = None  # the state that this pass went on from
+        self._before = 0  # batches of its epoch that were handed out before the shares were dealt
+        self._length: int | None = None  # batches of its epoch, where that is not as long as another
         self._touched = False  # something of this pass was handed out
         self._done: Mask = np.zeros(0, bool)
         self._behind: Mask = self._done  # and what was consumed since
@@ -155,12 +163,47 @@ class BatchSampler(Sampler[list[int]]):
         return self._epoch.number if self._epoch is not None else self._next_epoch
 
     def __len__(self) -> int:
+        """Batches of a whole epoch; while a state is gone on with, no fewer than it counts and has left.
+
+        No fewer than a whole epoch either: a trainer that asks once, as Lightning does, reads the next by it as well.
+        """
+        with self._lock:
+            return max(self._whole_batches, self._resumed_batches or 0)
+
+    @property
+    def _whole_batches(self) -> int:
         batches = self._given.batches(self._deal) if self._given is not None else None
         return self.deal.batches if batches is None else batches
 
+    @property
+    def _resumed_batches(self) -> int | None:
+        """The batches of an epoch that is gone on with, or will be with the next pass."""
+        if self._epoch is not None and (self._read is not None or not self._touched):
+            return self._length
+        if self._resume is None:
+            return None
+        try:
+            resume = self._fitted(self._resume)
+        except ValueError:
+            return None  # as the next pass says
+        left = self._left_of(resume)
+        return counted(resume) + left if left or self._named else None
+
+    def _left_of(self, resume: State) -> int:
+        """Return how many batches a state has left for this rank."""
+        samples, rest = self._deal.samples, rest_of(resume)
+        deal = self.deal
+        left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
+        share = replace(deal, samples=left).share_samples
+        own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
+        return ceil((share - own) / deal.batch_size)
+
     def __iter__(self) -> Iterator[list[int]]:
-        known = self._named or not self._deal.shuffle
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=known)
+        # Now, and not with the first batch: a dispatcher asks for that in one rank, and the others wait for it.
+        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._is_known)
+        return self._batches()
+
+    def _batches(self) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
             while True:
@@ -200,8 +243,9 @@ class BatchSampler(Sampler[list[int]]):
             # One rank alone can do with less: it is ``merge_states`` of its own state, kept up to date.
             anew = self._done.any() or (epoch.skipped and self._history.writing)
             if self._deal.world_size == 1 and anew:
-                return self._state(epoch.number, 0, self._behind, self._done[:0])
-            return self._state(epoch.number, epoch.batches, self._done, epoch.consumed)
+                state = self._state(epoch.number, 0, self._behind, self._done[:0])
+                return counting(state, self._before + epoch.batches)
+            return counting(self._state(epoch.number, epoch.batches, self._done, epoch.consumed), self._before)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken. Raises ``ValueError`` with the reason if it is of something else."""
@@ -213,6 +257,13 @@ class BatchSampler(Sampler[list[int]]):
             self._drop()
             self._resume, self._resumed = fitting, True
             self._next_epoch, self._named = state["epoch"], False
+            if self._given is not None:
+                self._given.leave_at(self._next_epoch)
+
+    def check_shares(self) -> None:
+        """Raise ``ValueError`` if a trainer takes this order for a rank's share, and each rank reads all of it."""
+        if self._given is not None and not self._given.is_share:
+            self._place.refuse_whole()
 
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state is as it was."""
@@ -229,8 +280,10 @@ class BatchSampler(Sampler[list[int]]):
 
     def begin(self) -> Epoch:
         """Begin the next epoch, or what was left of a resumed one."""
+        self._agree_on_end()
         with self._lock:
             self._settle()
+            self._take_over()
             untouched = self._epoch if not self._touched else None
             if untouched is not None and (not self._named or self._next_epoch == untouched.number):
                 self._next_epoch, self._resume = untouched.number, self._begun_from  # nothing of it was handed out
@@ -242,6 +295,9 @@ class BatchSampler(Sampler[list[int]]):
                 resume = None  # the state was taken at an epoch's very end
                 epoch = self._dealt(self._next_epoch + 1, None)
             self._begun_from, self._touched = resume, False
+            self._before = resume.get("before", 0) if resume is not None else 0
+            going_on = counted(resume) + ceil(epoch.pending / self._deal.batch_size) if resume is not None else None
+            self._length = going_on
             self._resume, self._named = None, False
             self._epoch = self._read = epoch
             self._next_epoch = epoch.number + 1
@@ -249,7 +305,8 @@ class BatchSampler(Sampler[list[int]]):
             self._pace.paused()
             self._idle.began(time.monotonic())
             self._history.begin(epoch, self._done, resumed=self._resumed)
-        compare_manifests(self.dataset.manifest, epoch.number, self.deal.rank, self.deal.world_size)
+        if self._agreement is not None:
+            self._agreement.begin(self._place.current, epoch.number, resume)
         if self._watch is None and not self._history.replaying:
             self._start_watch()
         elif self._watch is not None:
@@ -308,6 +365,7 @@ class BatchSampler(Sampler[list[int]]):
             self._pace.consumed(self._layout.bytes(rows), waited_seconds)
             if epoch is self._epoch:
                 self._touched = True
+                self._read_through = epoch.finished
                 self._behind[rows] = True
                 self._behind[self._left_out] = True
         if self._labels is not None:
@@ -318,6 +376,7 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             if epoch is self._epoch:
                 self._drop()
+        self._agree_on_end()
 
     def abandon(self, epoch: Epoch) -> None:
         """The pass is not gone on with. What it had drawn ahead was not consumed; a state says so until the next."""
@@ -334,6 +393,14 @@ class BatchSampler(Sampler[list[int]]):
         """The name under which this rank reports what it needs."""
         return blake3.blake3(f"{self._name}\0{self._place.current[0]}".encode()).digest(CONSUMER_BYTES)
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether the next pass is of an order that another process would read as well."""
+        if self._given is not None:
+            asked = hasattr(self._given.sampler, "set_epoch") and (self._named or self._given.named is not None)
+            return asked or self._given.is_fixed
+        return self._named or not self._deal.shuffle
+
     def _settle(self) -> None:
         """Take the rank that this process has now, for good. Whatever ranks have to agree on is compared here."""
         self._place.settle()
@@ -341,6 +408,19 @@ class BatchSampler(Sampler[list[int]]):
         if deal != self._deal:
             self._deal = deal
             self._history = History(self.dataset.manifest.digest, deal, *self._files)
+
+    def _take_over(self) -> None:
+        """Take the epoch that the user set on his own sampler, unless he set one here."""
+        epoch = self._given.named if self._given is not None and not self._named else None
+        if epoch is not None:
+            self.set_epoch(epoch)
+
+    def _agree_on_end(self) -> None:
+        """Compare a pass that was read to its end with those of other ranks, once."""
+        with self._lock:
+            over, self._read_through = self._read_through, False
+        if over and self._agreement is not None:
+            self._agreement.finish(self._place.current)
 
     def _fitted(self, state: State) -> State:
         deal = self.deal
@@ -377,7 +457,7 @@ class BatchSampler(Sampler[list[int]]):
     def _given_state(self, given: GivenOrder, epoch: Epoch) -> State:
         rank, world_size = self._place.current
         done = np.ones_like(self._behind) if epoch.finished else self._behind
-        state = self._state(epoch.number, 0, done, self._done[:0])
+        state = counting(self._state(epoch.number, 0, done, self._done[:0]), self._before + epoch.batches)
         return given.state({**state, "rank": rank, "world_size": world_size}, epoch)
 
     def _view(self) -> View | None:

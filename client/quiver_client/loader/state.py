@@ -3,6 +3,7 @@
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
     done    a bit a sample: behind already when the shares were dealt; None for none
     own     a bit an entry of this rank's share: consumed since, in ``batches`` batches; None for none
+    before  batches of the epoch that were handed out before the shares were dealt; missing for none
     sampler True where the order is a sampler's, and missing elsewhere; it is this rank's own then, and never joined
     rest    what such an order has left, as numbers of 8 bytes; missing where the sampler gives each sample once
 
@@ -77,6 +78,17 @@ def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, o
         "done": pack(done),
         "own": pack(own),
     }
+
+
+def counting(state: State, before: int) -> State:
+    """Return the state with the batches that were handed out before its shares were dealt."""
+    return {**state, "before": before} if before else state
+
+
+def counted(state: Mapping[str, Any]) -> int:
+    """Return how many batches of the epoch were handed out, by however many ranks and of whatever size."""
+    before: int = state.get("before", 0)
+    return before + int(state["batches"])
 
 
 def of_sampler(state: State, rest: Ints | None) -> State:
@@ -170,7 +182,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
             done |= _consumed(state)
         elif state["epoch"] != epoch - 1 or not _consumed(state)[_share(state)].all():
             raise ValueError(f"states: rank {state['rank']} is in epoch {state['epoch']}, another in epoch {epoch}")
-    return {
+    merged = {
         **states[0],
         "epoch": epoch,
         "rank": 0,
@@ -179,6 +191,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         "done": pack(done),
         "own": None,
     }
+    merged.pop("before", None)
+    return counting(merged, max(counted(state) for state in at_start))
 
 
 def _deal_of(state: Mapping[str, Any]) -> Deal:
@@ -220,7 +234,10 @@ def _checked(state: Mapping[str, Any]) -> State:
             raise ValueError(f"state: {name!r} is missing or no bytes; was it made by state_dict()?")
     if not (0 <= plain["rank"] < plain["world_size"] <= RANKS_MAX and plain["batch_size"] > 0 and plain["samples"] > 0):
         raise ValueError("state: rank, world_size, batch_size or samples are not possible")
-    if not (plain["epoch"] >= 0 and plain["batches"] >= 0):
+    before = plain.get("before", 0)
+    if isinstance(before, np.integer):
+        plain["before"] = before = before.item()
+    if type(before) is not int or not (plain["epoch"] >= 0 and plain["batches"] >= 0 and before >= 0):
         raise ValueError("state: epoch or batches are not possible")
     _check_bits(plain["done"], plain["samples"])
     if "rest" in plain:

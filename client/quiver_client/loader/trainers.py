@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("quiver_client")
 
 WRAPPERS: Final = "accelerate.data_loader"  # the module of those that deal our batches to ranks, or skip some
+STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that stand between us and a wrapper
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks once more and lose samples. Give"
     " Accelerator.prepare the quiver_client.DataLoader, which it leaves as it is; or let Accelerate alone deal, by"
@@ -34,7 +35,8 @@ SKIPPED: Final = (
     "a trainer resumes by skipping batches, and which batches come first depends here on what is resident: it would"
     " skip samples that were not read, and read others twice. Save loader.state_dict() with each checkpoint and call"
     " loader.load_state_dict(state) before training goes on (with ignore_data_skip=True where the Trainer of Hugging"
-    " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped"
+    " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped;"
+    " a sampler= that draws anew each time, as a list that it was drawn into once"
 )
 
 
@@ -78,15 +80,19 @@ def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: 
 
     ``fixed``: their order does not depend on what is resident; ``known``: it is the order of an epoch that was named.
     """
-    wrappers = []
-    while asking is not None and asking.f_globals.get("__name__") == WRAPPERS:
-        wrappers.append(type(asking.f_locals.get("self")).__name__)
+    wrappers: dict[str, Any] = {}
+    while asking is not None and str(module := asking.f_globals.get("__name__")).startswith((WRAPPERS, *STOCK)):
+        if module == WRAPPERS:
+            wrapper = asking.f_locals.get("self")
+            wrappers[type(wrapper).__name__] = wrapper
         asking = asking.f_back
-    if not wrappers:
-        return
-    if "SkipBatchSampler" in wrappers and not (fixed and known):
+    dispatcher = wrappers.get("DataLoaderDispatcher")
+    skips = "SkipBatchSampler" in wrappers or getattr(dispatcher, "skip_batches", 0) > 0
+    if skips and not (fixed and known):
         raise RuntimeError(SKIPPED)
     if "BatchSamplerShard" in wrappers and not (fixed and deal.world_size == 1):
+        raise RuntimeError(SHARDED)
+    if dispatcher is not None and deal.world_size > 1:  # rank 0 reads for all: any order will do, if it is whole
         raise RuntimeError(SHARDED)
 
 

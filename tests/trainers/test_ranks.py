@@ -1,0 +1,112 @@
+"""Ranks that would deal an epoch in different ways: torch.distributed's store tells, and no rank waits for another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.trainers.conftest import Ranks
+
+SAMPLES = 150
+BEGIN = """
+import torch.distributed as distributed
+from quiver_client import BatchSampler, merge_states
+from torch.utils.data import DistributedSampler
+distributed.init_process_group("gloo", rank=rank, world_size=2)
+def passes(loader, count=2):
+    try:
+        return [sum(map(rows, loader), []) for _ in range(count)]
+    except Exception as error:
+        return str(error)
+    finally:
+        distributed.barrier()
+def peeked(loader):
+    if rank == 0:
+        next(iter(loader))
+    return loader
+"""
+END = """
+answer(said)
+distributed.destroy_process_group()
+"""
+
+
+def exact(answers: list[Any]) -> None:
+    for first, second in zip(*answers, strict=True):
+        assert sorted(first + second) == list(range(SAMPLES))
+
+
+def test_a_rank_that_looked_at_a_batch_alone_is_found_out_at_the_end_of_the_epoch(ranks: Ranks) -> None:
+    """From then on each read another epoch: 765 of 1,003 samples, and no word."""
+    text = """
+stock = torch.utils.data.DataLoader
+def peeked_by_set_epoch():
+    loader = peeked(DataLoader(dataset, 16, shuffle=True))
+    loader.set_epoch(0)
+    return loader
+said = [
+    passes(peeked(DataLoader(dataset, 16, shuffle=True))),
+    passes(peeked(stock(dataset, batch_sampler=BatchSampler(dataset, 16)))),
+    passes(peeked(DataLoader(dataset, 16, sampler=DistributedSampler(dataset)))),
+    passes(peeked(DataLoader(dataset, 16))),
+    passes(peeked_by_set_epoch()),
+]
+"""
+    answers = ranks(BEGIN + text + END)
+    for which in range(3):
+        said = {str(answer[which]) for answer in answers if isinstance(answer[which], str)}
+        assert said, "one of the two hears of it, or both"
+        assert all("call loader.set_epoch(epoch) before each" in each for each in said)
+    for which in (3, 4):
+        exact([answer[which] for answer in answers])
+
+
+def test_ranks_that_deal_by_different_settings_or_states_are_refused(ranks: Ranks) -> None:
+    text = """
+def loader(**more):
+    return DataLoader(dataset, **{"batch_size": 16, "shuffle": True, **more})
+def loaded(state):
+    found = loader()
+    if state is not None:
+        found.load_state_dict(state)
+    return found
+first = loader()
+next(iter(first))
+states = [None, None]
+distributed.all_gather_object(states, first.state_dict())
+merged = merge_states(states)
+said = [
+    passes(loader(seed=rank)),
+    passes(loader(shuffle=rank == 0)),
+    passes(loader(drop_last=rank == 0)),
+    passes(loader(batch_size=16 + rank)),
+    passes(loader(shuffle=False, sampler=DistributedSampler(dataset, shuffle=False) if rank else None)),
+    passes(loaded(merged if rank else {**merged, "done": None}), 1),
+    passes(loaded(merged), 1),
+]
+"""
+    answers = ranks(BEGIN + text + END)
+    names = ["seed: ", "shuffle: ", "drop_last: ", "batch_size: ", "batch_size: ", "epoch 0: "]
+    for which, name in enumerate(names):
+        [said] = [answer[which] for answer in answers if isinstance(answer[which], str)]
+        assert said.startswith(name)
+    assert len({row for answer in answers for row in answer[6][0]}) == SAMPLES - 32
+
+
+def test_what_one_rank_or_all_of_them_do_by_right_is_no_alarm(ranks: Ranks) -> None:
+    text = """
+said = []
+train = DataLoader(dataset, 16, shuffle=True)
+if rank == 0:
+    next(iter(DataLoader(dataset, 7, shuffle=True)))  # a loader that the others do not have
+for epoch in range(4):
+    if epoch == 1:
+        for _ in zip(range(2 + rank), train):
+            pass  # broken off by all, though not at the same batch
+    said += passes(train, 1)
+    if rank == 0:
+        alone = DataLoader(dataset, 50, shuffle=True, rank=0, world_size=1)
+        assert len(sum(map(rows, alone), [])) == 150
+later = DataLoader(dataset, 16, shuffle=True, seed=3)
+said += passes(later)
+"""
+    exact(ranks(BEGIN + text + END))
