@@ -235,8 +235,14 @@ def test_a_job_whose_origin_hangs_is_out_in_two_seconds(
 
 @pytest.mark.parametrize("way", [HANG, HANG_IN_BODY, throttle("600")], ids=["hangs", "hangs in the body", "busy"])
 def test_opening_a_manifest_by_url_can_be_interrupted(
-    run: Callable[..., Script], local: Files, origin: ScriptedOrigin, tmp_path: Path, way: Way
+    run: Callable[..., Script],
+    local: Files,
+    origin: ScriptedOrigin,
+    tmp_path: Path,
+    way: Way,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # the home of who runs this may be read-only
     (local.folder / "m.quiver").write_bytes(local.manifest.read_bytes())
     origin.all(way)
     script = run(BEGIN + "Dataset(manifest, cache)", origin.url + "m.quiver", cache(tmp_path))
