@@ -15,38 +15,37 @@ import fcntl
 import os
 import threading
 import weakref
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+Made = TypeVar("Made")
 
 _locks: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _files: Final[weakref.WeakSet[LockedFile]] = weakref.WeakSet()
 
 
-def lock() -> threading.Lock:
-    """Return a lock that a child finds free."""
-    made = threading.Lock()
+def _freed_in_child(made: Made) -> Made:
     _locks.add(made)
     return made
+
+
+def lock() -> threading.Lock:
+    """Return a lock that a child finds free."""
+    return _freed_in_child(threading.Lock())
 
 
 def rlock() -> threading.RLock:
     """Return a lock that its holder may take again, and that a child finds free."""
-    made = threading.RLock()
-    _locks.add(made)
-    return made
+    return _freed_in_child(threading.RLock())
 
 
 def condition() -> threading.Condition:
     """Return a condition that a child finds free, and with nobody waiting."""
-    made = threading.Condition()
-    _locks.add(made)
-    return made
+    return _freed_in_child(threading.Condition())
 
 
 def event() -> threading.Event:
     """Return an event that a child can set and wait for."""
-    made = threading.Event()
-    _locks.add(made)
-    return made
+    return _freed_in_child(threading.Event())
 
 
 class LockedFile:

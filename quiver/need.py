@@ -38,7 +38,7 @@ STARVING_SHARDS: Final = 0.25  # runway, once a fill is over, below which a shar
 DROPS_A_REPORT: Final = 4  # forced ones, for one consumer, until it reports again
 SILENT_REPORTS: Final = 3.0  # pauses between two reports after which a consumer is asked for nothing
 REPORT_SECONDS_MAX: Final = 1.0  # that a consumer takes between two reports when it has much ahead of it
-GIVEN_UP_SECONDS: Final = 30.0  # for which a victim counts as gone: it is dropped once what it makes way for was read
+GIVEN_UP_SECONDS: Final = 30.0  # for which a victim counts as gone: it is dropped once what it is evicted for was read
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
 FULL: Final = 255  # "all of the shard" in a report
 CONSUMERS_MAX: Final = 1024
@@ -67,7 +67,7 @@ class Grown(NamedTuple):
 
 
 class Fetch(NamedTuple):
-    """A shard to bring in now, of which dataset, and what may be dropped for it although somebody needs it.
+    """A shard to fetch now, of which dataset, and what may be dropped for it although somebody needs it.
 
     ``starving``: the consumers on whose behalf that is dropped.
     """

@@ -1,11 +1,11 @@
-"""What makes way when room is wanted: pure functions.
+"""What is evicted when room is wanted: pure functions.
 
 Recency is a bad guide under epochs: with a dataset larger than the cache, least-recently-used drops every shard just
 before it is read again. So what is needed is never dropped for something else; the newcomer is refused and read from
 the origin instead. What is needed is what jobs report (``quiver.need``). Of a dataset that nobody reports on, which a
 stock loader reads, all is taken to be needed until it was not read for ``IDLE_SECONDS``.
 
-A daemon serves many, and anybody can have shards brought in. So it knows for whom each was brought in (its *holder*),
+A daemon serves many, and anybody can have shards filled. So it knows for whom each was filled (its *holder*),
 and one holder pushes out what is another's only as far as it holds less than that one, or after ``KEPT_SECONDS``: by
 reading junk nobody comes to more than what the others keep. That a dataset is in use stops only those who hold more.
 """

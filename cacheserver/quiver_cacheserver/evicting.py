@@ -1,7 +1,7 @@
 """What a daemon evicts on behalf of whom: what nobody needs first, and of others' no more than is fair.
 
 The policy is ``quiver.residency.choose_fairly``; here is what it is told. Manifests have a share of the capacity: past
-it they make way for one another, before any shard does.
+it, manifests are evicted for one another, before any shard is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRUNED_FROM: Final = 1024
 
 
 class Holders:
-    """For which client each shard was brought in, as long as no other one read it. Safe from threads."""
+    """For which client each shard was filled, as long as no other one read it. Safe from threads."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -47,7 +47,7 @@ class Holders:
             self._of[digest] = number
 
     def read(self, digests: Iterable[Digest], client: str) -> None:
-        """A client reads shards: what another one brought in is everybody's from now on."""
+        """A client reads shards: what was filled for another one is everybody's from now on."""
         own = self._numbers.get(client, SHARED)
         for digest in digests:
             if self._of.get(digest, own) != own:

@@ -100,7 +100,7 @@ class Fills:
         return self._pending
 
     def coming(self) -> list[Digest]:
-        """Return what is being brought in, by the daemon or by a client that was chosen, each once."""
+        """Return what is being filled, by the daemon or by a client that was chosen, each once."""
         return list({*self._fills, *(recipe.shard for recipe in self._uploads)})
 
     def coming_by(self, manifests: Container[Digest]) -> Iterator[tuple[Recipe, bool]]:
@@ -114,7 +114,7 @@ class Fills:
                 yield recipe, True
 
     def is_coming(self, recipe: Recipe) -> bool:
-        """Whether a shard is being brought in as this manifest describes it."""
+        """Whether a shard is being filled as this manifest describes it."""
         return recipe.manifest in self._fills.get(recipe.shard, ()) or self.awaits(recipe)
 
     def close(self) -> None:

@@ -237,5 +237,5 @@ class Cache(Tier, Protocol):
     """A tier that brings in what it does not have."""
 
     def why(self, shard: int) -> QuiverError | None:
-        """Return why a shard was not brought in, or not whole, when it was asked for last; ``None`` if it was."""
+        """Return why a shard was not filled, or not whole, when it was asked for last; ``None`` if it was."""
         ...

@@ -1,6 +1,6 @@
 """Waiting for an origin that does not answer: for minutes, with full jitter, said once; and then a clear error.
 
-Only who needs a sample now waits here. What is brought in ahead gives up at once and is tried again later, so that what
+Only who needs a sample now waits here. What is fetched ahead gives up at once and is tried again later, so that what
 is resident goes on being handed out, and no thread, lock or room is held by an origin that is down (docs/adr/0014).
 """
 

@@ -23,7 +23,7 @@ SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
 @cache_option()
 @json_option
 def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
-    """Bring all shards of M.quiver into a cache. Exits with 1 if some could not be brought in, and says why.
+    """Fetch all shards of M.quiver into a cache. Exits with 1 if some could not be fetched, and says why.
 
     An origin that does not answer is waited for: 5 minutes, or $QUIVER_ORIGIN_PATIENCE.
     """
@@ -52,7 +52,7 @@ def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
 
 def _described(failed: dict[int, QuiverError], opened: Manifest, manifest: str) -> str:
     """Return what kept how many shards out, each cause by itself, and what to do about it."""
-    causes = [f"{len(failed)} of {opened.shard_count} shards could not be brought in whole."]
+    causes = [f"{len(failed)} of {opened.shard_count} shards could not be fetched whole."]
     total = format_size(int(opened.tables.shard_sizes.sum()))
     for kind in dict.fromkeys(map(type, failed.values())):
         errors = [error for error in failed.values() if isinstance(error, kind)]

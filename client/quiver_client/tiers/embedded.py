@@ -156,7 +156,7 @@ class EmbeddedTier:
         self._failed: dict[int, float] = {}  # shard -> when to try again
         self._lost: dict[int, Positions] = {}  # of the partial shards that were mapped, the blobs that are not there
         self._failure: QuiverError = NotFound("nobody asked for it")  # the last one
-        self._why: dict[int, QuiverError] = {}  # shards that were not brought in, or not whole
+        self._why: dict[int, QuiverError] = {}  # shards that were not filled, or not whole
         self.locks = FillLocks(store.root, self._closing)
         self.board = Board(manifest, store.root)
         self.pace = Pace()

@@ -80,7 +80,7 @@ class RackTier:
         self._stats = stats
         self._pool = DaemonPool(REQUESTS_AT_ONCE, "quiver-rack")
         self._suspects: set[int] = set()  # shards of which wrong bytes came
-        self._refused: dict[int, tuple[int, str]] = {}  # shards that a daemon could not bring in, and which
+        self._refused: dict[int, tuple[int, str]] = {}  # shards that a daemon could not fill, and which
         self._failures: dict[int, QuiverError] = {}  # and those that this process could not
         self._rechecked: dict[int, str] = {}  # and who answered for them since
         self._closing = forks.event()
