@@ -1,0 +1,73 @@
+"""Giving bytes to a socket and taking them from one: the one place that knows whether TLS lies in between.
+
+Whatever sends or receives goes through ``send_some`` and ``receive_some``, which behave the same for a plain socket and
+for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import ssl
+from collections.abc import Sequence
+from typing import Final
+
+TLS_PIECE_BYTES: Final = 256 << 10  # joined before they are encrypted: small buffers would be a TLS record each
+
+
+class NotReady(BlockingIOError):
+    """The socket takes, or has, nothing now. ``events``: what to poll it for, which under TLS may be either."""
+
+    def __init__(self, events: int) -> None:
+        super().__init__("the socket is not ready")
+        self.events = events
+
+
+def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
+    """Give the socket as much of the buffers, in order, as it takes; return how many bytes that was.
+
+    Raises ``NotReady`` if it takes nothing now, ``OSError`` if it failed. Under TLS, send the same bytes again after
+    ``NotReady``, as OpenSSL demands.
+    """
+    if not isinstance(sock, ssl.SSLSocket):
+        try:
+            return sock.sendmsg(buffers)
+        except BlockingIOError:
+            raise NotReady(select.POLLOUT) from None
+    try:
+        return sock.send(_first_bytes(buffers))
+    except ssl.SSLWantReadError:
+        raise NotReady(select.POLLIN) from None
+    except (ssl.SSLWantWriteError, BlockingIOError):
+        raise NotReady(select.POLLOUT) from None
+
+
+def receive_some(sock: socket.socket, buffer: memoryview, *, whole: bool = False) -> int:
+    """Receive into the buffer; return how many bytes came, 0 at the end of the stream.
+
+    ``whole``: a blocking plain socket may wait for all of it, which saves calls. Raises ``NotReady`` if nothing is here
+    now, ``OSError`` if the socket failed.
+    """
+    try:
+        if isinstance(sock, ssl.SSLSocket):
+            return sock.recv_into(buffer)
+        return sock.recv_into(buffer, 0, socket.MSG_WAITALL if whole else 0)
+    except ssl.SSLWantWriteError:
+        raise NotReady(select.POLLOUT) from None
+    except (ssl.SSLWantReadError, BlockingIOError):
+        raise NotReady(select.POLLIN) from None
+
+
+def _first_bytes(buffers: Sequence[memoryview]) -> memoryview | bytes:
+    """Return the first buffer, or several small ones joined: up to ``TLS_PIECE_BYTES`` in any case."""
+    first = memoryview(buffers[0]).cast("B")
+    if len(buffers) == 1 or len(first) >= TLS_PIECE_BYTES:
+        return first[:TLS_PIECE_BYTES]
+    joined, size = [], 0
+    for buffer in buffers:
+        piece = memoryview(buffer).cast("B")[: TLS_PIECE_BYTES - size]
+        joined.append(piece)
+        size += len(piece)
+        if size >= TLS_PIECE_BYTES:
+            break
+    return b"".join(joined)
