@@ -21,7 +21,7 @@ PROJECT := --no-deps --no-build-isolation -e .
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install check format test demo bench build constraints clean
+.PHONY: help install check format test demo bench imports build constraints clean
 
 help:  ## Say what there is to make
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -68,6 +68,10 @@ $(BENCH_STAMP): $(STAMP)
 	@{ $(MDS)/bin/pip -qq install -r $(MDS)/requirements.txt && $(MDS)/bin/pip -qq install $(PROJECT); } \
 		|| echo "make: the packages of MDS cannot be installed here; the report will say so" >&2
 	@touch $@
+
+imports: $(STAMP)  ## Say which part of the code imports which, and draw it into dist/imports.svg
+	@mkdir -p dist
+	@$(BIN)/python -m bench.imports --svg dist/imports.svg
 
 build: $(STAMP)  ## Build the wheel into dist/
 	$(BIN)/python -m hatchling build --target wheel
