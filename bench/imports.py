@@ -163,8 +163,9 @@ def drawn(house: House) -> str:
     for room, (left, top, width) in places.items():
         color = COLORS[room.split(".")[0]]
         middle = f'x="{left + width / 2:.0f}" text-anchor="middle"'
+        box = f'x="{left:.0f}" y="{top:.0f}" width="{width:.0f}" height="{BOX_HEIGHT}"'
         shapes += [
-            f'<rect x="{left:.0f}" y="{top:.0f}" width="{width:.0f}" height="{BOX_HEIGHT}" fill="{color}" stroke="#555"/>',
+            f'<rect {box} fill="{color}" stroke="gray"/>',
             f'<text {middle} y="{top + 14:.0f}">{escape(_label(room))}</text>',
             f'<text {middle} y="{top + 27:.0f}" fill="#666">{house.lines[room]}</text>',
         ]
