@@ -17,7 +17,7 @@ from quiver.location import Location, shown
 from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
 from quiver.wire import PORT
-from quiver_cacheserver.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
+from quiver_cacheserver.rack.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
 CAPACITY_BYTES_MIN: Final = 64 << 10  # less is a number without its unit
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)

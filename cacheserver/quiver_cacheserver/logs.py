@@ -15,7 +15,7 @@ import sys
 from types import TracebackType
 from typing import Final
 
-from quiver_cacheserver.repeats import Repeats
+from quiver_cacheserver.log_limits import RepeatFilter
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LINE_CHARACTERS_MAX: Final = 2000  # the rest says no more, and a path may have as many as a manifest's bytes
@@ -49,5 +49,5 @@ def log_to_stderr(level: str) -> None:
     """Set the root logger up, once per process."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine(FORMAT))
-    handler.addFilter(Repeats())
+    handler.addFilter(RepeatFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -21,7 +21,7 @@ from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.budget import Budgets, Cost, Resource
-from quiver_cacheserver.neighbours import Neighbours
+from quiver_cacheserver.rack.peers import RackPeers
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ ASK_AGAIN_SECONDS: Final = 2.0  # a manifest that nobody had is not looked for m
 class Manifests:
     """Opened manifests by digest. ``get`` belongs to the event loop, the rest is safe from threads."""
 
-    def __init__(self, store: Store, executor: Executor, neighbours: Neighbours, budgets: Budgets) -> None:
+    def __init__(self, store: Store, executor: Executor, neighbours: RackPeers, budgets: Budgets) -> None:
         self._store = store
         self._executor = executor
         self._neighbours = neighbours

@@ -31,9 +31,9 @@ from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.evicting import Evicting
 from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.manifests import Manifests
-from quiver_cacheserver.neighbours import Neighbours
-from quiver_cacheserver.origins import Origins
-from quiver_cacheserver.registry import Registry
+from quiver_cacheserver.origins.allowed import Origins
+from quiver_cacheserver.rack.peers import RackPeers
+from quiver_cacheserver.rack.registry import Registry
 from quiver_cacheserver.residency import Residency
 from quiver_cacheserver.turns import Places, Slices
 
@@ -67,7 +67,7 @@ class Node:
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.send_threads = ThreadPoolExecutor(SEND_THREADS, thread_name_prefix="quiver-send")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
-        self.neighbours = Neighbours(registry, name, url)
+        self.neighbours = RackPeers(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
         self._look_threads = ThreadPoolExecutor(LOOK_THREADS, thread_name_prefix="quiver-look")
         self.manifests = Manifests(store, self._look_threads, self.neighbours, self.budgets)

@@ -27,7 +27,8 @@ from quiver_cacheserver.handoff import Handoff, bound
 from quiver_cacheserver.listening import Listening
 from quiver_cacheserver.memory import let_go_of_row_groups
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
+from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
+from quiver_cacheserver.rack.registry import Registry, StaticRegistry, static_id
 
 log = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ from quiver_cacheserver.budget import Cost, Rate
 from quiver_cacheserver.consumers import Lease, Leases
 from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.rack.registry import StaticRegistry
 from tests.daemon.test_routes import error_of
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files

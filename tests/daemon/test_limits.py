@@ -29,9 +29,9 @@ from quiver.wire import RANGE, RangeStatus, ReadRequest
 from quiver_cacheserver import listening, reads, streams, timed, transfers
 from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
 from quiver_cacheserver.logs import FORMAT, OneLine
-from quiver_cacheserver.neighbours import MANIFEST_ASKED_MAX, Neighbours
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.rack.peers import MANIFEST_ASKED_MAX, RackPeers
+from quiver_cacheserver.rack.registry import StaticRegistry
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard, shard_bytes_of
 from tests.support.inside import in_process, url_of
@@ -334,7 +334,7 @@ def test_made_up_manifests_are_not_looked_for_without_end(tmp_path: Path) -> Non
 def test_a_manifest_is_sought_at_a_few_members_of_a_large_ring() -> None:
     own = Member("a", "http://127.0.0.1:9")
     peers = [f"http://127.0.0.1:{port}" for port in range(10, 40)]
-    neighbours = Neighbours(StaticRegistry("r", own, peers), "a", own.url)
+    neighbours = RackPeers(StaticRegistry("r", own, peers), "a", own.url)
     with contextlib.closing(neighbours):
         asked_of = [peer.url for peer in neighbours.manifest_holders(Digest.of(b"made up"))]
     assert 1 <= len(asked_of) <= MANIFEST_ASKED_MAX <= 8

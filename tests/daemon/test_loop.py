@@ -20,7 +20,7 @@ from quiver.store import Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.rack.registry import StaticRegistry
 from tests.support.data import Files, make_shard
 
 

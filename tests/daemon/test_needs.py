@@ -28,7 +28,7 @@ from quiver.wire import RANGE, RangeStatus, ReadRequest
 from quiver_cacheserver import residency as residency_module
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.residency import Residency
 from tests.daemon.test_routes import error_of, read
 from tests.support.daemon import Daemon, rack_of

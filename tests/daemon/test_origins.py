@@ -21,7 +21,7 @@ from quiver.errors import QuiverError
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver.origins import Origins
+from quiver_cacheserver.origins.allowed import Origins
 from tests.support.daemon import Daemon
 from tests.support.data import make_files, rewritten
 

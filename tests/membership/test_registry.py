@@ -18,10 +18,10 @@ import uvloop
 
 from quiver.errors import Misconfigured, Unavailable
 from quiver.ring import Member
-from quiver_cacheserver import registry as registry_module
-from quiver_cacheserver.addresses import Endpoint
-from quiver_cacheserver.etcd import Etcd as Client
-from quiver_cacheserver.registry import EtcdRegistry
+from quiver_cacheserver.rack import etcd_registry as registry_module
+from quiver_cacheserver.rack.addresses import Endpoint
+from quiver_cacheserver.rack.etcd import Etcd as Client
+from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from tests.support.etcd import Etcd, free_ports
 
 TTL = 1.5
@@ -133,7 +133,7 @@ async def test_a_member_that_is_killed_is_off_the_ring_within_the_ttl_and_a_seco
     script = (
         "import asyncio, sys\n"
         "from quiver.ring import Member\n"
-        "from quiver_cacheserver.registry import EtcdRegistry\n"
+        "from quiver_cacheserver.rack.etcd_registry import EtcdRegistry\n"
         "async def main():\n"
         "    async with EtcdRegistry(sys.argv[1], sys.argv[2], Member('b', 'http://b:1'), ttl_seconds=2.0):\n"
         "        await asyncio.Event().wait()\n"

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from quiver.errors import BadRequest, Misconfigured
 from quiver.ring import Member, check_member
-from quiver_cacheserver.addresses import parse_endpoints
-from quiver_cacheserver.registry import EtcdRegistry, StaticRegistry, static_id
+from quiver_cacheserver.rack.addresses import parse_endpoints
+from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
+from quiver_cacheserver.rack.registry import StaticRegistry, static_id
 
 A, B, C = "http://node-a:7717", "http://node-b:7717", "http://[fd00::1]:7717"
 

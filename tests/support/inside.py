@@ -17,7 +17,7 @@ from quiver.store import Kind, Store
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.listening import Listening
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.rack.registry import StaticRegistry
 
 CAPACITY_BYTES = 256 << 20
 

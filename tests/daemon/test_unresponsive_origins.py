@@ -14,7 +14,7 @@ import pytest
 from quiver.errors import Unavailable
 from quiver.peer import PeerClient
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver.troubled import WAITING_MAX, Guarded, Troubled
+from quiver_cacheserver.origins.unresponsive import WAITING_MAX, GuardedOrigin, UnresponsiveOrigins
 from quiver_client import Dataset
 from tests.daemon.test_rack import put_manifest, whole_dataset
 from tests.support.daemon import Daemon
@@ -43,7 +43,7 @@ class Hanging:
         pass
 
 
-def fill(origin: Guarded) -> threading.Thread:
+def fill(origin: GuardedOrigin) -> threading.Thread:
     def read() -> None:
         with contextlib.suppress(Unavailable):
             origin.read([0], memoryview(b""))
@@ -54,8 +54,8 @@ def fill(origin: Guarded) -> threading.Thread:
 
 
 def test_of_an_origin_in_trouble_one_fill_waits_and_the_others_fail_at_once() -> None:
-    inner, troubled = Hanging("http://a/"), Troubled()
-    origin = Guarded(inner, troubled)
+    inner, troubled = Hanging("http://a/"), UnresponsiveOrigins()
+    origin = GuardedOrigin(inner, troubled)
     inner.go.set()
     with pytest.raises(Unavailable, match="hangs"):
         origin.read([0], memoryview(b""))
@@ -73,18 +73,18 @@ def test_of_an_origin_in_trouble_one_fill_waits_and_the_others_fail_at_once() ->
 
 
 def test_all_origins_in_trouble_together_hold_half_of_the_threads() -> None:
-    troubled = Troubled()
+    troubled = UnresponsiveOrigins()
     inner = [Hanging(f"http://{number}/") for number in range(WAITING_MAX + 1)]
     for each in inner:
         each.go.set()
-        fill(Guarded(each, troubled)).join(10)
+        fill(GuardedOrigin(each, troubled)).join(10)
         each.go.clear()
-    trying = [fill(Guarded(each, troubled)) for each in inner[:WAITING_MAX]]
+    trying = [fill(GuardedOrigin(each, troubled)) for each in inner[:WAITING_MAX]]
     for each in inner[:WAITING_MAX]:
         assert each.begun.acquire(timeout=10)
         assert each.begun.acquire(timeout=10)
     with pytest.raises(Unavailable, match="another fill"):
-        Guarded(inner[-1], troubled).read([0], memoryview(b""))
+        GuardedOrigin(inner[-1], troubled).read([0], memoryview(b""))
     for each, thread in zip(inner, trying, strict=False):
         each.go.set()
         thread.join(10)

@@ -20,7 +20,7 @@ WAITING_MAX: Final = FILL_THREADS // 2
 TROUBLED_MAX: Final = 1024  # bases remembered
 
 
-class Troubled:
+class UnresponsiveOrigins:
     """Which origins did not answer when they were asked last. Safe from threads."""
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Troubled:
                         self._waiting[base] = 0
 
 
-class Guarded:
+class GuardedOrigin:
     """A ``SampleOrigin`` that few fills wait for while it does not answer."""
 
-    def __init__(self, inner: SampleOrigin, troubled: Troubled) -> None:
+    def __init__(self, inner: SampleOrigin, troubled: UnresponsiveOrigins) -> None:
         self.base = inner.base
         self._inner = inner
         self._troubled = troubled

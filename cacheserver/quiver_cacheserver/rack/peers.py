@@ -18,7 +18,7 @@ from quiver.errors import OverCapacity, QuiverError
 from quiver.liveness import IN_RACK
 from quiver.peer import PeerClient
 from quiver.ring import Member
-from quiver_cacheserver.registry import Registry
+from quiver_cacheserver.rack.registry import Registry
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ PAUSE_SECONDS: Final = 5.0
 PAUSE_SECONDS_MAX: Final = 60.0
 
 
-class Neighbours:
+class RackPeers:
     """Clients of the other members. Safe from threads; its generators ask nobody by themselves."""
 
     def __init__(self, registry: Registry, name: str, url: str) -> None:

@@ -25,7 +25,7 @@ class _Situation:
         self.left_out = 0
 
 
-class Repeats(logging.Filter):
+class RepeatFilter(logging.Filter):
     """Lets pass of each kind of warning a few different ones a minute. Put on a handler; safe from threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

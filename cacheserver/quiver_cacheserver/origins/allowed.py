@@ -28,7 +28,7 @@ from quiver.origin import SampleOrigin, open_origin
 from quiver.origin.probing import probe
 from quiver.wire import OK, UNCHECKED
 from quiver_cacheserver.config import allowed
-from quiver_cacheserver.troubled import Guarded, Troubled
+from quiver_cacheserver.origins.unresponsive import GuardedOrigin, UnresponsiveOrigins
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Origins:
         self._count = count
         self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
         self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and how large its manifest is
-        self._troubled = Troubled()
+        self._troubled = UnresponsiveOrigins()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(
             min(THREADS_MAX, max(1, len(self._watched))), thread_name_prefix="quiver-origins"
@@ -96,7 +96,7 @@ class Origins:
                 watched.proven, watched.refused = True, ""
                 self._count(read_bytes)
 
-            origin = Guarded(open_origin(manifest, within=within, count=delivered), self._troubled)
+            origin = GuardedOrigin(open_origin(manifest, within=within, count=delivered), self._troubled)
             self._open[manifest.digest] = origin, size_bytes
         return origin
 

@@ -24,7 +24,7 @@ from aetcd import rpc
 
 from quiver.errors import NotFound, Unavailable
 from quiver.membership import KEYS_MAX, Changed, Entry, Gone, Listed
-from quiver_cacheserver.addresses import Endpoint
+from quiver_cacheserver.rack.addresses import Endpoint
 
 PAGE_KEYS_MAX: Final = 256
 """Records of 4 KiB, the largest that are valid, fill a quarter of what gRPC accepts."""

@@ -1,8 +1,7 @@
-"""Where a daemon learns who else is in its rack: a fixed list, or etcd. The rest of the daemon sees a ``Registry``.
+"""A daemon's place in the ring, kept in etcd.
 
-A registry always has a ring: at first the daemon alone, and when etcd goes away the last one. It runs its own tasks
-between ``async with``'s two ends and never fails for etcd's sake; what to do about etcd is decided by the pure
-``quiver.membership`` and only carried out here.
+The registry runs its own tasks between ``async with``'s two ends and never fails because of etcd: while etcd does not
+answer, the last ring stays. The pure ``quiver.membership`` decides what to do about etcd; this module carries it out.
 """
 
 from __future__ import annotations
@@ -12,151 +11,28 @@ import contextlib
 import itertools
 import logging
 import random
-import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Final, Protocol, Self, assert_never
+from typing import Final, Self, assert_never
 from urllib.parse import urlsplit
 
 import msgspec
-import xxhash
 
 from quiver import membership as m
 from quiver.errors import Misconfigured, NotFound, Unavailable
-from quiver.ring import Member, Ring, check_member, check_url
-from quiver_cacheserver.addresses import is_loopback, parse_endpoints
-from quiver_cacheserver.etcd import Etcd, Inbox
+from quiver.expiring import Expiring
+from quiver.ring import Member, Ring, check_member
+from quiver_cacheserver.rack.addresses import is_loopback, parse_endpoints
+from quiver_cacheserver.rack.etcd import Etcd, Inbox
+from quiver_cacheserver.rack.registry import check_rack
 
 log = logging.getLogger(__name__)
 
 TTL_SECONDS: Final = 10.0
-LOG_EVERY_SECONDS: Final = 30.0
+LOG_EVERY_SECONDS: Final = 30.0  # at most one line of a kind
 _CHECK_ETCD: Final = "Check that etcd runs there and that --etcd names it"
-_RACK = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
-
-
-class Registry(Protocol):
-    """Who is in the rack, as far as this daemon knows."""
-
-    @property
-    def ring(self) -> Ring:
-        """The ring now. It is replaced, never mutated."""
-
-    @property
-    def own(self) -> Member:
-        """This daemon as it stands in the ring."""
-
-    @property
-    def age_seconds(self) -> float:
-        """For how long the ring has not been confirmed."""
-
-    @property
-    def ignored_total(self) -> int:
-        """Records seen that describe no member."""
-
-    @property
-    def registered(self) -> bool:
-        """Others can see this daemon, as far as it knows."""
-
-    @property
-    def problem(self) -> str:
-        """What an operator should look at, and what to do about it; empty while all is well."""
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        """Leave the rack."""
-
-    async def changed(self) -> None:
-        """Return when something has changed: the ring, ``registered``, the connection. Check, then wait, in a loop."""
-
-    async def drain(self) -> None:
-        """Own nothing from now on, but stay in the ring so that others can still ask. Returns within a few seconds."""
-
-    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
-        """Return whether others can see this daemon by then. Raises ``Misconfigured`` if its node id is taken.
-
-        Without a time it waits while the registry answers, long enough to tell a living holder of the id from a dead
-        one, and not for a registry that is away: a daemon starts without it.
-        """
-
-
-class StaticRegistry:
-    """The rack as the operator wrote it down: ``--peers``, or a daemon alone. Nobody is asked and nobody is told.
-
-    Every daemon must come to the same ring, so with peers a node's name is made of its URL and all weigh the same:
-    ``--node-id`` and capacities are known only to the daemon that has them.
-    """
-
-    age_seconds = 0.0
-    ignored_total = 0
-    registered = True
-
-    def __init__(self, rack: str, member: Member, peers: Sequence[str] = (), replicas: int = 1) -> None:
-        check_rack(rack)
-        check_member(member)
-        # Its socket is known to this daemon alone: readers on this host ask it for the ring, and find it there.
-        self._own = member if not peers else Member(static_id(member.url), check_url(member.url), socket=member.socket)
-        members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
-        self.problem = ""
-        if peers and self._own.id not in members:
-            self.problem = f"{self._own.url} is not among --peers: added, here only; name it there, or --advertise it"
-            log.warning("%s", self.problem)
-        members[self._own.id] = self._own
-        self._ring = Ring.of(rack, members.values(), replicas)
-        self._news = asyncio.Event()
-
-    @property
-    def ring(self) -> Ring:
-        return self._ring
-
-    @property
-    def own(self) -> Member:
-        return self._own
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        return None
-
-    async def changed(self) -> None:
-        await self._news.wait()
-
-    async def drain(self) -> None:
-        """Own nothing in the ring that this daemon gives out. Its peers are not told: restart them without it."""
-        self._own = msgspec.structs.replace(self._own, state="draining")
-        others = [member for member in self._ring.members if member.id != self._own.id]
-        self._ring = Ring.of(self._ring.rack, [*others, self._own], self._ring.replicas)
-        news, self._news = self._news, asyncio.Event()
-        news.set()
-
-    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
-        return True
-
-
-def static_id(url: str) -> str:
-    """Return the node id of a daemon known by its URL alone: on every daemon the same, for two URLs never."""
-    parts = urlsplit(check_url(url))
-    host, port = (parts.hostname or "").lower(), parts.port or 80
-    name = f"{host}-{port}"
-    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", host) and len(name) <= 64:
-        return name
-    told = re.sub(r"[^a-z0-9.]+", "-", host).strip("-.")[:32]
-    return f"host-{told}-{port}-{xxhash.xxh3_64_hexdigest(host.encode())}"[:64]
-
-
-def check_rack(rack: str) -> str:
-    """Return the rack's name if it can be part of a key in etcd."""
-    if not _RACK.fullmatch(rack):
-        raise Misconfigured(f"not a rack name: {rack[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
-    return rack
 
 
 class EtcdRegistry:
@@ -192,7 +68,7 @@ class EtcdRegistry:
         self._reached = False
         self._inbox = Inbox()
         self._news = asyncio.Event()
-        self._rarely = _Rarely(clock)
+        self._logged: Expiring[str, None] = Expiring(clock=clock)
 
     @property
     def ring(self) -> Ring:
@@ -353,11 +229,11 @@ class EtcdRegistry:
             log.info("the ring of rack %s has %d members", after.rack, len(after.ring.members))
         if isinstance(event, m.Listed):
             self._failure, self._reached = "", True
-            if (problem := self.problem) and self._rarely("problem"):
+            if (problem := self.problem) and self._log_now("problem"):
                 log.warning("%s", problem)
-        if after.ignored_total > before.ignored_total and self._rarely("ignored"):
+        if after.ignored_total > before.ignored_total and self._log_now("ignored"):
             log.warning("ignored %d records under %s that describe no member", after.ignored_total, after.prefix)
-        if after.taken is not None and self._rarely("taken"):
+        if after.taken is not None and self._log_now("taken"):
             log.error(_taken(after.own, after.taken))
         if _standing(after) != _standing(before):
             self._tell()
@@ -369,22 +245,29 @@ class EtcdRegistry:
 
     def _warn(self, error: Unavailable) -> None:
         self._failure = str(error)
-        if self._rarely("away"):
+        if self._log_now("away"):
             count = len(self._state.ring.members)
             log.warning(
                 "%s; serving on with the last ring (%d members, %.0f s old) and trying again. %s",
                 *(error, count, self.age_seconds, _CHECK_ETCD),
             )
 
+    def _log_now(self, what: str) -> bool:
+        """Return whether to log a line of this kind now, and count it as logged: one in ``LOG_EVERY_SECONDS``."""
+        if what in self._logged:
+            return False
+        self._logged.set(what, None, LOG_EVERY_SECONDS)
+        return True
+
     async def _leave(self) -> None:
-        """Revoke the lease, so that the others need not wait for it to run out. Without etcd it does run out."""
+        """Revoke the lease; without it, the others wait for the lease to expire."""
         if not self._state.lease:
             return
         try:
             async with Etcd(self._endpoint, min(1.0, self._timeout_seconds)) as etcd:
                 await etcd.revoke(self._state.lease)
         except (Unavailable, NotFound) as error:
-            log.info("the lease was not revoked and runs out by itself: %s", error)
+            log.info("the lease was not revoked and will expire: %s", error)
         self._learn(m.LeaseLost())
 
 
@@ -411,18 +294,3 @@ def _taken(own: Member, rival: Member) -> str:
         f"node id {own.id!r} is taken by a living daemon at {rival.url}; this one is {own.url}. "
         "Choose another --node-id, or stop the other daemon"
     )
-
-
-class _Rarely:
-    """True at most once in ``LOG_EVERY_SECONDS`` for a thing."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last: dict[str, float] = {}
-
-    def __call__(self, what: str) -> bool:
-        now = self._clock()
-        if now - self._last.get(what, -LOG_EVERY_SECONDS) < LOG_EVERY_SECONDS:
-            return False
-        self._last[what] = now
-        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from quiver_cacheserver.repeats import DISTINCT_MAX, SITUATIONS_MAX, WINDOW_SECONDS, Repeats
+from quiver_cacheserver.log_limits import DISTINCT_MAX, SITUATIONS_MAX, WINDOW_SECONDS, RepeatFilter
 
 
 class Log:
@@ -13,7 +13,7 @@ class Log:
     def __init__(self) -> None:
         self.now = 0.0
         self.lines: list[str] = []
-        self.repeats = Repeats(lambda: self.now)
+        self.repeats = RepeatFilter(lambda: self.now)
 
     def put(self, text: str, *arguments: object, level: int = logging.WARNING) -> None:
         record = logging.LogRecord("test", level, "x.py", 1, text, arguments, None)

@@ -1,0 +1,147 @@
+"""Where a daemon learns who else is in its rack. The rest of the daemon sees a ``Registry``.
+
+A registry always has a ring: at first the daemon alone. ``StaticRegistry`` is told the members by the operator;
+``etcd_registry`` keeps them in etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Final, Protocol, Self
+from urllib.parse import urlsplit
+
+import msgspec
+import xxhash
+
+from quiver.errors import Misconfigured
+from quiver.ring import Member, Ring, check_member, check_url
+
+log = logging.getLogger(__name__)
+
+_RACK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+
+
+class Registry(Protocol):
+    """Who is in the rack, as far as this daemon knows."""
+
+    @property
+    def ring(self) -> Ring:
+        """The ring now. It is replaced, never mutated."""
+
+    @property
+    def own(self) -> Member:
+        """This daemon as it stands in the ring."""
+
+    @property
+    def age_seconds(self) -> float:
+        """For how long the ring has not been confirmed."""
+
+    @property
+    def ignored_total(self) -> int:
+        """Records seen that describe no member."""
+
+    @property
+    def registered(self) -> bool:
+        """Others can see this daemon, as far as it knows."""
+
+    @property
+    def problem(self) -> str:
+        """What an operator should look at, and what to do about it; empty while all is well."""
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        """Leave the rack."""
+
+    async def changed(self) -> None:
+        """Return when something has changed: the ring, ``registered``, the connection. Check, then wait, in a loop."""
+
+    async def drain(self) -> None:
+        """Own nothing from now on, but stay in the ring so that others can still ask. Returns within a few seconds."""
+
+    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
+        """Return whether others can see this daemon by then. Raises ``Misconfigured`` if its node id is taken.
+
+        Without a time it waits while the registry answers, long enough to tell a living holder of the id from a dead
+        one, and not for a registry that is away: a daemon starts without it.
+        """
+
+
+class StaticRegistry:
+    """The rack as the operator wrote it down: ``--peers``, or a daemon alone. It talks to nobody.
+
+    Every daemon must compute the same ring, so with peers a node's id is derived from its URL and all members have the
+    same weight: only the daemon itself knows its ``--node-id`` and its capacity.
+    """
+
+    age_seconds = 0.0
+    ignored_total = 0
+    registered = True
+
+    def __init__(self, rack: str, member: Member, peers: Sequence[str] = (), replicas: int = 1) -> None:
+        check_rack(rack)
+        check_member(member)
+        # Its socket is known to this daemon alone: readers on this host ask it for the ring, and find it there.
+        self._own = member if not peers else Member(static_id(member.url), check_url(member.url), socket=member.socket)
+        members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
+        self.problem = ""
+        if peers and self._own.id not in members:
+            self.problem = f"{self._own.url} is not among --peers: added, here only; name it there, or --advertise it"
+            log.warning("%s", self.problem)
+        members[self._own.id] = self._own
+        self._ring = Ring.of(rack, members.values(), replicas)
+        self._news = asyncio.Event()
+
+    @property
+    def ring(self) -> Ring:
+        return self._ring
+
+    @property
+    def own(self) -> Member:
+        return self._own
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        return None
+
+    async def changed(self) -> None:
+        await self._news.wait()
+
+    async def drain(self) -> None:
+        """Own nothing in the ring that this daemon gives out. Its peers are not told: restart them without it."""
+        self._own = msgspec.structs.replace(self._own, state="draining")
+        others = [member for member in self._ring.members if member.id != self._own.id]
+        self._ring = Ring.of(self._ring.rack, [*others, self._own], self._ring.replicas)
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
+        return True
+
+
+def static_id(url: str) -> str:
+    """Return the node id of a daemon known by its URL alone: on every daemon the same, for two URLs never."""
+    parts = urlsplit(check_url(url))
+    host, port = (parts.hostname or "").lower(), parts.port or 80
+    name = f"{host}-{port}"
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", host) and len(name) <= 64:
+        return name
+    told = re.sub(r"[^a-z0-9.]+", "-", host).strip("-.")[:32]
+    return f"host-{told}-{port}-{xxhash.xxh3_64_hexdigest(host.encode())}"[:64]
+
+
+def check_rack(rack: str) -> str:
+    """Return the rack's name if it can be part of a key in etcd."""
+    if not _RACK.fullmatch(rack):
+        raise Misconfigured(f"not a rack name: {rack[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
+    return rack
