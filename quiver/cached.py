@@ -1,8 +1,8 @@
 """``cached_property`` without a lock.
 
-Until Python 3.12 that of ``functools`` holds a lock while it computes, one for all instances of the class. A process
-that is forked while a thread is in there inherits it held, and waits for ever at its first use of the property. Here
-threads that meet compute the value twice, and one of the two is kept.
+Before Python 3.12, ``functools.cached_property`` holds one lock per class while it computes. A process that is forked
+while a thread computes inherits the lock held, and its first use of the property blocks for ever. Here, threads that
+race compute the value twice, and one of the two values is kept.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class cached_property(Generic[T]):
-    """A method that is called once per instance; what it returned is the attribute from then on."""
+    """A method that is called once per instance; from then on the attribute is what it returned."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute

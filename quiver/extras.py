@@ -1,4 +1,4 @@
-"""What to say where a package is missing that one of the distribution's extras installs."""
+"""The error message for a missing package that one of the distribution's extras installs."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """What must not cross a fork: locks that another thread may hold, and locks of files.
 
-A child that is forked has one thread, and a copy of every lock as it was at that moment: one that another thread held
-is held for ever. So whatever outlives a call makes its locks here, and a child finds all of them free. What they guard
-may be half changed in a child: who can be reached from one looks whose process it is, or begins anew there.
+A forked child has one thread and a copy of every lock in its state at the fork: a lock that another thread held stays
+held for ever. So every object that outlives a call makes its locks here, and in a child all of them are free. The data
+that they guard may be half changed in a child: an object that a child can reach checks which process it belongs to, or
+starts over there.
 
-A lock of a file (``flock``) belongs to the open file, of which a child has a copy: it would outlive its owner for as
-long as the child does, and a child that unlocks it unlocks it for its parent. So a child closes its copies at once.
+A file lock (``flock``) belongs to the open file description, of which a child has a copy: the lock would live as long
+as the child, and a child that unlocks it unlocks it for its parent too. So a child closes its copies at once.
 """
 
 from __future__ import annotations
@@ -29,38 +30,38 @@ def _freed_in_child(made: Made) -> Made:
 
 
 def lock() -> threading.Lock:
-    """Return a lock that a child finds free."""
+    """Return a lock that is free in a forked child."""
     return _freed_in_child(threading.Lock())
 
 
 def rlock() -> threading.RLock:
-    """Return a lock that its holder may take again, and that a child finds free."""
+    """Return a re-entrant lock that is free in a forked child."""
     return _freed_in_child(threading.RLock())
 
 
 def condition() -> threading.Condition:
-    """Return a condition that a child finds free, and with nobody waiting."""
+    """Return a condition that is free and has no waiters in a forked child."""
     return _freed_in_child(threading.Condition())
 
 
 def event() -> threading.Event:
-    """Return an event that a child can set and wait for."""
+    """Return an event that a forked child can set and wait for."""
     return _freed_in_child(threading.Event())
 
 
 class LockedFile:
-    """A file open for its lock, which goes with ``close`` or with the process that opened it, and not in a child."""
+    """A file that is open for its lock. The lock ends with ``close`` or with the process that opened it."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         _files.add(self)
 
     def close(self) -> None:
-        """Unlock and close it. Does nothing in a child, nor the second time."""
+        """Unlock and close the file. Does nothing in a child, or when called again."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # not by closing alone: something forked without us may have a copy
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a child forked by other means may have a copy
             os.close(fd)
 
 

@@ -2,11 +2,11 @@
 
 ``mixed`` places samples by their own digest, as in extendible hashing (Fagin, Nievergelt, Pippenger and Strong, 1979):
 a prefix bucket that holds more than the shard size splits in two by the next bit. So the shards depend on content
-alone: two copies of a dataset under other names give the same shards, and copies that differ in n samples share all but
-about n of them. Every shard is an unbiased sample of the dataset.
+alone: two copies of a dataset under different names give the same shards, and copies that differ in n samples share all
+but about n shards. Every shard is an unbiased sample of the dataset.
 
-``sequential`` keeps the order of the origin and cuts where the content says so (as content-defined chunking does, here
-with the sample's digest in place of a rolling hash), so that a fill is one ranged read and an appended dataset keeps
+``sequential`` keeps the order of the origin and cuts at content-defined boundaries (as content-defined chunking does,
+but by the sample's digest instead of a rolling hash), so that a fill is one ranged read and an appended dataset keeps
 all old shards but the last.
 """
 
@@ -22,7 +22,7 @@ from quiver.shard import COUNT_BYTES, ROW_BYTES, U8, U64
 Layout = Literal["mixed", "sequential"]
 SHARD_BYTES_DEFAULT: Final = 32 << 20
 SHARD_BYTES_MIN: Final = 4 << 10
-SHARD_BYTES_AUTO_MIN: Final = 16 << 10  # below it a shard's own costs, a file and an fsync, are larger than its samples
+SHARD_BYTES_AUTO_MIN: Final = 16 << 10  # below it a shard's file and fsync cost more than its samples
 SHARDS_WANTED: Final = 256
 SHARD_BYTES_MAX: Final = 1 << 30
 
@@ -30,12 +30,12 @@ I64 = npt.NDArray[np.int64]
 
 
 def auto_shard_bytes(layout: Layout, samples: int, total_bytes: int, unit_bytes: int = 0) -> int:
-    """Return the shard size for samples of so many distinct bytes: some hundred shards, as far as 32 MiB allow it.
+    """Return a shard size that cuts ``total_bytes`` of distinct samples into some hundred shards, 32 MiB at most.
 
-    A cache holds whole shards, so that few large ones are too coarse for one that is smaller than the dataset.
-    ``unit_bytes``: what is read as a whole, a row group of Parquet; a shard has room for it with a quarter to spare, or
-    several shards would each read it. The size is a power of two, since two copies of a dataset share shards only where
-    both came to the same size.
+    A cache holds whole shards: a few large ones are too coarse for a cache that is smaller than the dataset.
+    ``unit_bytes``: the size of what is read as a whole, a row group of Parquet. A shard has room for one and a quarter
+    more, since otherwise several shards would each read all of it. The size is a power of two: two copies of a dataset
+    share shards only if both have the same shard size.
     """
     wanted = SHARDS_WANTED // 2 if layout == "sequential" else SHARDS_WANTED  # whose shards are half full on average
     by_total = max(1 << (total_bytes // wanted).bit_length() >> 1, SHARD_BYTES_AUTO_MIN)
@@ -48,11 +48,11 @@ def auto_shard_bytes(layout: Layout, samples: int, total_bytes: int, unit_bytes:
 def place(layout: Layout, digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
     """Cut distinct samples into shards.
 
-    digests ``(n, 32)`` uint8, sizes ``(n,)`` in bytes, units ``(n,)`` numbers what
-    is best read as a whole, a tar or a row group (one number where there is no such thing); in origin order.
-    Returns ``order (n,)``, the samples in the order in which they stand in the shards, and ``firsts (shards + 1,)``,
-    the positions in that order at which a shard begins (the last one is n). A shard file, its table included, holds
-    ``limit_bytes`` at most unless it holds a single sample.
+    All in origin order: digests ``(n, 32)`` uint8, sizes ``(n,)`` in bytes, and ``units (n,)``, the number of the tar
+    or row group that each sample is in (all the same where the origin has no such units).
+    Return ``order (n,)``, the samples in shard order, and ``firsts (shards + 1,)``, the positions in that order at
+    which each shard begins (the last is n). A shard file with its table has at most ``limit_bytes``, unless it holds a
+    single sample.
     """
     if layout == "mixed":
         return _mixed(digests, sizes, limit_bytes)
@@ -63,7 +63,7 @@ def _mixed(digests: U8, sizes: U64, limit_bytes: int) -> tuple[I64, I64]:
     prefixes = np.ascontiguousarray(digests[:, :8]).view(">u8").reshape(-1).astype(np.uint64)
     order = np.argsort(prefixes, kind="stable").astype(np.int64, copy=False)
     ordered = prefixes[order]
-    for i in np.flatnonzero(ordered[1:] == ordered[:-1]).tolist():  # 64 bits shared: by hand, as good as never
+    for i in np.flatnonzero(ordered[1:] == ordered[:-1]).tolist():  # digests that share 64 bits: practically never
         lo, hi = np.searchsorted(ordered, ordered[i], "left"), np.searchsorted(ordered, ordered[i], "right")
         order[lo:hi] = sorted(order[lo:hi].tolist(), key=lambda at: digests[at].tobytes())
     cost = sizes[order].astype(np.int64)
@@ -91,10 +91,10 @@ def _mixed(digests: U8, sizes: U64, limit_bytes: int) -> tuple[I64, I64]:
 def _sequential(digests: U8, sizes: U64, units: npt.NDArray[np.uint32], limit_bytes: int) -> tuple[I64, I64]:
     """Cut where a digest ends in enough zero bits, between a quarter and the whole of the limit.
 
-    The chance of a cut at a sample is about ``4 * size / limit``, so that from the quarter on a cut
-    comes after another quarter on average: shards are about half the limit. The end of a unit cuts too, and inside
-    a unit of up to three quarters nothing else does (its end then always comes before the limit): so a shard is made
-    of whole units, or of a part of one that is larger.
+    The chance of a cut at a sample is about ``4 * size / limit``: beyond the first quarter the next cut is another
+    quarter away on average, so shards are about half the limit. The end of a unit cuts too. Inside a unit of up to
+    three quarters of the limit nothing else cuts, since the unit's end comes before the limit. So a shard consists of
+    whole units, or of a part of one larger unit.
     """
     count = len(sizes)
     cost = sizes.astype(np.int64) + ROW_BYTES

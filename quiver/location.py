@@ -1,9 +1,9 @@
-"""Where data lies: a URL of a folder, parsed once into a normal form. What was compared is what is opened.
+"""Where data lies: a folder's URL, parsed once into a normal form, so that what is compared is also what is opened.
 
 Parsers of URLs disagree: some drop tabs and line feeds, some cut at ``?`` and ``#``, some read a backslash as a slash
 or decode twice. Code that compares one reading of a string and opens another can be led out of the folder that it
-compared. So a text that two parsers could read differently is refused here, and everything behind this module handles
-a ``Location``: a scheme, a bucket or host, and the decoded names of folders, none of them empty, ``.`` or ``..``.
+checked. So this module rejects text that two parsers could read differently, and everything behind it handles a
+``Location``: a scheme, a bucket or host, and the decoded names of folders, none of them empty, ``.`` or ``..``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from quiver.errors import BadRequest
 
 SCHEMES: Final = frozenset({"file", "s3", "gs", "az", "http", "https"})
 WEB_SCHEMES: Final = frozenset({"http", "https"})
-PLAIN: Final = "/:@!$&'()*+,;="  # what a path of a URL may hold as it is, besides letters and digits (RFC 3986)
+PLAIN: Final = "/:@!$&'()*+,;="  # allowed unquoted in the path of a URL, besides letters and digits (RFC 3986)
 _PORTS: Final = {"http": 80, "https": 443}
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and halves of characters, which cannot be encoded
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")  # and lone surrogates, which cannot be encoded
 _AMBIGUOUS = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\\?#]")
-# A control character, dot, slash or backslash that is quoted, once or several times over.
+# A percent-encoded control character, dot, slash or backslash, encoded once or repeatedly.
 _QUOTED = re.compile(r"%(?:25)*(?:[01][0-9a-f]|7f|2e|2f|5c)", re.IGNORECASE)
 _BROKEN = re.compile(r"%(?![0-9a-f]{2})", re.IGNORECASE)
 _BUCKET = re.compile(r"[A-Za-z0-9$][A-Za-z0-9._:$-]{0,254}", re.ASCII)
@@ -32,7 +32,7 @@ _HOST = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """A folder: of the local file system, of a bucket, or of a web server. Compared and opened by value."""
+    """A folder of the local file system, of a bucket, or of a web server. Compared and opened by value."""
 
     scheme: str
     authority: str  # a bucket, or a host and port in lower case; empty for local folders
@@ -40,7 +40,7 @@ class Location:
 
     @classmethod
     def parse(cls, url: str) -> Location:
-        """Return the location that a URL names. Raises ``BadRequest`` for one that could be read in two ways."""
+        """Return the location that a URL names. Raises ``BadRequest`` for an ambiguous one."""
         scheme, colon, rest = url.partition("://")
         scheme = scheme.lower()
         if not colon or scheme not in SCHEMES:
@@ -97,7 +97,7 @@ class Location:
 
     @property
     def path(self) -> str:
-        """The decoded path: of a local folder what the system calls open."""
+        """The decoded path, as system calls take it for a local folder."""
         return "/" + "/".join(self.names)
 
     def contains(self, other: Location) -> bool:
@@ -109,10 +109,10 @@ class Location:
 
 
 def object_path(path: str, scheme: str) -> str:
-    """Return the path of an object below a location, not quoted, if it names the same object to whoever reads it.
+    """Return the unquoted path of an object below a location, if every reader resolves it to the same object.
 
-    Local names and keys of stores are taken as they are: the system and the store compare them byte by byte. A path
-    that becomes part of the URL of a web server is held to the rules for locations. Raises ``BadRequest``.
+    Local names and keys of object stores pass unchanged: the system and the store compare them byte by byte. A path
+    that becomes part of a web server's URL must follow the rules for locations. Raises ``BadRequest``.
     """
     if not path or "\0" in path or any(name in ("", ".", "..") for name in path.split("/")):
         raise BadRequest(f"an object has a path that is not allowed: {shown(path)!r}")
@@ -124,7 +124,7 @@ def object_path(path: str, scheme: str) -> str:
 
 
 def is_object_path(path: str, scheme: str) -> bool:
-    """Whether ``object_path`` takes it."""
+    """Whether ``object_path`` accepts it."""
     try:
         object_path(path, scheme)
     except BadRequest:
@@ -133,17 +133,17 @@ def is_object_path(path: str, scheme: str) -> bool:
 
 
 def refuse_credentials(url: str) -> None:
-    """Raise ``BadRequest`` for a URL that a user or password is written into."""
+    """Raise ``BadRequest`` for a URL that contains a user or a password."""
     _, _, rest = url.partition("://")
     if _redacted(rest) != rest:
         raise BadRequest(
-            f"{shown(url)} has a user or password in it, which would come to stand in manifests and logs;"
-            " write the URL without, and give credentials where the store's own client looks for them"
+            f"{shown(url)} contains a user or a password, which manifests and logs would repeat;"
+            " remove it, and give credentials where the store's own client looks for them"
         )
 
 
 def shown(text: str, most: int = 200) -> str:
-    """Return a path or URL as it may stand in a message or a log: one line, and without credentials."""
+    """Return a path or URL in a form that is safe in a message or a log: one line, without credentials."""
     scheme, colon, rest = text.partition("://")
     text = scheme + colon + _redacted(rest) if colon else text
     line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text[: most + 1])
@@ -151,7 +151,7 @@ def shown(text: str, most: int = 200) -> str:
 
 
 def _redacted(rest: str) -> str:
-    """Return what follows ``://`` with user and password left out; a password may have a slash or ``@`` in it."""
+    """Return what follows ``://`` without user and password; a password may contain a slash or ``@``."""
     authority, _, path = rest.partition("/")
     host, colon, port = authority.rpartition(":")
     cut = "@" in authority or (colon and host and not port.isdecimal() and "@" in path and not port.endswith("]"))

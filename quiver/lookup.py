@@ -1,7 +1,7 @@
-"""Which row of a table of digests is a digest: as a dictionary would say, in 12 bytes per row instead of 165.
+"""The row of a digest in a table of digests: a mapping that takes 12 bytes per row where a dict takes 165.
 
-Sorted by the first eight bytes, so that a row is found by bisection and many rows by one call of numpy. Digests can
-come from anybody, so rows that share these bytes, of which there are none by chance, are sorted by all 32.
+The rows are sorted by their first eight bytes: bisection finds one row, one numpy call finds many. Digests are
+untrusted, so rows that share these eight bytes, which never happens by chance, are sorted by all 32.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quiver.digest import DIGEST_BYTES, Digest
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 
-FEW: Final = 16  # so many times fewer digests than rows are found one by one where prefixes are shared: no copy of all
+FEW: Final = 16  # with shared prefixes, a lookup of so many times fewer digests than rows avoids a copy
 
 
 class DigestRows(Mapping[Digest, int]):
@@ -81,7 +81,7 @@ class DigestRows(Mapping[Digest, int]):
         return frozenset(compress(digests, (self.rows_of(as_rows(digests)) >= 0).tolist()))
 
     def only(self, kept: npt.NDArray[np.bool_]) -> DigestRows:
-        """Return what is left when only some rows ``(n,)`` are, numbered anew in their order. Nothing is sorted."""
+        """Return the mapping of the rows in the mask ``(n,)`` alone, renumbered in order. Nothing is sorted again."""
         place = np.cumsum(kept) - 1
         left = kept[self._order]
         fewer = object.__new__(DigestRows)

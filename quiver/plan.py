@@ -15,10 +15,11 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where the n samples of a batch are, of which the byte fields ``first_field`` .. ``last_field`` are wanted.
+    """Where the n samples of a batch lie: the byte fields ``first_field`` .. ``last_field`` of each.
 
-    All arrays are int64 in bytes or positions. ``starts`` and ``lengths (n, fields)`` cut each field from the span of
-    its sample, which begins at ``offsets`` in shard ``shards`` and has ``sizes`` bytes; an absent field has length -1.
+    All arrays are int64, in bytes or positions. The span of a sample begins at ``offsets (n,)`` in shard
+    ``shards (n,)`` and has ``sizes (n,)`` bytes; ``starts`` and ``lengths (n, fields)`` cut the fields from it. An
+    absent field has length -1.
     """
 
     manifest: Manifest
@@ -38,9 +39,9 @@ class Plan:
         return _distinct(self.shards)
 
     def by_shard(self, positions: npt.NDArray[np.intp]) -> tuple[Ints, Ints]:
-        """Return the shards ``(s,)`` that the samples at these positions are in, ascending, each once; and for each of
-        the positions which of them it is. The positions are ascending too, and each once."""
-        if len(positions) == len(self):  # all of them then, which is what every tier asks for first
+        """Return the distinct shards ``(s,)`` of the samples at these positions, ascending, and for each position the
+        row of its shard in them. The positions must be distinct and ascending."""
+        if len(positions) == len(self):  # all positions, which every tier asks for first: computed once
             return self._by_shard
         return _distinct(self.shards[positions])
 
@@ -66,7 +67,7 @@ def _distinct(shards: Ints) -> tuple[Ints, Ints]:
 def plan_batch(manifest: Manifest, indices: npt.NDArray[np.intp], fields: tuple[int, int] | None = None) -> Plan:
     """Plan a batch of sample indices (each in ``0 .. len(manifest) - 1``, not checked here).
 
-    ``fields``: the first and the last byte field wanted; what lies between is read as well, to keep one range a sample.
+    ``fields``: the first and the last byte field wanted. What lies between is read as well: one range per sample.
     """
     return plan_blobs(manifest, manifest.tables.blob_of[indices], fields)
 
@@ -100,7 +101,7 @@ def plan_blobs(manifest: Manifest, rows: npt.NDArray[np.integer], fields: tuple[
 
 
 def plan_shards(manifest: Manifest, shards: npt.NDArray[np.integer]) -> Plan:
-    """Return a plan that reads nothing of these shards: carrying it out makes them resident."""
+    """Return a plan of no bytes of these shards: executing it makes them resident."""
     blobs = manifest.tables.firsts[shards].astype(np.int64)
     nothing = np.zeros(len(blobs), np.int64)
     cuts = np.zeros((len(blobs), 0), np.int64)

@@ -7,7 +7,7 @@ owner is the runner-up.
 
 The hash is XXH3-64 of the first eight bytes of the shard's digest, seeded with the XXH3-64 of the member's name. For
 eight bytes that is a dozen integer operations, done here for a whole array of shards at once and tested against the
-library; ``tests/golden/ring.json`` pins the outcome. A ring is a hint: whatever stands in it costs speed at most.
+library; ``tests/golden/ring.json`` pins the outcome. A ring is a hint: wrong content costs speed at most.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ REPLICAS_MAX: Final = 8
 DRAWS_AT_ONCE: Final = 1 << 14
 DRAWS_MAX: Final = 1 << 22  # at a time: 32 MiB of temporaries, however many shards and members there are
 URL_BYTES_MAX: Final = 256
-SOCKET_BYTES_MAX: Final = 107  # what Linux takes, with the zero that ends it
+SOCKET_BYTES_MAX: Final = 107  # Linux's limit of 108 less the terminating zero
 _PRINTABLE = re.compile(r"[!-~]+")
 _SOCKET = re.compile(rf"/[ -~]{{1,{SOCKET_BYTES_MAX - 1}}}")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A cache daemon as the ring knows it. ``weight`` is its capacity in bytes; one that drains owns nothing.
+    """A cache daemon as the ring knows it. ``weight`` is its capacity in bytes; a draining member owns nothing.
 
-    ``socket`` is the path under which it hands out open files on its own host, empty if it does not.
+    ``socket`` is the path of the Unix socket on which it passes open files to readers on its own host, or empty.
     """
 
     id: str
@@ -58,9 +58,9 @@ class Member(msgspec.Struct, frozen=True):
 
 
 def check_member(member: Member) -> Member:
-    """Return the member if it can be one; raise ``BadRequest`` if not. Ring content can come from anybody.
+    """Return the member if it is valid; raise ``BadRequest`` if not. Ring content is untrusted.
 
-    A socket that cannot be one costs itself alone: its daemon is reached over TCP.
+    An invalid socket path does not invalidate the member: clients reach its daemon over TCP.
     """
     if not _ID.fullmatch(member.id):
         raise BadRequest(f"not a node id: {member.id[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
@@ -72,14 +72,14 @@ def check_member(member: Member) -> Member:
 
 
 def usable_socket(path: object) -> str:
-    """Return the path of a Unix socket, empty if this cannot be one: absolute, printable ASCII, not too long."""
+    """Return the path if it is valid for a Unix socket (absolute, printable ASCII, not too long), else ``""``."""
     return path if isinstance(path, str) and _SOCKET.fullmatch(path) else ""
 
 
 def check_url(url: str) -> str:
     """Return the URL of a daemon without a trailing slash; raise ``BadRequest`` if it is not ``http://host:port``."""
     wrong = BadRequest(f"not the URL of a daemon: {url[:120]!r}; expected http://HOST:PORT")
-    if len(url) > URL_BYTES_MAX or not _PRINTABLE.fullmatch(url):  # urlsplit drops line feeds and goes on
+    if len(url) > URL_BYTES_MAX or not _PRINTABLE.fullmatch(url):  # urlsplit silently drops line feeds
         raise wrong
     try:
         parts = urlsplit(url)
@@ -94,7 +94,7 @@ def check_url(url: str) -> str:
 
 @dataclass(frozen=True)
 class Ring:
-    """The members of a rack at one moment, sorted by name. Replaced when something changes, never mutated."""
+    """The members of a rack at one moment, sorted by id. Replaced when something changes, never mutated."""
 
     rack: str
     members: tuple[Member, ...]
@@ -118,7 +118,7 @@ class Ring:
 
     @cached_property
     def owning(self) -> tuple[int, ...]:
-        """Positions of the members that own shards: those that do not drain."""
+        """Positions of the members that own shards: those that are not draining."""
         return tuple(i for i, member in enumerate(self.members) if member.state == "up")
 
     def owners(self, digest: Digest, n: int | None = None) -> tuple[Member, ...]:
@@ -154,7 +154,7 @@ class Ring:
 
 
 def _smallest(draws: npt.NDArray[np.float64], take: int) -> npt.NDArray[np.intp]:
-    """Return the rows of the ``take`` smallest of each column, ascending. To sort them all is 5 times the work."""
+    """Return the rows of the ``take`` smallest of each column, ascending. Sorting all of them takes 5 times as long."""
     if take < len(draws):
         rows = np.sort(np.argpartition(draws, take - 1, axis=0)[:take], axis=0)
         order = np.argsort(np.take_along_axis(draws, rows, 0), axis=0, kind="stable")

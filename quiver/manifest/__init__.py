@@ -1,8 +1,9 @@
 """The manifest: the table that maps samples to shards and to the origin (docs/format.md).
 
-``schema`` says what stands in the file, ``writer`` makes one from arrays, ``checks`` decides whether a file may be
-believed, and ``reader`` answers for a file that passed. Between them ``content`` is the file in memory, ``container``
-takes it apart, ``checksums`` find what is damaged, and ``columns`` makes ``tables`` of it.
+``schema`` defines what a file contains, ``writer`` makes a file from arrays, and ``reader`` is an open manifest. On the
+way from file to reader, ``content`` holds the bytes in memory, ``container`` parses the Arrow file (its metadata by
+``flatbuffer``), ``checksums`` detects damage, ``columns`` turns the buffers into ``tables``, and ``checks`` validates
+them.
 """
 
 from quiver.manifest.reader import Manifest

@@ -1,7 +1,8 @@
-"""Whether a manifest may be believed. A manifest can come from anybody, so nothing in it is used before this passed.
+"""Validation of a manifest. A manifest is untrusted, so nothing in it is used before these checks have passed.
 
 Every check is a few array operations over blocks of rows, so that 1.3 million samples take tens of milliseconds and the
-temporaries stay small. After it: every index is in range, the samples of a shard tile it exactly, keys are distinct.
+temporaries stay small. Afterwards every index is in range, the samples of a shard tile it exactly, and keys are
+distinct.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SAMPLES_MAX: Final = 1 << 32
 
 
 def check_tables(tables: Tables, *, byte_ranges: bool) -> None:
-    """Raise ``BadRequest`` saying which table is wrong and where. ``byte_ranges``: the origin is read by ranges."""
+    """Raise ``BadRequest`` naming the table and row that are wrong. ``byte_ranges``: the origin is read by range."""
     if not 0 < len(tables.blob_of) < SAMPLES_MAX:
         raise BadRequest(f"table samples has {len(tables.blob_of)} rows")
     _below("samples.blob", tables.blob_of, len(tables.offsets))
@@ -41,7 +42,7 @@ def check_tables(tables: Tables, *, byte_ranges: bool) -> None:
 
 
 def check_arrays(tables: Tables, blobs: Sequence[Field]) -> None:
-    """Raise ``BadRequest`` if a byte field that is an array is of another length than that: readers stack by it."""
+    """Raise ``BadRequest`` if the length of an array field contradicts its shape: readers stack arrays by the shape."""
     for column, field in enumerate(blobs):
         if not field.is_array:
             continue
@@ -61,7 +62,7 @@ def check_arrays(tables: Tables, blobs: Sequence[Field]) -> None:
 
 
 def check_strings(name: str, strings: pa.Array[Any]) -> None:
-    """Refuse a string column whose offsets step back or leave its data."""
+    """Raise ``BadRequest`` for a string column whose offsets decrease or point outside of its data."""
     _, offsets_buffer, data = strings.buffers()
     if not len(strings):
         return
@@ -72,7 +73,7 @@ def check_strings(name: str, strings: pa.Array[Any]) -> None:
         if (offsets[lo + 1 : hi + 1] < offsets[lo:hi]).any():
             raise BadRequest(f"column {name} has a negative length")
     try:
-        strings.validate(full=True)  # that it is UTF-8
+        strings.validate(full=True)  # checks that the text is UTF-8
     except (pa.ArrowException, ValueError) as error:
         raise BadRequest(f"column {name} is damaged: {shown(str(error))}") from error
 
@@ -87,7 +88,7 @@ def _check_shards(tables: Tables) -> None:
 
 
 def _check_tiling(tables: Tables) -> None:
-    """Every blob begins where the one before it in its shard ends, and the shard's size is their sum and the table."""
+    """Check that each blob begins where the one before it ends, and that a shard's size is their sum plus its table."""
     limit = np.uint64(OBJECT_BYTES_MAX)
     firsts = tables.firsts.astype(np.int64)
     next_offset = np.uint64(0)
@@ -103,7 +104,7 @@ def _check_tiling(tables: Tables) -> None:
         expected[firsts[begin:end] - lo] = 0
         if (offsets != expected).any():
             at = lo + int(np.argmax(offsets != expected))
-            raise BadRequest(f"column blobs.offset: row {at} overlaps its neighbour or leaves a gap")
+            raise BadRequest(f"column blobs.offset: row {at} overlaps the row before it or leaves a gap")
         next_offset = offsets[-1] + sizes[-1]
     bounds = np.append(firsts, len(tables.offsets))
     last = bounds[1:] - 1
@@ -113,7 +114,7 @@ def _check_tiling(tables: Tables) -> None:
 
 
 def _check_ranges(tables: Tables) -> None:
-    """Every byte range lies inside its object."""
+    """Check that every byte range lies inside its object."""
     for lo, hi in _blocks(len(tables.offsets)):
         lengths, origins = tables.lengths[lo:hi], tables.origins[lo:hi]
         ends = np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths + origins)
@@ -124,7 +125,7 @@ def _check_ranges(tables: Tables) -> None:
 
 
 def _check_distinct(name: str, keys: pa.Array[Any]) -> None:
-    """Keys that rise are distinct, seen in one pass; others are counted."""
+    """Check that keys are distinct: ascending keys in one pass, others by counting."""
     for lo, hi in _blocks(len(keys) - 1):
         if not pc.all(pc.less(keys[lo:hi], keys[lo + 1 : hi + 1])).as_py():
             break

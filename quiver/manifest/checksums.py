@@ -1,8 +1,8 @@
-"""Checksums of a manifest in itself, so that a wrong bit is found where nobody knows the file's name.
+"""Checksums inside a manifest, which detect damage where the reader does not know the manifest's digest.
 
-They stand in the schema's metadata beside the header (docs/format.md): BLAKE3 of the header, and of the record batch's
-message chunk by chunk. They find accidents; whoever forges a manifest forges them too. A reader that knows the
-manifest's digest compares that.
+They are in the schema's metadata beside the header (docs/format.md): BLAKE3 of the header, and of the record batch's
+message in chunks. They detect accidents, not forgery: a forger can recompute them. A reader that knows the manifest's
+digest compares that instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quiver.location import shown
 from quiver.manifest.container import INDEX_AGAIN
 
 CHECKSUMS_KEY: Final = b"quiver-checksums"
-CHUNK_BYTES: Final = 4 << 20  # 60 checksums for 1.3 million samples; each says what to look at, to four megabytes
+CHUNK_BYTES: Final = 4 << 20  # 60 checksums for 1.3 million samples; each locates damage to four megabytes
 
 
 class Checksums(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ def checksums_of(header: bytes, batch: pa.RecordBatch) -> bytes:
 
 
 def check_checksums(told: bytes, header: bytes, batch: memoryview) -> None:
-    """Raise ``BadRequest`` if the header or a chunk of the record batch's message is not what was written."""
+    """Raise ``BadRequest`` if the header or a chunk of the record batch's message does not match its checksum."""
     try:
         checksums = msgspec.json.decode(told, type=Checksums)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -57,7 +57,7 @@ def check_checksums(told: bytes, header: bytes, batch: memoryview) -> None:
 
 
 class _Sink:
-    """A file that keeps nothing but the digest of each chunk: of ``size`` bytes, after the first ``skip``."""
+    """A file object that keeps only the digest of each chunk of ``size`` bytes, after the first ``skip`` bytes."""
 
     closed = False
 

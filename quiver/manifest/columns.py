@@ -1,6 +1,6 @@
-"""From the buffers of a manifest's record batch to its columns, in the order in which Arrow lays them out.
+"""The columns of a manifest, made from the buffers of its record batch in the order in which Arrow lays them out.
 
-Each column is of exactly the rows and bytes that its type has. Where a column has no nulls it has no bitmap either.
+Each column has exactly the rows and bytes that its type requires. A column without nulls has no validity bitmap.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def tables_of(frame: Frame, header: Header) -> Tables:
 
 
 class _Taking:
-    """The nodes and buffers that were not taken yet."""
+    """The nodes and buffers that have not been consumed yet."""
 
     def __init__(self, frame: Frame) -> None:
         self._nodes = iter(frame.nodes)
         self._buffers = iter(frame.buffers)
 
     def table(self, name: str) -> int:
-        """Take the list and the struct that a table is; return its rows."""
+        """Consume the list and the struct that make up a table; return its number of rows."""
         self.node(name, 1)
         bounds = np.frombuffer(self._buffer(name, 16), np.int64)
         rows = int(bounds[1])
@@ -82,7 +82,7 @@ class _Taking:
         return rows
 
     def node(self, name: str, rows: int) -> None:
-        """Take a column that has a value in each row, and so no bitmap of those that have."""
+        """Consume the node of a column that has a value in each row, and thus no validity bitmap."""
         if self._next_node(name) != (rows, 0):
             raise BadRequest(f"column {name} is not of {rows} rows, or has rows without a value")
         self._buffer(name, 0)
@@ -101,7 +101,7 @@ class _Taking:
         return self.numbers(name, rows * width, np.uint64).reshape(-1, width)
 
     def strings(self, name: str, rows: int) -> pa.Array[Any]:
-        """Take a column of text. That its lengths are not negative and its text is UTF-8 is checked later."""
+        """Consume a text column. ``check_strings`` later checks its offsets and that it is UTF-8."""
         self.node(name, rows)
         size = (rows + 1) * 8
         ends = self._buffer(name, size)[:size]
@@ -122,7 +122,7 @@ class _Taking:
         if nulls:
             present = np.unpackbits(np.frombuffer(bitmap, np.uint8), count=rows, bitorder="little")
             if rows - int(np.count_nonzero(present)) != nulls:
-                raise BadRequest(f"column {name} has more or fewer rows without a value than it says")
+                raise BadRequest(f"column {name} has another number of nulls than it declares")
         of_arrow = scalar_type(kind)
         data = self._buffer(name, -(-rows * of_arrow.bit_width // 8))
         return pa.Array.from_buffers(

@@ -1,10 +1,10 @@
-"""The Arrow file around a manifest, taken apart as what may come from anybody: only what the writer writes is accepted.
+"""The Arrow file around a manifest, parsed as untrusted input: only what the writer writes is accepted.
 
     magic · schema message · record batch message · end of stream · footer · length of the footer · magic
 
-Arrow's own reader does more than a manifest needs: it decompresses without asking, and says so in several places of
-several versions of its metadata. So it is asked for the schema alone, of metadata that holds nothing else; the buffers
-of the record batch are taken from the file as they are. Nothing is unpacked: what is read is as large as the file.
+Arrow's own reader does more than a manifest needs: it decompresses implicitly, and several versions of its metadata
+announce compression in several places. So Arrow parses only the schema, from metadata that contains nothing else; the
+buffers of the record batch are slices of the file. Nothing is decompressed: memory use equals the size of the file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from quiver.manifest.flatbuffer import Table
 
 INDEX_AGAIN: Final = "make it again with `quiver index`"
 MAGIC: Final = b"ARROW1\0\0"
-_TAIL_BYTES: Final = 10  # length of the footer, and the magic without its padding
+_TAIL_BYTES: Final = 10  # the footer's length, and the magic without its padding
 _CONTINUES: Final = b"\xff\xff\xff\xff"
 _PREFIX_BYTES: Final = 8  # the continuation marker, and the length of a message's metadata
 _END: Final = _CONTINUES + bytes(4)
-_VERSION: Final = 4  # V5, of Arrow 1.0 and later: V4 has another place to say that it is compressed
+_VERSION: Final = 4  # V5, of Arrow 1.0 and later: V4 can declare compression in another place
 _SCHEMA, _RECORD_BATCH = 1, 3  # kinds of messages
-_PADDING_BYTES: Final = 64  # Arrow pads a buffer to so many bytes at most
+_PADDING_BYTES: Final = 64  # the most to which Arrow pads a buffer
 _FIELDS_MAX: Final = 1 << 10  # of a schema, nested ones too: more than a manifest of FIELDS_MAX fields has
 _BUFFERS_MAX: Final = 4 * _FIELDS_MAX  # each of these becomes an object
 _HEAD_BYTES_MAX: Final = (
@@ -37,16 +37,16 @@ _DEPTH_MAX: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What an Arrow file of one record batch of one row consists of."""
+    """The parts of an Arrow file of one record batch of one row."""
 
     schema: pa.Schema
     batch: memoryview  # the record batch's message: marker, length, metadata, body
-    nodes: list[tuple[int, int]]  # of each column, nested ones too: its rows, and how many have no value
+    nodes: list[tuple[int, int]]  # of each column, nested ones too: rows and nulls
     buffers: list[memoryview]  # in the body
 
 
 def take_apart(file: memoryview) -> Frame:
-    """Take a file apart. Raises ``BadRequest`` unless it is of the one shape that manifests have."""
+    """Parse a file. Raises ``BadRequest`` unless it has the structure of a manifest."""
     schema, body_at = _message(file, len(MAGIC), _SCHEMA)
     if schema.number(3, "<q"):
         raise BadRequest("its schema has a body")
@@ -74,12 +74,12 @@ def take_apart(file: memoryview) -> Frame:
 
 
 def _message(file: memoryview, at: int, kind: int) -> tuple[Table, int]:
-    """Return the message at a place, and where its body begins."""
+    """Return the message at offset ``at``, and the offset of its body."""
     prefix = bytes(file[at : at + _PREFIX_BYTES])
     length = int.from_bytes(prefix[4:], "little", signed=True)
     end = at + _PREFIX_BYTES + length
     if prefix[:4] != _CONTINUES or length <= 0 or length % 8 or end > len(file):
-        raise BadRequest(f"it is not an Arrow file of today, or is truncated; {INDEX_AGAIN}")
+        raise BadRequest(f"it is not an Arrow file of a current version, or it is truncated; {INDEX_AGAIN}")
     if length > _HEAD_BYTES_MAX:
         raise BadRequest(f"its metadata is of {length} bytes, and {_HEAD_BYTES_MAX} are allowed")
     message = Table.root(file[at + _PREFIX_BYTES : end])
@@ -88,28 +88,28 @@ def _message(file: memoryview, at: int, kind: int) -> tuple[Table, int]:
     if message.number(1, "<B") != kind:
         raise BadRequest(f"it is not one schema and one record batch; {INDEX_AGAIN}")
     if message.has(4):
-        raise BadRequest(f"a message of it has metadata of its own; {INDEX_AGAIN}")
+        raise BadRequest(f"one of its messages has custom metadata; {INDEX_AGAIN}")
     return message, end
 
 
 def _check_schema(schema: Table) -> None:
-    """Refuse what a schema says beside names and types, before Arrow acts on it."""
+    """Reject everything in a schema but names and types, before Arrow acts on it."""
     if schema.number(0, "<h") or schema.has(3):
-        raise BadRequest(f"its schema is of another byte order, or wants more than types; {INDEX_AGAIN}")
+        raise BadRequest(f"its schema has another byte order, or requires optional features; {INDEX_AGAIN}")
     count, fields = 0, schema.tables(1, _FIELDS_MAX)
     for _ in range(_DEPTH_MAX):
         count += len(fields)
         if count > _FIELDS_MAX:
             raise BadRequest(f"its schema has more than {_FIELDS_MAX} fields; {INDEX_AGAIN}")
         if any(field.has(4) or field.has(6) for field in fields):
-            raise BadRequest(f"a field of its schema has a dictionary or metadata of its own; {INDEX_AGAIN}")
+            raise BadRequest(f"a field of its schema has a dictionary or custom metadata; {INDEX_AGAIN}")
         fields = [child for field in fields for child in field.tables(5, _FIELDS_MAX)]
     if fields:
         raise BadRequest(f"its schema is nested more than {_DEPTH_MAX} deep; {INDEX_AGAIN}")
 
 
 def _check_batch(batch: Table, body_bytes: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """Return the nodes of a record batch, and where its buffers are: one after another in the body."""
+    """Return the nodes of a record batch and the places of its buffers, which lie one after another in the body."""
     if batch.number(0, "<q") != 1:
         raise BadRequest(f"it has {batch.number(0, '<q')} rows instead of one")
     if batch.has(3):
@@ -130,14 +130,14 @@ def _check_batch(batch: Table, body_bytes: int) -> tuple[list[tuple[int, int]], 
 
 
 def _check_footer(file: memoryview, at: int, block: tuple[int, int, int]) -> None:
-    """Check the footer to say what was found, and nothing else."""
+    """Check that the footer describes what was found, and nothing else."""
     tail = file[len(file) - _TAIL_BYTES :]
     length = int.from_bytes(tail[:4], "little", signed=True)
     if tail[4:] != MAGIC[: _TAIL_BYTES - 4] or at + length + _TAIL_BYTES != len(file):
         raise BadRequest(f"it is truncated, or something follows it; {INDEX_AGAIN}")
     footer = Table.root(file[at : at + length])
     if footer.number(0, "<h") != _VERSION or footer.has(4):
-        raise BadRequest(f"its footer is not of Arrow's version V5, or has metadata of its own; {INDEX_AGAIN}")
+        raise BadRequest(f"its footer is not of Arrow's version V5, or has custom metadata; {INDEX_AGAIN}")
     if footer.structs(2, "<qi4xq", 1) or footer.structs(3, "<qi4xq", 1) != [block]:
         raise BadRequest(f"its footer does not name one record batch; {INDEX_AGAIN}")
     _check_schema(footer.table(1))

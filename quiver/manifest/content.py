@@ -1,8 +1,8 @@
-"""The bytes of a manifest as they were when it was opened, in memory that nobody else can change.
+"""The bytes of a manifest as they were when it was opened, in memory that no other process can change.
 
-A mapped file is not that: ``cp new old`` writes into the mapped file, and truncating it, or a disk that fails, ends the
-process by SIGBUS. So the file is read once (docs/adr/0015). Forked processes share this memory with their parent; to
-spawned ones it is passed as sealed memory, ``share`` and ``adopt``.
+A mapped file would not do: ``cp new old`` writes into the mapped file, and if the file is truncated or the disk fails,
+SIGBUS ends the process. So the file is read once (docs/adr/0015). Forked processes share this memory with their parent;
+spawned ones get it as sealed memory, by ``share`` and ``adopt``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Final
 from quiver.errors import BadRequest, DiskFailed, NotFound
 from quiver.manifest.container import INDEX_AGAIN, MAGIC
 
-_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # nothing is wrong with the file
+_PASSING: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO)  # the file may be fine
 READ_BYTES: Final = 4 << 20
 SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class Content:
-    """The bytes of one file. ``view`` is read-only, and stays as long as anything refers to it."""
+    """The bytes of one file. ``view`` is read-only and stays valid as long as anything refers to it."""
 
     __slots__ = ("_shared_fd", "view")
 
@@ -38,10 +38,10 @@ class Content:
     def read(cls, path: Path, size_bytes_max: int | None = None) -> Content:
         """Read a file of at most so many bytes.
 
-        Raises ``NotFound``, ``DiskFailed``, and ``BadRequest`` for what no manifest can be.
+        Raises ``NotFound``, ``DiskFailed``, and ``BadRequest`` for a file that cannot be a manifest.
         """
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # non-blocking: a fifo must not hang us
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # non-blocking: opening a FIFO must not hang
         except FileNotFoundError as error:
             raise NotFound(f"no manifest at {path}; make one with `quiver index SOURCE -o {path}`") from error
         except OSError as error:
@@ -59,20 +59,20 @@ class Content:
 
     @classmethod
     def adopt(cls, fd: int) -> Content:
-        """Map what ``share`` returned in another process, and own that descriptor. Raises ``OSError``."""
+        """Map what ``share`` returned in another process, and take over that descriptor. Raises ``OSError``."""
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
-            raise OSError("memory that somebody else can change")
+            raise OSError("the memory is not sealed: another process could change it")
         return cls(mmap.mmap(fd, 0, access=mmap.ACCESS_READ), fd)
 
     def share(self) -> int | None:
-        """Return a descriptor of the same bytes, sealed, to be passed to other processes; ``None`` if there is none.
+        """Return a descriptor of sealed memory with the same bytes, for other processes; ``None`` if there is none.
 
-        It is made once, for all of them, and closed with this object.
+        It is created once and closed with this object.
         """
         if self._shared_fd < 0:
             try:
                 self._shared_fd = _sealed(self.view)
-            except OSError:  # forbidden here, or no memory for a second copy: then each process reads the file
+            except OSError:  # forbidden, or no memory for a second copy: each process then reads the file itself
                 return None
         return self._shared_fd
 
@@ -87,19 +87,19 @@ def _read(fd: int, size_bytes_max: int | None) -> mmap.mmap:
         raise BadRequest("it is no regular file")
     if not found.st_size:
         raise BadRequest(f"it is empty; {INDEX_AGAIN}")
-    if os.pread(fd, len(MAGIC), 0) != MAGIC:  # before memory is taken for a file of any size
+    if os.pread(fd, len(MAGIC), 0) != MAGIC:  # before memory is allocated for a file of any size
         raise BadRequest(f"it is not an Arrow file; {INDEX_AGAIN}")
     if size_bytes_max is not None and found.st_size > size_bytes_max:
         raise BadRequest(f"it is of {found.st_size} bytes, and {size_bytes_max} are allowed")
     memory = mmap.mmap(-1, found.st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)  # 240 MB: 30 ms instead of 120, which go into clearing small pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # reading 240 MB: 30 ms instead of 120, which clearing small pages takes
     with memoryview(memory) as view:
         at = 0
         while at < len(view):
             count = os.preadv(fd, [view[at : at + READ_BYTES]], at)
             if not count:
-                raise BadRequest("it became shorter while it was read; open it again")
+                raise BadRequest("it was truncated while it was read; open it again")
             at += count
     after = os.fstat(fd)
     if (after.st_size, after.st_mtime_ns) != (found.st_size, found.st_mtime_ns):

@@ -1,4 +1,4 @@
-"""A flatbuffer's tables, read with every position checked: Arrow describes its messages in them (``Message.fbs``)."""
+"""A reader of flatbuffers that checks every position. Arrow describes its messages in them (``Message.fbs``)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any, Final
 from quiver.errors import BadRequest
 
 _SLOT_BYTES: Final = 2
-_VTABLE_BYTES: Final = 4  # its own size and the table's, before its slots
-_ITEM_BYTES: Final = 4  # of a vector of tables: how far away each is
+_VTABLE_BYTES: Final = 4  # its own size and the table's, which precede the slots
+_ITEM_BYTES: Final = 4  # of a vector of tables: the offset of each
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a flatbuffer. A slot is the place of a field in its schema."""
+    """A table of a flatbuffer. A slot is the number of a field in its schema."""
 
     data: memoryview
     at: int
@@ -25,7 +25,7 @@ class Table:
         return cls(data, _number(data, "<I", 0))
 
     def number(self, slot: int, kind: str, default: int = 0) -> int:
-        """Return a field that is a number, of a ``struct`` format; ``default`` if it is absent."""
+        """Return a numeric field, unpacked by the ``struct`` format ``kind``; ``default`` if it is absent."""
         at = self._place(slot)
         return _number(self.data, kind, at) if at else default
 
@@ -64,7 +64,7 @@ class Table:
         return start, count
 
     def _place(self, slot: int) -> int:
-        """Return where a field is, 0 if it is absent."""
+        """Return the position of a field, 0 if it is absent."""
         vtable = self.at - _number(self.data, "<i", self.at)
         inside = _VTABLE_BYTES + _SLOT_BYTES * slot
         if inside + _SLOT_BYTES > _number(self.data, "<H", vtable):

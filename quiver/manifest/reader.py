@@ -1,7 +1,7 @@
-"""A manifest as every process of a job shares it: read once, checked, answered from arrays.
+"""An open manifest, which the processes of a job share: read once, validated, and answered from arrays.
 
-Nothing is parsed per sample, and nothing is copied after the file was: the arrays are views of ``Content``. Immutable,
-whatever becomes of the file.
+Nothing is parsed per sample, and nothing is copied after the file has been read: the arrays are views of ``Content``.
+It is immutable, whatever happens to the file.
 """
 
 from __future__ import annotations
@@ -60,43 +60,44 @@ class Manifest:
         self.path = path
         self.header = header
         self.tables = tables
-        self.has_checksums = has_checksums  # or else nothing says whether its labels and keys are what was written
+        self.has_checksums = has_checksums  # without them, damage to labels and keys goes undetected
         self._content = content
         self._digest = digest
 
     @classmethod
     def open(cls, path: Path, digest: Digest | None = None, *, size_bytes_max: int | None = None) -> Manifest:
-        """Read and check the manifest at ``path``, and that it is the one of this digest if one is given.
+        """Read and validate the manifest at ``path``; with ``digest``, also check that the file has this digest.
 
-        ``size_bytes_max``: refuse a larger file, of somebody who is not trusted with this process's memory.
+        ``size_bytes_max``: reject a larger file, so that an untrusted one cannot exhaust this process's memory.
 
-        Raises ``NotFound`` if there is none, ``BadRequest`` if it is foreign, truncated, damaged or inconsistent,
-        ``Misconfigured`` if it is newer, ``DiskFailed`` if the disk fails, ``Corrupt`` if it is not that of ``digest``.
+        Raises ``NotFound`` if there is no file, ``BadRequest`` if it is no manifest, truncated, damaged or
+        inconsistent, ``Misconfigured`` if its format is newer than this version reads, ``DiskFailed`` if the disk
+        fails, ``Corrupt`` if its digest differs.
         """
         content = Content.read(path, size_bytes_max)
         if digest is not None:
             found = Digest.of(content.view)
             if found != digest:
                 raise Corrupt(
-                    f"this is the manifest {found.short}, and {digest.short} is wanted; it was indexed again, or is"
-                    " damaged. Put the old file back, or open it anew where another one will do",
+                    f"this is manifest {found.short}, but {digest.short} was expected: the dataset was indexed again,"
+                    " or the file is damaged. Restore the old file, or open the new one as a new dataset",
                     str(path),
                 )
         return cls._of(path, content, digest, trusted=False)
 
     @classmethod
     def adopt(cls, path: Path, fd: int, digest: Digest) -> Manifest:
-        """Return the manifest that another process of this job opened and passed by ``share``. Owns the descriptor."""
+        """Return the manifest that another process of this job passed by ``share``. Takes over the descriptor."""
         return cls._of(path, Content.adopt(fd), digest, trusted=True)
 
     @classmethod
     def _of(cls, path: Path, content: Content, digest: Digest | None, *, trusted: bool) -> Manifest:
-        """``trusted``: the content was checked by who passed it, and cannot have changed since."""
+        """``trusted``: the process that passed the content has validated it, and it cannot have changed since."""
         try:
             frame = take_apart(content.view)
             header, raw = _header(frame.schema)
             told = _expect_schema(frame, header, raw)
-            if told is not None and digest is None:  # who knows the digest knows more than the checksums say
+            if told is not None and digest is None:  # comparing the digest covers all that the checksums do
                 check_checksums(told, raw, frame.batch)
             tables = tables_of(frame, header)
             if not trusted:
@@ -116,7 +117,7 @@ class Manifest:
 
     @property
     def digest(self) -> Digest:
-        """BLAKE3 of the file as it was opened: the manifest's name in a rack. Computed on first use, 0.2 s a GB."""
+        """BLAKE3 of the file as it was opened: the manifest's name in a rack. Computed on first use, 0.2 s per GB."""
         digest = self._digest
         if digest is None:  # two threads may both compute it; no lock, which a fork could leave held
             digest = self._digest = Digest.of(self.content)
@@ -130,7 +131,7 @@ class Manifest:
         return self._content.view
 
     def share(self) -> int | None:
-        """Return a descriptor of the content for ``adopt`` in another process; ``None`` where that cannot be had."""
+        """Return a descriptor of the content for ``adopt`` in another process; ``None`` if the system has none."""
         return None if self._content is None else self._content.share()
 
     @property
@@ -156,7 +157,7 @@ class Manifest:
         return numbers
 
     def shard_blobs(self, shard: int) -> range:
-        """Return the rows of ``blobs`` that make up the shard, in the order in which they stand in it."""
+        """Return the rows of ``blobs`` that make up the shard, in shard order."""
         firsts = self.tables.firsts
         end = int(firsts[shard + 1]) if shard + 1 < len(firsts) else len(self.tables.offsets)
         return range(int(firsts[shard]), end)
@@ -169,7 +170,7 @@ class Manifest:
         return cast(str, self.tables.keys[index].as_py())
 
     def keys_of_blobs(self, blobs: Indices, limit: int = 100) -> list[str]:
-        """Return the keys of samples that these distinct samples stand for: for error messages, not for hot paths."""
+        """Return the keys of the samples that refer to these blobs: for error messages, not for hot paths."""
         rows = np.flatnonzero(np.isin(self.tables.blob_of, blobs))[:limit]
         return [self.key(int(row)) for row in rows]
 
@@ -199,12 +200,12 @@ class Manifest:
 
 
 def _expect_schema(frame: Frame, header: Header, raw: bytes) -> bytes | None:
-    """Check that the schema is the one of this header; return the checksums beside it, ``None`` in an older file."""
+    """Check that the schema belongs to this header; return the checksums beside it, ``None`` in an older file."""
     check_header(header)
     metadata = dict(frame.schema.metadata)
     told: bytes | None = metadata.pop(CHECKSUMS_KEY, None)
     if metadata != {METADATA_KEY: raw}:
-        raise BadRequest(f"its schema has metadata that no manifest has; {INDEX_AGAIN}")
+        raise BadRequest(f"its schema has metadata that a manifest does not have; {INDEX_AGAIN}")
     expected = arrow_schema(header).with_metadata(frame.schema.metadata)
     if not frame.schema.equals(expected, check_metadata=True):
         raise BadRequest(f"its columns are not those of format {header.format}; {INDEX_AGAIN}")

@@ -1,17 +1,17 @@
-"""What stands in a manifest file: an Arrow IPC file of one row, whose four columns are tables.
+"""The contents of a manifest file: an Arrow IPC file of one row, whose four columns are tables.
 
-    samples   key, blob (which distinct sample), scalar fields           one row a sample, in the dataset's order
-    blobs     offset, digest, xxh3, length, object, origin               one row a distinct sample, in shard order
-    shards    digest, size, first (the first of its blobs)               one row a shard
-    objects   path, size, etag, mtime_ns                                 one row an object of the origin
+    samples   key, blob (which distinct sample), scalar fields           one row per sample, in the dataset's order
+    blobs     offset, digest, xxh3, length, object, origin               one row per distinct sample, in shard order
+    shards    digest, size, first (the first of its blobs)               one row per shard
+    objects   path, size, etag, mtime_ns                                 one row per object of the origin
 
-One row with tables in it, because an IPC file has one schema and the tables have different lengths; any Arrow library
-reads it. A *blob* row carries all byte fields of one distinct sample. That the samples of a shard neither overlap nor
-leave gaps follows from ``shards.first`` and ``blobs.length`` and is checked against ``blobs.offset``; equal samples are
-stored once because several rows of ``samples`` may name one blob.
+The tables are nested in one row because an IPC file has one schema and the tables have different lengths; any Arrow
+library reads this. A *blob* row carries all byte fields of one distinct sample. The samples of a shard neither overlap
+nor leave gaps: this follows from ``shards.first`` and ``blobs.length`` and is checked against ``blobs.offset``. Equal
+samples are stored once, since several rows of ``samples`` may refer to one blob.
 
-Format 2 says of a byte field that it is an array, format 3 that the first side of its shape varies; a manifest is
-written in the oldest format that can say it, since every reader knows that.
+Format 2 added byte fields that are arrays, format 3 arrays whose first dimension varies. The writer chooses the oldest
+format that can express a manifest, since every reader knows it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quiver.errors import BadRequest
 from quiver.layout import Layout
 from quiver.location import Location, shown
 
-FORMAT_VERSION: Final = 3  # the newest that is read
+FORMAT_VERSION: Final = 3  # the newest that this version reads
 FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
 FORMAT_OF_VARYING: Final = 3  # the first in which the first side of a shape may vary
 VARYING: Final = -1
@@ -34,17 +34,17 @@ SUFFIX: Final = ".quiver"
 METADATA_KEY: Final = b"quiver"
 KEY_FIELD: Final = "__key__"
 BLOB_TYPE: Final = "bytes"
-ABSENT: Final = 2**64 - 1  # the length of a byte field that a sample lacks: it reads as None
+ABSENT: Final = 2**64 - 1  # the length of a byte field that a sample lacks, which reads as None
 OBJECT_BYTES_MAX: Final = 1 << 46
 FIELDS_MAX: Final = 256
-NAME_CHARS_MAX: Final = 80  # of a name in an error: whoever wrote the manifest chose it
+NAME_CHARS_MAX: Final = 80  # of a name in an error message: names are untrusted
 
 SourceFormat = Literal["files", "imagefolder", "webdataset", "parquet"]
 SCALAR_TYPES: Final = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("halffloat", "float", "double"),
 )
-# A list of what may be, not of what may not: none of these is an object, and all are little-endian.
+# An allow list: none of these is numpy's object type, and all are little-endian.
 ARRAY_DTYPES: Final = (
     *("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8"),
     *("<f2", "<f4", "<f8"),
@@ -56,10 +56,10 @@ SKIP_BYTES_MAX: Final = 1 << 16
 class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A field of a sample. ``type`` is ``bytes`` for a blob, an Arrow type's name for a scalar.
 
-    ``classes`` are the names behind an integer label, ``column`` is where a blob stands in a Parquet file. A blob with
-    a ``dtype`` (numpy's little-endian name) is an array in C order: of ``shape`` in every sample that has it, whose
-    first side is -1 if it varies; or of one dimension of any length where ``shape`` is None. ``skip`` bytes stand
-    before its values: the header of a .npy file.
+    ``classes`` are the names behind an integer label, ``column`` is a blob's column in a Parquet file. A blob with a
+    ``dtype`` (numpy's little-endian name) is an array in C order, of ``shape`` in every sample that has it, with -1 as
+    first dimension if that varies, or of one dimension of any length if ``shape`` is None. ``skip`` bytes precede the
+    values: the header of a .npy file.
     """
 
     name: str
@@ -76,28 +76,28 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one value of an array."""
+        """The size of one value of an array, in bytes."""
         return int(self.dtype[2:])
 
     @property
     def fixed_shape(self) -> tuple[int, ...] | None:
-        """The shape in every sample that has the field, or None where that varies."""
+        """The shape in every sample that has the field, or None if it varies."""
         return None if self.shape is None or VARYING in self.shape else self.shape
 
     @property
     def step_bytes(self) -> int:
-        """Bytes by which the field can grow, where its shape varies: one value, or one row of them."""
+        """The unit in bytes in which a field of varying shape grows: one value, or one row of values."""
         return self.item_bytes * math.prod(self.shape[1:] if self.shape else ())
 
     @property
     def array_bytes(self) -> int | None:
-        """Bytes of the field in every sample that has it, or None where that varies."""
+        """The size of the field in bytes in every sample that has it, or None if it varies."""
         shape = self.fixed_shape
         return None if shape is None else self.skip + math.prod(shape) * self.item_bytes
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a manifest says of itself: the JSON under the schema's metadata key ``quiver``."""
+    """A manifest's description of itself: the JSON under the schema's metadata key ``quiver``."""
 
     format: int
     layout: Layout
@@ -116,7 +116,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OriginObject(msgspec.Struct, frozen=True):
-    """An object of the origin as it was when it was indexed. ``path`` is relative to the manifest's base URL."""
+    """An object of the origin at the time of indexing. ``path`` is relative to the manifest's base URL."""
 
     path: str
     size: int
@@ -125,7 +125,7 @@ class OriginObject(msgspec.Struct, frozen=True):
 
 
 def check_header(header: Header) -> None:
-    """Raise ``BadRequest`` for a header that no indexer writes."""
+    """Raise ``BadRequest`` for a header that the indexer would not write."""
     names = [field.name for field in header.fields]
     if len(set(names)) != len(names) or "" in names or KEY_FIELD in names or len(names) > FIELDS_MAX:
         raise BadRequest(
@@ -136,7 +136,7 @@ def check_header(header: Header) -> None:
         raise BadRequest("no field of the manifest holds bytes")
     for field in header.scalars:
         if field.type not in SCALAR_TYPES:
-            raise BadRequest(f"{_described(field)} has a type that is no scalar's")
+            raise BadRequest(f"{_described(field)} has a type that is not a scalar type")
     for field in header.fields:
         _check_array(field, header)
     if header.shard_bytes <= 0:
@@ -151,7 +151,7 @@ def _check_array(field: Field, header: Header) -> None:
     what = _described(field)
     if not field.is_array:
         if field.shape is not None or field.skip:
-            raise BadRequest(f"{what} has a shape or a header and no dtype")
+            raise BadRequest(f"{what} has a shape or a header but no dtype")
         return
     if field.type != BLOB_TYPE or header.format < FORMAT_OF_ARRAYS:
         raise BadRequest(f"{what} in a manifest of format {header.format} cannot be an array")
@@ -165,31 +165,31 @@ def _check_array(field: Field, header: Header) -> None:
         if header.format < FORMAT_OF_VARYING or field.skip or not all(side > 0 for side in sides):
             raise BadRequest(f"{what} in a manifest of format {header.format} cannot vary in shape")
     if sides is not None and not is_shape(sides, field.item_bytes):
-        raise BadRequest(f"{what} has a shape that no array has: {str(field.shape)[:80]}")
+        raise BadRequest(f"{what} has a shape that is impossible for an array: {str(field.shape)[:80]}")
 
 
 def _described(field: Field) -> str:
-    """Return what an error calls a field, whatever stands in it."""
+    """Return a description of a field that is safe in an error message."""
     return f"field {shown(field.name, NAME_CHARS_MAX)!r} of type {shown(field.type, NAME_CHARS_MAX)!r}"
 
 
 def is_shape(shape: tuple[int, ...], item_bytes: int) -> bool:
-    """Whether an array can have this shape, and an object of an origin hold it."""
+    """Whether an array can have this shape, and fit into an object of an origin."""
     if len(shape) > DIMENSIONS_MAX or any(not 0 <= size <= OBJECT_BYTES_MAX for size in shape):
         return False
-    # Without the zeros: numpy's own limit is on the product of the others.
+    # Without zeros: numpy limits the product of the other dimensions.
     return math.prod(size for size in shape if size) * item_bytes <= OBJECT_BYTES_MAX
 
 
 def with_format(header: Header) -> Header:
-    """Return the header in the oldest format that can say it, for the sake of readers that know no other."""
+    """Return the header in the oldest format that can express it, for readers of an older version."""
     varies = any(field.shape is not None and field.fixed_shape is None for field in header.fields)
     arrays = any(field.is_array for field in header.fields)
     return msgspec.structs.replace(header, format=FORMAT_OF_VARYING if varies else FORMAT_OF_ARRAYS if arrays else 1)
 
 
 def encode_header(header: Header) -> bytes:
-    """Return the header as JSON. What makes an array is left out where there is none, as it is of format 1."""
+    """Return the header as JSON. Fields that are no arrays omit the array properties, as in format 1."""
     plain = msgspec.to_builtins(header)
     for field in plain["fields"]:
         if not field["dtype"]:

@@ -1,4 +1,4 @@
-"""Making a manifest file out of arrays: lay the distinct samples out, name the shards, write one Arrow file.
+"""Making a manifest file from arrays: lay out the distinct samples, name the shards, write one Arrow file.
 
 The file appears under its name complete or not at all, and the same input gives the same bytes.
 """
@@ -29,7 +29,7 @@ TABLE_BLOCK_ROWS: Final = 1 << 13
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManifestParts:
-    """All that a manifest holds, as arrays; f byte fields, n samples, b blobs in shard order, s shards, o objects.
+    """The contents of a manifest as arrays: f byte fields, n samples, b blobs in shard order, s shards, o objects.
 
     keys (n,) large_utf8 · blob_of (n,) uint32 · scalars: name -> Arrow array (n,) · digests (b, 32) uint8 ·
     xxh3, lengths, origins (b, f) uint64 · objects_of (b,) uint32 · firsts (s + 1,) int64 ·
@@ -53,13 +53,13 @@ class ManifestParts:
 
 
 def sample_sizes(lengths: U64) -> U64:
-    """Return the bytes of each sample from its fields' lengths ``(b, f)``; an absent field counts nothing."""
+    """Return the size in bytes of each sample, from its fields' lengths ``(b, f)``; an absent field counts as 0."""
     sizes: U64 = np.where(lengths == np.uint64(ABSENT), np.uint64(0), lengths).sum(axis=1, dtype=np.uint64)
     return sizes
 
 
 def write_manifest(path: Path, parts: ManifestParts) -> None:
-    """Write the manifest to ``path``, atomically, in the oldest format that can say it.
+    """Write the manifest to ``path``, atomically, in the oldest format that can express it.
 
     Raises ``BadRequest`` for an empty dataset.
     """
@@ -96,7 +96,7 @@ def write_atomically(path: Path, batch: pa.RecordBatch) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise DiskFailed(f"cannot write {path}: {error.strerror or error}; choose a folder with room") from error
+        raise DiskFailed(f"cannot write {path}: {error.strerror or error}; choose a folder with space") from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -149,7 +149,7 @@ def _shards(parts: ManifestParts) -> dict[str, pa.Array[Any]]:
 
 
 def _name(digests: U8, sizes: U64) -> Digest:
-    """Return the name of a shard. Block by block: the table of a shard of tiny samples is as large as all of them."""
+    """Return the name of a shard, block by block: with tiny samples the table is as large as the samples."""
     tail = encode_table(digests[:0], sizes[:0])
     hasher = blake3.blake3(DOMAIN)
     for lo in range(0, len(sizes), TABLE_BLOCK_ROWS):

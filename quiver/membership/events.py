@@ -1,4 +1,4 @@
-"""What can happen to a daemon's membership, and what it can do about it. See ``quiver.membership``."""
+"""The events of a daemon's membership, and the actions that answer them. See ``quiver.membership``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from quiver.ring import Member
 
 @dataclass(frozen=True)
 class Connected:
-    """A new connection to the registry; nothing of a former one counts."""
+    """There is a new connection to the registry; nothing of an earlier one counts."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The connection, the watch or a call failed or ran out of time."""
+    """The connection, the watch or a call failed or timed out."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Listed:
 
 @dataclass(frozen=True)
 class Watching:
-    """The watch that was asked for stands."""
+    """The requested watch is established."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """What the watch brought, in order, at most one change per key."""
+    """The watch delivered changes, in order, at most one per key."""
 
     changes: tuple[Entry | Gone, ...]
 
@@ -47,12 +47,12 @@ class LeaseGranted:
 
 @dataclass(frozen=True)
 class LeaseKept:
-    """The lease lives for a TTL from now."""
+    """The lease lasts for a TTL from now."""
 
 
 @dataclass(frozen=True)
 class LeaseLost:
-    """The lease ran out or was revoked."""
+    """The lease expired or was revoked."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Registered:
 
 @dataclass(frozen=True)
 class Refused:
-    """The transaction found another value under the key than the one it was to replace."""
+    """The transaction found a value under the key that differs from the one that it was to replace."""
 
 
 @dataclass(frozen=True)
 class OwnChanged:
-    """This daemon wants to be known differently: it drains."""
+    """This daemon's own record changed: it drains."""
 
     member: Member
 
@@ -95,7 +95,7 @@ class List:
 
 @dataclass(frozen=True)
 class Watch:
-    """Watch the folder from this revision on; answer ``Watching``, then ``Changed`` as it comes."""
+    """Watch the folder from this revision on; answer ``Watching``, then ``Changed`` for each change."""
 
     from_revision: int
 
@@ -114,7 +114,7 @@ class KeepAlive:
 
 @dataclass(frozen=True)
 class Register:
-    """Write one's own key if its revision is still ``over`` (0: if absent); answer Registered, Refused or LeaseLost."""
+    """Write the own key if its revision is still ``over`` (0: absent); answer Registered, Refused or LeaseLost."""
 
     key: str
     value: bytes
@@ -124,7 +124,7 @@ class Register:
 
 @dataclass(frozen=True)
 class Reconnect:
-    """Give the connection up and begin anew: the watch stands still."""
+    """Close the connection and open another one: the watch is stuck."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The state of a daemon's membership and its one transition function. ``quiver.membership`` says what holds and why."""
+"""The state of a daemon's membership and its one transition function. ``quiver.membership`` has the invariants."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from quiver.ring import MEMBERS_MAX, Member, Ring
 KEYS_MAX: Final = 4 * MEMBERS_MAX
 """Keys read from the rack's folder, junk included; keys past this are neither read nor counted."""
 BEHIND_MAX: Final = 2
-"""Lists in a row with news that the watch had not brought. One can be a race by milliseconds; two are a stuck watch."""
+"""Lists in a row with changes that the watch did not deliver. One may be a race of milliseconds; two: it is stuck."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All that a daemon knows of its rack. ``begin`` makes the first one; ``step`` makes each next one."""
+    """What a daemon knows of its rack. ``begin`` makes the first state; ``step`` makes each next one."""
 
     rack: str
     own: Member
@@ -50,9 +50,9 @@ class State:
     ttl_seconds: float
     ring: Ring
     listed_at: float
-    """When the folder was last read, or the daemon started: the ring is as old as that."""
+    """When the folder was last read, or the daemon started: the age of the ring."""
     heard_at: float
-    """When the registry last answered anything: leases may have run out unseen since."""
+    """When the registry last answered anything: leases may have expired unseen since."""
     connected: bool = False
     watching: bool = False
     lease: int = 0
@@ -60,7 +60,7 @@ class State:
     keys: Mapping[str, int] = field(default_factory=dict)
     """Every key known, junk included, and the revision of its last change."""
     seats: Mapping[str, Seat] = field(default_factory=dict)
-    """Members by id, of those keys that hold a valid record."""
+    """Members by id, from the keys that hold a valid record."""
     kept: Mapping[str, Member] = field(default_factory=dict)
     """Members that were missing after an outage, until ``settled_at``."""
     settled_at: float = -math.inf
@@ -85,17 +85,17 @@ class State:
 
     @property
     def value(self) -> bytes:
-        """The JSON that the own key shall hold."""
+        """The JSON that the own key should hold."""
         return write(self.own, self.session)
 
     @property
     def registered(self) -> bool:
-        """The own key was last seen as it should be. Says nothing while the registry is away."""
+        """Whether the own key was as it should be when last seen. Says nothing while the registry does not answer."""
         return bool(self.lease) and self.own_lease == self.lease and self.own_value == self.value
 
     @property
     def rival(self) -> Member | None:
-        """The holder of this node's id at another address. At the same address it is this daemon's former life."""
+        """The holder of this node's id at another address. At the same address it is this daemon before a restart."""
         seat = self.seats.get(self.own.id)
         if seat is None or seat.session == self.session or seat.member.url == self.own.url:
             return None
@@ -103,13 +103,13 @@ class State:
 
 
 def begin(rack: str, own: Member, session: str, replicas: int, ttl_seconds: float, now: float) -> State:
-    """Return the state of a daemon that has heard nothing yet: a ring of one."""
+    """Return the initial state of a daemon: a ring of one."""
     ring = Ring.of(rack, [own], replicas)
     return State(rack, own, session, replicas, ttl_seconds, ring, listed_at=now, heard_at=now)
 
 
 def step(state: State, event: Event, now: float) -> tuple[State, Action]:
-    """Return the state after the event, and what is due. ``now``: seconds on any clock that does not go back."""
+    """Return the state after the event, and the action that is due. ``now``: seconds on any monotonic clock."""
     after = _rivalled(_settled(_learned(state, event, now), now), now)
     if after.seats is not state.seats or after.kept is not state.kept or after.own is not state.own:
         ring = _ring(after)
@@ -118,16 +118,16 @@ def step(state: State, event: Event, now: float) -> tuple[State, Action]:
 
 
 def backoff_seconds(attempt: int, ttl_seconds: float, draw: float) -> float:
-    """Return the pause before the ``attempt``-th try to reach the registry, ``draw`` in [0, 1).
+    """Return the pause in seconds before the ``attempt``-th attempt to reach the registry; ``draw`` in [0, 1).
 
-    At most TTL/3, so that a daemon is back before its lease runs out in an etcd that restarted; half of it is drawn, so
-    that a rack does not come back as one.
+    At most TTL/3, so that a daemon is back before its lease expires in an etcd that restarted. Half of it is jitter, so
+    that the daemons of a rack do not reconnect all at once.
     """
     return min(ttl_seconds / 3, 0.1 * 2.0 ** min(attempt, 10)) * (0.5 + draw / 2)
 
 
 def _due(state: State, now: float) -> Action:
-    """Return the most pressing action. Keeping the lease comes first: everything else can be had again."""
+    """Return the most urgent action. Keeping the lease comes first: everything else can be repeated."""
     if not state.connected:
         return Wait(math.inf)
     if state.lease and now >= state.beat_at:
@@ -184,11 +184,11 @@ def _learned(state: State, event: Event, now: float) -> State:
 
 
 def _listed(state: State, event: Listed, now: float) -> State:
-    """Replace all that is known by what is listed."""
+    """Replace what is known by the list."""
     entries = event.entries[:KEYS_MAX]
     keys = {entry.key: entry.revision for entry in entries}
     missed = state.watching and keys != state.keys and len(keys) < KEYS_MAX
-    # A lease is renewed every third of its TTL: two thirds after the last sign of life the first can have run out.
+    # Leases are renewed every third of their TTL: the first can have expired two thirds after the last sign of life.
     outage = now - state.heard_at >= state.ttl_seconds * 2 / 3 or _lost_data(state, keys, event.revision)
     after = replace(
         state,
@@ -207,21 +207,21 @@ def _listed(state: State, event: Listed, now: float) -> State:
 
 
 def _lost_data(state: State, keys: Mapping[str, int], revision: int) -> bool:
-    """Whether the registry that was listed has lost what it knew: it counts back, or one's own key is gone.
+    """Whether the listed registry has lost its data: its revision decreased, or the own key is gone.
 
-    Nobody else takes one's own key away, and a lost etcd may have counted on past the last revision known.
+    Nobody else deletes the own key, and an etcd without its data may have passed the last known revision already.
     """
     return revision < max((state.revision, *state.keys.values())) or (bool(state.own_value) and state.key not in keys)
 
 
 def _changed(state: State, changes: tuple[Entry | Gone, ...]) -> State:
-    """Take in what is newer than both the list and the key."""
+    """Apply the changes that are newer than both the list and the key."""
     news = [c for c in changes if c.revision > max(state.revision, state.keys.get(c.key, 0))]
     return _taken_in(state, state, news) if news else state
 
 
 def _taken_in(known: State, state: State, changes: Iterable[Entry | Gone]) -> State:
-    """Apply the changes to ``state``. Counts junk that was not ``known``; keeps who left while the ring settles."""
+    """Apply the changes to ``state``. Count new invalid records; keep members that leave while the ring settles."""
     keys, seats, ignored_total = dict(state.keys), dict(state.seats), state.ignored_total
     own_lease, own_value = state.own_lease, state.own_value
     for change in changes:
@@ -234,7 +234,7 @@ def _taken_in(known: State, state: State, changes: Iterable[Entry | Gone]) -> St
         if entry is None:
             continue
         seat = read(name, entry) if change.key.startswith(state.prefix) else None
-        # One place is kept for self; past a full ring the first by name stay, so that all daemons agree on who.
+        # One place is reserved for self. Of a ring that is too large the first by id stay, so that all daemons agree.
         if len(keys) < KEYS_MAX:
             keys[entry.key] = entry.revision
         others = len(seats) - (state.own.id in seats)
@@ -250,7 +250,7 @@ def _taken_in(known: State, state: State, changes: Iterable[Entry | Gone]) -> St
 
 
 def _settled(state: State, now: float) -> State:
-    """Let go of members that were missing after an outage and did not come back."""
+    """Drop members that were missing after an outage and did not come back in time."""
     if not state.kept or (now < state.settled_at and state.own.id not in state.kept):
         return state
     kept = {} if now >= state.settled_at else {n: m for n, m in state.kept.items() if n != state.own.id}
@@ -258,7 +258,7 @@ def _settled(state: State, now: float) -> State:
 
 
 def _rivalled(state: State, now: float) -> State:
-    """Time how long another daemon has held this node's id."""
+    """Track for how long another daemon has held this node's id."""
     rival = state.rival
     since = None if rival is None else state.rival_since
     if rival is not None and since is None and state.connected:
@@ -269,12 +269,12 @@ def _rivalled(state: State, now: float) -> State:
 
 
 def _outlived_at(state: State) -> float:
-    """When a rival that is dead must be gone: etcd takes up to half a second past the TTL to see a lease expire."""
+    """When a dead rival's key must be gone: etcd notices an expired lease up to half a second after its TTL."""
     return (state.rival_since or 0.0) + state.ttl_seconds + 1.0
 
 
 def _ring(state: State) -> Ring:
-    """Return the ring of the members listed, those kept, and self: unless another daemon holds the id of self."""
+    """Return the ring of the listed members, the kept ones, and self unless another daemon holds the id of self."""
     members = {name: seat.member for name, seat in state.seats.items()}
     if state.rival is None:
         members[state.own.id] = state.own

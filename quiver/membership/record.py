@@ -15,18 +15,18 @@ VALUE_BYTES_MAX: Final = 4096
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """The JSON value of a member's key. Unknown fields are skipped, so that later versions can add some."""
+    """The JSON value of a member's key. Unknown fields are ignored, so that later versions can add some."""
 
     url: str
     weight: float
     session: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
     state: Literal["up", "draining"] = "up"
-    socket: Any = ""  # whatever stands there: one that is no path must not cost the member
+    socket: Any = ""  # unchecked: an invalid path must not invalidate the member
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A key of the rack's folder as etcd holds it. ``revision`` is that of its last change; ``lease`` 0 is none."""
+    """A key of the rack's folder as etcd holds it: ``revision`` of its last change, and its ``lease``, 0 for none."""
 
     key: str
     value: bytes
@@ -44,7 +44,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Seat:
-    """A valid record: who, and in which life (``session`` is drawn anew at each start of a daemon)."""
+    """A valid record: the member and its ``session``, which is drawn at random at each start of a daemon."""
 
     member: Member
     session: str
@@ -62,10 +62,10 @@ def read(name: str, entry: Entry) -> Seat | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
         return None
     if not record.url.isprintable() or " " in record.url:
-        return None  # urlsplit passes over line feeds: nobody should get one into a request
+        return None  # urlsplit ignores line feeds: none may get into a request
     return Seat(member, record.session, entry.lease)
 
 
 def write(member: Member, session: str) -> bytes:
-    """Return the JSON that the member's key shall hold: the same bytes for the same member."""
+    """Return the JSON that the member's key should hold: the same bytes for the same member."""
     return msgspec.json.encode(_Record(member.url, member.weight, session, member.state, member.socket))

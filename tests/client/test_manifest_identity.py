@@ -98,7 +98,7 @@ def test_where_memory_cannot_be_passed_a_worker_opens_the_same_manifest_or_none(
     )
     assert len(list(loader)) == 5
     index_others(own, tmp_path, in_place=True)
-    with pytest.raises(RuntimeError, match="is wanted"):  # as torch tells what a worker raised
+    with pytest.raises(RuntimeError, match="was expected"):  # as torch tells what a worker raised
         list(loader)
 
 
