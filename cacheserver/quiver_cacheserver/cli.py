@@ -1,4 +1,4 @@
-"""Where ``quiver-cacheserver`` starts. What it needs is imported in here, so that what is missing is one line."""
+"""The entry point of ``quiver-cacheserver``. It imports lazily, so that a missing package is a one-line error."""
 
 from __future__ import annotations
 

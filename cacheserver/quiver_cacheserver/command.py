@@ -15,7 +15,7 @@ from quiver import __version__
 from quiver.errors import QuiverError
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.logs import log_to_stderr
-from quiver_cacheserver.memory import give_back_what_is_freed
+from quiver_cacheserver.memory import return_freed_memory
 from quiver_cacheserver.serve import serve
 
 EXAMPLE = """\b
@@ -26,7 +26,7 @@ Example: three daemons of one rack, on three machines, with their ring in etcd:
 
 
 def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) -> Path | None:
-    """Make the file's values the defaults, which flags and the environment override."""
+    """Make the file's values the defaults, which flags and environment variables override."""
     if path is None:
         return None
     try:
@@ -39,7 +39,7 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
         raise click.UsageError(f"--config {path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
     for name in ("origin", "etcd"):
         if isinstance(values.get(name), str):
-            values[name] = [values[name]]  # one alone need not be a list
+            values[name] = [values[name]]  # a single value need not be a list
     if isinstance(values.get("peers"), list):
         values["peers"] = ",".join(str(peer) for peer in values["peers"])
     context.default_map = {key.replace("-", "_"): value for key, value in values.items()}
@@ -51,24 +51,24 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
     context_settings={"auto_envvar_prefix": "QUIVER", "help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 @click.option("--listen", metavar="HOST:PORT", default=Config().listen, show_default=True, help="Where to serve.")
-@click.option("--advertise", metavar="URL", default="", help="Under which URL neighbours reach it. [default: guessed]")
+@click.option("--advertise", metavar="URL", default="", help="The URL at which peers reach it. [default: guessed]")
 @click.option("--data-dir", metavar="DIR", default="", help="Folder on local SSD for the shards.")
 @click.option("--capacity", metavar="SIZE", default="", help="How much of that disk to use, like 200GiB.")
 @click.option("--rack", metavar="NAME", default=Config().rack, show_default=True, help="Which ring to join.")
 @click.option("--node-id", metavar="ID", default="", help="Its name in the ring. [default: its address]")
 @click.option("--etcd", metavar="URL", multiple=True, help="The etcd that keeps the ring; repeat for its members.")
 @click.option("--peers", metavar="URL,…", default="", help="A ring without etcd: the URLs of all daemons.")
-@click.option("--origin", metavar="PREFIX", multiple=True, help="A folder or URL that it may read below; repeatable.")
+@click.option("--origin", metavar="PREFIX", multiple=True, help="A folder or URL below which it may read; repeatable.")
 @click.option("--replicas", metavar="N", type=int, default=1, show_default=True, help="Copies of each shard.")
 @click.option("--socket", metavar="PATH", default="", help="Pass open shards to readers on this host by this socket.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,
-              help="How long to serve on after SIGTERM, SIGINT or SIGHUP while somebody reads.")  # fmt: skip
+              help="How long to keep serving readers after SIGTERM, SIGINT or SIGHUP.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--config", metavar="FILE.toml", type=click.Path(path_type=Path), is_eager=True, callback=_from_toml,
               expose_value=False, help="TOML with the same names as the flags.")  # fmt: skip
 @click.version_option(__version__, prog_name="quiver-cacheserver")
 def command(**values: Any) -> None:
-    """Run one cache daemon of a rack until SIGTERM, SIGINT or SIGHUP, which drain it; nohup keeps SIGHUP from it."""
+    """Run one cache daemon of a rack until SIGTERM, SIGINT or SIGHUP, which drain it; nohup blocks SIGHUP."""
     peers = values.pop("peers")
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
@@ -78,12 +78,12 @@ def command(**values: Any) -> None:
     except (QuiverError, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error
     log_to_stderr(config.log_level)
-    give_back_what_is_freed()
+    return_freed_memory()
     uvloop.run(serve(config))
 
 
 def main() -> None:
-    """Exit 0 after a clean end, 1 with one line after a failure, 2 with one line for wrong use."""
+    """Exit 0 after a clean end, 1 with one line after a failure, 2 with one line for wrong usage."""
     try:
         command.main(standalone_mode=False)
     except click.UsageError as error:

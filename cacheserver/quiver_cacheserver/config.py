@@ -1,4 +1,4 @@
-"""The daemon's configuration, checked once: everything behind it may rely on what stands here."""
+"""The daemon's configuration, validated once: the rest of the daemon relies on it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quiver.sizes import format_size, parse_size
 from quiver.wire import PORT
 from quiver_cacheserver.rack.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
-CAPACITY_BYTES_MIN: Final = 64 << 10  # less is a number without its unit
+CAPACITY_BYTES_MIN: Final = 64 << 10  # a smaller one is a number without its unit
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
@@ -50,11 +50,11 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
         return host.strip("[]"), int(port)
 
     def advertised_url(self, port: int) -> str:
-        """Return the URL under which neighbours reach this daemon, given the port that it got."""
+        """Return the URL at which peers reach this daemon, given the port that it was assigned."""
         if self.advertise:
             given = self.advertise if "://" in self.advertise else f"http://{self.advertise}"
             return check_url(given if urlsplit(given).port else f"{given.rstrip('/')}:{port}")
-        for peer in self.peers:  # a peer with this port whose host is this machine is this daemon
+        for peer in self.peers:  # a peer at this port on this machine is this daemon
             parts = urlsplit(check_url(peer))
             if parts.port == port and is_this_host(parts.hostname or ""):
                 return check_url(peer)
@@ -64,31 +64,31 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
         return check_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def _others(self) -> list[tuple[str, int]]:
-        """Return host and port of everything else that belongs to the rack, as far as this says."""
+        """Return host and port of the peers and of etcd, as far as they are configured."""
         urls = [urlsplit(peer) for peer in self.peers]
         named = [(endpoint.host, endpoint.port) for endpoint in parse_endpoints(self.etcd)] if self.etcd else []
         return named + [(url.hostname or "", url.port or PORT) for url in urls]
 
     def check_reachable(self) -> None:
-        """Raise ``Misconfigured`` if the rack is on several machines and none but its own can reach this daemon."""
+        """Raise ``Misconfigured`` if the rack has several machines and this daemon listens only on loopback."""
         if self.advertise or not is_loopback(self.address[0]):
             return
         elsewhere = next((host for host, _ in self._others() if not is_loopback(host)), None)
         if elsewhere is not None:
             raise Misconfigured(
-                f"--listen {self.listen} can be reached from this machine alone, and {elsewhere.strip('[]')} is"
+                f"--listen {self.listen} can be reached only from this machine, and {elsewhere.strip('[]')} is"
                 f" another one: write --listen 0.0.0.0:{self.address[1] or PORT}"
                 " (or --advertise URL, if something forwards to it)"
             )
 
 
 def check(config: Config) -> Config:
-    """Return the configuration; raise ``Misconfigured`` naming the flag that is wrong and what to write."""
+    """Return the configuration; raise ``Misconfigured`` naming the wrong flag and what to write instead."""
     host, colon, port = config.listen.rpartition(":")
     if not colon or not port.isdecimal() or int(port) > 65535:
         raise Misconfigured(f"--listen {config.listen!r}: write HOST:PORT, for example 0.0.0.0:{PORT}")
     if not config.data_dir:
-        raise Misconfigured("--data-dir is missing: the folder on local SSD that the shards go to")
+        raise Misconfigured("--data-dir is missing: the folder on local SSD for the shards")
     if not config.capacity:
         raise Misconfigured("--capacity is missing: how much of the disk to use, for example 200GiB")
     if config.capacity_bytes < CAPACITY_BYTES_MIN:
@@ -100,7 +100,7 @@ def check(config: Config) -> Config:
         if not _NAME.fullmatch(name) and (name or flag == "--rack"):
             raise Misconfigured(f"{flag} {name!r}: use up to 64 letters, digits, dots, dashes and underscores")
     if config.etcd and config.peers:
-        raise Misconfigured("--etcd and --peers exclude one another: a ring is kept in etcd, or it is given")
+        raise Misconfigured("--etcd and --peers exclude one another: the ring is either kept in etcd or given")
     if config.etcd:
         parse_endpoints(config.etcd)
     for peer in config.peers:
@@ -124,8 +124,8 @@ def check(config: Config) -> Config:
 def allowed(prefix: str) -> tuple[Location, ...]:
     """Return what an ``--origin`` allows: a folder with all below it. Raises ``Misconfigured``.
 
-    A local one is allowed under its own name and, where links lead to it, under that of its target: links on the way
-    to it are the operator's.
+    A local folder is allowed by its own name and, if symbolic links lead to it, by that of its target: the operator is
+    trusted with links in the prefix.
     """
     try:
         if "://" in prefix:

@@ -1,7 +1,7 @@
-"""What keeps a log short: few lines per situation.
+"""A rate limit on log lines, per situation.
 
-Whatever fails for one shard fails for the next hundred, and anybody who can ask a daemon can make it fail. A situation
-is the place in the code that logs, known by its format. Metrics count what is left out here.
+What fails for one shard fails for the next hundred, and any client can make requests fail. A situation is a place in
+the code that logs, identified by its format string. Metrics count what the log omits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 WINDOW_SECONDS: Final = 60.0
-DISTINCT_MAX: Final = 5  # lines of one situation in that time, all different
+DISTINCT_MAX: Final = 5  # distinct lines of one situation in a window
 SITUATIONS_MAX: Final = 256
 
 
@@ -26,7 +26,7 @@ class _Situation:
 
 
 class RepeatFilter(logging.Filter):
-    """Lets pass of each kind of warning a few different ones a minute. Put on a handler; safe from threads."""
+    """Passes a few distinct warnings per situation and window. Add it to a handler; safe from threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class RepeatFilter(logging.Filter):
         line = record.getMessage()
         left_out = 0
         if record.levelno >= logging.WARNING:
-            failed = repr(record.exc_info[1]) if record.exc_info else ""  # another error is another line
+            failed = repr(record.exc_info[1]) if record.exc_info else ""  # a different error makes a different line
             with self._lock:
                 left_out = self._counted(key, line + failed)
             if left_out < 0:
@@ -49,7 +49,7 @@ class RepeatFilter(logging.Filter):
         return True
 
     def _counted(self, key: tuple[str, str], line: str) -> int:
-        """Return how many were left out before this line, -1 if this one is."""
+        """Return how many lines were omitted before this one, or -1 if this one is omitted."""
         now = self._clock()
         situation = self._situations.setdefault(key, _Situation(now))
         self._situations.move_to_end(key)

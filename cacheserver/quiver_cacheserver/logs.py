@@ -1,10 +1,10 @@
-"""What the daemon logs: a line per record, whatever text of a client's, a peer's or a manifest's is in it.
+"""The daemon's log: one line per record, even if text from a client, a peer or a manifest contains line breaks.
 
-Names of objects, URLs and error messages come from outside. Written as they are, a newline in one begins a line that
-reads as if the daemon had said it, and an escape sequence does what it likes with the terminal of whoever reads it.
+Object names, URLs and error messages are untrusted. Logged verbatim, a newline in one could forge a line of the log,
+and an escape sequence could control the terminal of the person who reads it.
 
-A digest is the right to read what it names, so none is logged. No message of ours is made with one in it; those of
-libraries and of unforeseen errors may quote a path or a URL, so whatever looks like much of a digest is left out here.
+A digest is a capability, so none is logged. None of Quiver's own messages contains one. Messages of libraries and of
+unforeseen errors may quote a path or a URL, so the formatter removes everything that looks like a digest.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Final
 from quiver_cacheserver.log_limits import RepeatFilter
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-LINE_CHARACTERS_MAX: Final = 2000  # the rest says no more, and a path may have as many as a manifest's bytes
-# Sixteen hexadecimal digits and more with a letter among them: a time in nanoseconds stays.
+LINE_CHARACTERS_MAX: Final = 2000  # a path in a manifest may be as long as the manifest
+# Sixteen or more hexadecimal digits with a letter among them: a time in nanoseconds is no match.
 _DIGEST: Final = re.compile(r"(?<![0-9a-fA-F])(?=[0-9]*[a-fA-F])[0-9a-fA-F]{16,}")
 
 
 class OneLine(logging.Formatter):
-    """Escapes what is not printable and shortens what is too long. Lines of a traceback are indented."""
+    """Escapes unprintable characters, truncates long lines, and indents tracebacks."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return escaped(super().formatMessage(record))
@@ -36,7 +36,7 @@ class OneLine(logging.Formatter):
 
 
 def escaped(text: str) -> str:
-    """Return the text without digests, control characters, line ends and so on as ``repr`` would write them."""
+    """Return the text without digests, and with control characters and line ends escaped as by ``repr``."""
     text = _DIGEST.sub("[digest]", text)
     if len(text) > LINE_CHARACTERS_MAX:
         text = f"{text[:LINE_CHARACTERS_MAX]}… ({len(text)} characters)"

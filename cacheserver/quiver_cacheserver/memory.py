@@ -1,8 +1,8 @@
-"""The memory of a daemon: what a fill took goes back to the system when the fill is done.
+"""The memory of a daemon: the memory of a fill is returned to the system when the fill is done.
 
-Serving takes none: bytes go from the page cache to the socket. A fill takes its shard, and for Parquet a row group as
-it lies in the file and as it is decoded; so ``FILL_THREADS`` times that is the most, and the row groups that are kept
-(``quiver.origin.kept``) for neighbouring shards as long as fills go on. See docs/adr/0010.
+Serving needs none: bytes go from the page cache to the socket. A fill needs memory for its shard, and for Parquet for a
+row group, encoded and decoded. So the maximum is ``FILL_THREADS`` times that, plus the decoded row groups that
+``quiver.origin.kept`` keeps for adjacent shards while fills run. See docs/adr/0010.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from quiver.origin.kept import kept
 from quiver_cacheserver.bounds import ROW_GROUP_BYTES_MAX
 from quiver_cacheserver.node import Node
 
-LARGE_BYTES: Final = 128 << 10  # where glibc begins; by itself it goes up to 32 MiB with what it sees freed
-KEPT_SECONDS: Final = 10.0  # without a fill that read a row group: then no neighbour follows
+LARGE_BYTES: Final = 128 << 10  # glibc's initial value, which it otherwise raises up to 32 MiB
+KEPT_SECONDS: Final = 10.0  # without a fill that reads a row group: no adjacent shard follows
 
 
-def give_back_what_is_freed() -> None:
-    """Have large pieces of memory mapped one by one, so that each is gone when it is freed. Once, as a process begins.
+def return_freed_memory() -> None:
+    """Have malloc map each large allocation, so that freeing it returns it to the system. Call once, at the start.
 
-    For Arrow as well, whose own allocator keeps what it had at its most, for each thread. What the user set holds.
-    Row groups have a bound from here on, since a manifest of anybody's says which are decoded.
+    Arrow uses malloc too, since its own allocator keeps each thread's peak; variables that the user set take
+    precedence. Row groups are bounded from here on, since untrusted manifests determine which are decoded.
     """
     kept.group_bytes_max = ROW_GROUP_BYTES_MAX
     tune({M_MMAP_THRESHOLD: LARGE_BYTES})
@@ -34,8 +34,8 @@ def give_back_what_is_freed() -> None:
         pa.set_memory_pool(pa.system_memory_pool())
 
 
-async def let_go_of_row_groups(node: Node) -> None:
-    """Drop decoded row groups once fills are done, for ever."""
+async def release_row_groups(node: Node) -> None:
+    """Release decoded row groups whenever fills have been idle, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(KEPT_SECONDS / 4)

@@ -25,7 +25,7 @@ from quiver.store import Kind, Store
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.handoff import Handoff, bound
 from quiver_cacheserver.listening import Listening
-from quiver_cacheserver.memory import let_go_of_row_groups
+from quiver_cacheserver.memory import release_row_groups
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from quiver_cacheserver.rack.registry import Registry, StaticRegistry, static_id
@@ -125,7 +125,7 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), let_go_of_row_groups]
+    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), release_row_groups]
     return [node.residency.run(), *(_supervised(each, node) for each in work)]
 
 

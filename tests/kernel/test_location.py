@@ -167,7 +167,7 @@ def test_paths_of_objects_stay_below_their_base(scheme: str) -> None:
     ],
 )
 def test_credentials_in_a_url_are_refused_and_not_shown(url: str) -> None:
-    with pytest.raises(BadRequest, match="user or password") as caught:
+    with pytest.raises(BadRequest, match="user or a password") as caught:
         Location.parse(url)
     assert "hu" not in str(caught.value).replace("should", "")
     assert "hu" not in shown(url)

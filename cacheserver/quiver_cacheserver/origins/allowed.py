@@ -1,9 +1,9 @@
 """The origins that a daemon may read: opened for manifests, and watched.
 
-A rack whose origin cannot work caches nothing and looks healthy: its readers read the origin themselves. So each
-``--origin`` is tried when the daemon starts, and again when a fill failed there or while it does not work, without
-reading any object. What is found stands in ``/readyz``, ``/v1/status`` and, once, in the log. Fills do not depend on
-it: they try the origin whatever was found.
+If a rack cannot read its origin, it caches nothing and still looks healthy, since clients read the origin themselves.
+So each ``--origin`` is probed when the daemon starts, after a failed fill, and as long as it does not work, without
+reading any object. ``/readyz``, ``/v1/status`` and, once, the log report the result. Fills do not depend on it: they
+read the origin whatever the probe found.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ log = logging.getLogger(__name__)
 
 OPEN_MAX: Final = 64
 OPEN_BYTES_MAX: Final = 1 << 30  # of the manifests that open origins keep in memory; a larger one alone
-LOOK_SECONDS: Final = 1.0  # how soon after a failed fill its origin is tried
-TRY_SECONDS: Final = 0.9  # an origin is not tried more often
-PROBE_SECONDS_MAX: Final = 15.0  # then it does not answer
+LOOK_SECONDS: Final = 1.0  # how soon after a failed fill its origin is probed
+TRY_SECONDS: Final = 0.9  # between two probes of one origin, at least
+PROBE_SECONDS_MAX: Final = 15.0  # an origin that takes longer does not answer
 THREADS_MAX: Final = 8
 
 
@@ -47,8 +47,8 @@ class _Watched:
     prefix: str
     locations: tuple[Location, ...]
     state: str = UNCHECKED
-    proven: bool = False  # bytes came from it, or it could be listed
-    refused: str = ""  # what it said when a fill was refused there
+    proven: bool = False  # a read or a listing succeeded
+    refused: str = ""  # its error message when it refused a fill
     suspected: bool = True
     tried: float = -inf
     trying: asyncio.Future[bool] | None = None
@@ -60,7 +60,7 @@ class Origins:
     def __init__(self, prefixes: Iterable[str], count: Callable[[int], None]) -> None:
         self._count = count
         self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
-        self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and how large its manifest is
+        self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and the size of its manifest
         self._troubled = UnresponsiveOrigins()
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(
@@ -74,7 +74,7 @@ class Origins:
 
     @property
     def states(self) -> dict[str, str]:
-        """What is known of each prefix: ``ok``, ``unchecked``, or why it cannot be read."""
+        """The state of each prefix: ``ok``, ``unchecked``, or why it cannot be read."""
         return {watched.prefix: watched.state for watched in self._watched}
 
     def of(self, manifest: Manifest) -> SampleOrigin:
@@ -104,7 +104,7 @@ class Origins:
         return sum(size_bytes for _, size_bytes in self._open.values())
 
     def failed(self, manifest: Manifest, error: QuiverError) -> None:
-        """A fill failed: look at its origin again, unless the error is about single objects."""
+        """Probe the origin of a failed fill soon, unless the error concerns single objects."""
         found = self._above(manifest)
         if found is None or isinstance(error, NotAllowed | Changed | Corrupt):
             return
@@ -113,7 +113,7 @@ class Origins:
         found[0].suspected = True
 
     def _above(self, manifest: Manifest) -> tuple[_Watched, Location] | None:
-        """Return the prefix that a manifest's base lies in, and under which of its names: the widest, if in several."""
+        """Return the prefix that contains a manifest's base, and by which of its names; the widest if several do."""
         base = Location.parse(manifest.header.base)
         found = [
             (watched, location)
@@ -126,13 +126,13 @@ class Origins:
     # -- watching -----------------------------------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Try the origins for ever, those that may not work."""
+        """Probe the origins that may not work, until cancelled."""
         while self._watched:
             await self.look()
             await asyncio.sleep(LOOK_SECONDS)
 
     async def look(self) -> None:
-        """Try the origins that are due, once, all at the same time; wait for them a moment."""
+        """Probe the origins that are due, once and concurrently; wait for them briefly."""
         now = time.monotonic()
         for watched in self._watched:
             if watched.trying is not None:
@@ -144,7 +144,7 @@ class Origins:
                 watched.trying = future
                 future.add_done_callback(partial(self._tried, watched))
         trying = [watched.trying for watched in self._watched if watched.trying is not None]
-        if trying:  # one that hangs does not hold up the others
+        if trying:  # one that hangs does not delay the others
             await asyncio.wait(trying, timeout=LOOK_SECONDS)
 
     def _tried(self, watched: _Watched, done: asyncio.Future[bool]) -> None:
@@ -157,7 +157,7 @@ class Origins:
             watched.proven = False
             self._found(watched, str(error))
             return
-        except Exception as error:  # a probe may meet what no library promised: it says why, and is tried again
+        except Exception as error:  # libraries raise what they do not document: report it, and probe again
             log.debug("a probe failed", exc_info=error)
             self._found(watched, f"{type(error).__name__}: {error}")
             return
@@ -168,6 +168,8 @@ class Origins:
         if watched.state == before:
             return
         if watched.state != OK:
-            log.warning("--origin %s cannot be read: %s; readers read it themselves meanwhile", watched.prefix, state)
+            log.warning(
+                "--origin %s cannot be read: %s; clients read it themselves until it can", watched.prefix, state
+            )
         elif before != UNCHECKED:
             log.info("--origin %s can be read again", watched.prefix)

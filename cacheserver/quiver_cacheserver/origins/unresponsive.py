@@ -1,8 +1,8 @@
-"""Origins that do not answer, and how many fills may wait for them: few, so that the others' shards are still filled.
+"""A limit on the fills that wait for an origin that does not answer, so that shards of other origins are still filled.
 
-A fill of an origin that hangs holds one of a daemon's few fill threads until its read's deadline. So once an origin did
-not answer, one fill at a time finds out whether it does again, and all others fail at once; and of all such origins
-together, half of the threads may wait. The worst is one deadline, in which the origin held all threads.
+A fill from an origin that hangs occupies one of the daemon's few fill threads until its read times out. So after an
+origin has not answered, one fill at a time tries it and all others fail at once; and at most half of the threads wait
+for such origins together. The worst case is one timeout during which one origin occupied all threads.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ TROUBLED_MAX: Final = 1024  # bases remembered
 
 
 class UnresponsiveOrigins:
-    """Which origins did not answer when they were asked last. Safe from threads."""
+    """The origins that did not answer the last read. Safe from threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, int] = {}  # base -> fills that try it, of those that are in trouble
+        self._waiting: dict[str, int] = {}  # base -> the number of fills that try it
 
     def __contains__(self, base: str) -> bool:
         return base in self._waiting
 
     @contextlib.contextmanager
     def reading(self, base: str) -> Iterator[None]:
-        """Read an origin inside. Raises ``Unavailable`` at once if others find out already whether it answers."""
+        """Read an origin inside the block. Raises ``Unavailable`` at once if another fill is already trying it."""
         with self._lock:
             trying = base in self._waiting
             if trying:
                 if self._waiting[base] or sum(self._waiting.values()) >= WAITING_MAX:
-                    raise Unavailable(base, "did not answer the last time, and is being tried by another fill")
+                    raise Unavailable(base, "did not answer the last read, and another fill is trying it")
                 self._waiting[base] = 1
         try:
             yield
@@ -58,7 +58,7 @@ class UnresponsiveOrigins:
 
 
 class GuardedOrigin:
-    """A ``SampleOrigin`` that few fills wait for while it does not answer."""
+    """A ``SampleOrigin`` for which few fills wait while it does not answer."""
 
     def __init__(self, inner: SampleOrigin, troubled: UnresponsiveOrigins) -> None:
         self.base = inner.base

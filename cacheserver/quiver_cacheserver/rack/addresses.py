@@ -17,7 +17,7 @@ _OUTSIDE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where etcd is. Its text form never shows the password."""
+    """The address of an etcd. Its text form never shows the password."""
 
     host: str
     port: int
@@ -29,10 +29,10 @@ class Endpoint:
 
 
 def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
-    """Parse ``http://[USER:PASSWORD@]HOST:PORT``, several with commas between them."""
+    """Parse ``http://[USER:PASSWORD@]HOST:PORT``, or several of them separated by commas."""
     endpoints = []
     for url in filter(None, (each.strip() for each in text.split(","))):
-        shown = url.rpartition("@")[2][:120]  # what stands before may be a password
+        shown = url.rpartition("@")[2][:120]  # what precedes it may be a password
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -53,7 +53,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host name or address means the machine that says it, and no other."""
+    """Return whether a host name or address always means the local machine."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -61,10 +61,10 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(towards: Sequence[tuple[str, int]]) -> str:
-    """Return the address of this machine that others reach it at: the one that it uses towards the first of these.
+    """Return the address at which others reach this machine: its source address for traffic to the first of these.
 
-    Where all of them are on this machine, the one that it uses towards anywhere else; and where there is no such, its
-    loopback address. Connecting a datagram socket asks the kernel for the route and sends nothing.
+    If all of them are on this machine, the source address for traffic to any other; without one, the loopback address.
+    Connecting a datagram socket asks the kernel for the route and sends nothing.
     """
     found = ""
     for host, port in towards:

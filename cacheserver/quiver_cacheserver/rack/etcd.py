@@ -1,14 +1,14 @@
-"""The edge to etcd: aetcd's calls with deadlines, its exceptions as Quiver's, its types as the membership's.
+"""The adapter to etcd: aetcd's calls with deadlines, its exceptions as Quiver's, its types as the membership's.
 
-Nothing outside this module sees aetcd or gRPC. What was seen of aetcd 1.0, and shapes this file (docs/adr has more):
+Nothing outside this module uses aetcd or gRPC. Observations of aetcd 1.0 that shape this file (docs/adr has more):
 
-* A connection is cheap and lazy; a lost one is thrown away whole. aetcd's watcher does not come back by itself. Read in
-  its source, not seen: a watch stream that etcd ends in good order, or cancels, is reported to nobody.
-* Without a timeout a call to a frozen etcd waits for ever, so every call has one. A watch has none: it stays open and
-  says nothing while etcd is frozen. Periodic lists find that out.
-* A lease that is gone is not an error in a keep-alive (TTL 0), but is ``NOT_FOUND`` in a put.
-* ``get_prefix`` has no limit, and gRPC refuses answers over 4 MiB: a few fat records of anybody's would blind the rack.
-  So the folder is read page by page through aetcd's own stub, with smaller pages where they are fat.
+* A connection is cheap and lazy; a lost one is discarded whole. aetcd's watcher does not reconnect. Read in its source,
+  not observed: if etcd ends or cancels a watch stream in good order, nobody is notified.
+* Without a timeout, a call to a frozen etcd never returns, so every call has one. A watch has none: it stays open and
+  silent while etcd is frozen. Periodic lists detect that.
+* An expired lease is no error in a keep-alive (TTL 0), but ``NOT_FOUND`` in a put.
+* ``get_prefix`` has no limit, and gRPC rejects answers over 4 MiB: a few large records, which anybody can write, would
+  hide the rack. So the folder is read page by page through aetcd's own stub, with smaller pages if records are large.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from quiver_cacheserver.rack.addresses import Endpoint
 PAGE_KEYS_MAX: Final = 256
 """Records of 4 KiB, the largest that are valid, fill a quarter of what gRPC accepts."""
 _OPTIONS: Final = {
-    "grpc.use_local_subchannel_pool": 1,  # a new connection tries at once: no back-off left over from the lost one
+    "grpc.use_local_subchannel_pool": 1,  # a new connection connects at once, without the backoff of the lost one
     "grpc.enable_http_proxy": 0,  # etcd is inside the cluster; http_proxy is for outside
 }
 
 
 class Etcd:
-    """One connection to etcd. Every call raises ``Unavailable`` where etcd does not answer as it should, in time."""
+    """One connection to etcd. Every call raises ``Unavailable`` if etcd does not answer correctly and in time."""
 
     def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
         self._endpoint = endpoint
@@ -53,7 +53,7 @@ class Etcd:
         connected = False
         try:
             with self._mapped():
-                await self._client.connect()  # asks nothing of etcd unless there is a password
+                await self._client.connect()  # sends nothing to etcd unless there is a password
             connected = True
         finally:
             if not connected:
@@ -67,7 +67,7 @@ class Etcd:
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
-        """Map what aetcd and gRPC raise: a ``ClientError`` mostly, a raw gRPC error or a time-out now and then."""
+        """Map what aetcd and gRPC raise: usually a ``ClientError``, sometimes a raw gRPC error or a timeout."""
         try:
             yield
         except aetcd.WatchTimeoutError as error:
@@ -80,7 +80,7 @@ class Etcd:
             raise Unavailable(str(self._endpoint), _details(error)) from error
 
     async def list(self, prefix: str) -> Listed:
-        """Read the folder as of one revision, ``KEYS_MAX`` keys at most."""
+        """Read the folder at one revision, at most ``KEYS_MAX`` keys."""
         entries: list[Entry] = []
         begin, end, revision, limit = prefix.encode(), _end(prefix), 0, PAGE_KEYS_MAX
         while True:
@@ -102,7 +102,7 @@ class Etcd:
             begin, limit = page.kvs[-1].key + b"\0", min(limit * 2, PAGE_KEYS_MAX)
 
     async def watch(self, prefix: str, from_revision: int) -> AsyncIterator[Entry | Gone]:
-        """Set a watch up and return its changes, which end in ``Unavailable``."""
+        """Set up a watch and return its changes, which end in ``Unavailable``."""
         with self._mapped():
             watch = await self._client.watch_prefix(prefix.encode(), start_revision=from_revision)
         return self._changes(watch)
@@ -120,7 +120,7 @@ class Etcd:
         return int(lease.id)
 
     async def keep_alive(self, lease: int) -> bool:
-        """Renew the lease; False if it is gone."""
+        """Renew the lease; return False if it has expired."""
         with self._mapped():
             reply = await self._client.refresh_lease(lease)
         return reply is not None and reply.TTL > 0
@@ -143,7 +143,7 @@ class Etcd:
 
 
 class Inbox:
-    """What a watch brought and was not learnt yet: the last change of each key, so its size is bounded."""
+    """Changes that a watch delivered and nobody has taken: the last one of each key, so its size is bounded."""
 
     def __init__(self) -> None:
         self._changes: dict[str, Entry | Gone] = {}
@@ -157,7 +157,7 @@ class Inbox:
         self._woken.set()
 
     async def fill(self, changes: AsyncIterator[Entry | Gone]) -> None:
-        """Take changes in until the watch ends."""
+        """Collect changes until the watch ends."""
         try:
             async for change in changes:
                 self._changes[change.key] = change
@@ -169,7 +169,7 @@ class Inbox:
             self.wake()
 
     async def wait(self, timeout_seconds: float) -> Changed | None:
-        """Return what came, waiting for it if there is nothing; None if nothing came. Raises when the watch ended."""
+        """Return the changes, waiting for one if there is none yet; None if none came. Raises if the watch ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, timeout_seconds)):
                 await self._woken.wait()
@@ -188,11 +188,11 @@ def _entry(kv: Any) -> Entry:
 
 
 def _key(raw: bytes) -> str:
-    return raw.decode("utf-8", "backslashreplace")  # two keys that differ stay two; no member's name has a backslash
+    return raw.decode("utf-8", "backslashreplace")  # distinct keys stay distinct; no member's id has a backslash
 
 
 def _end(prefix: str) -> bytes:
-    """The first key after the folder. The prefix ends in a slash, so its last byte can be raised by one."""
+    """Return the first key after the folder. The prefix ends in a slash, so its last byte can be incremented."""
     raw = prefix.encode()
     return raw[:-1] + bytes([raw[-1] + 1])
 

@@ -38,8 +38,9 @@ _CHECK_ETCD: Final = "Check that etcd runs there and that --etcd names it"
 class EtcdRegistry:
     """The rack as etcd has it: ``/quiver/racks/<rack>/members/<node>``, each key under its daemon's lease.
 
-    One task supervises: it connects, runs a conversation, and when that is lost waits a little and connects again, to
-    the next endpoint if there are several. The lease outlives connections, so a short outage changes nothing in etcd.
+    One task supervises: it connects and carries out actions until the connection is lost, then backs off and connects
+    again, to the next endpoint if there are several. The lease outlives connections, so a short outage changes nothing
+    in etcd.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class EtcdRegistry:
 
     @property
     def state(self) -> m.State:
-        """All that is known, as a value: for tests and for whoever looks for a fault."""
+        """The whole state as a value, for tests and for debugging."""
         return self._state
 
     def __repr__(self) -> str:
@@ -115,7 +116,7 @@ class EtcdRegistry:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        self._closing = True  # aetcd can swallow a cancellation while it shuts a watcher down
+        self._closing = True  # aetcd can swallow a cancellation while it shuts down a watcher
         if self._task is not None:
             self._task.cancel()
         try:
@@ -131,7 +132,8 @@ class EtcdRegistry:
         self._inbox.wake()
         if not await self._wait_for(lambda: self.registered, 2 * self._timeout_seconds):
             log.warning(
-                "%s does not know yet that this daemon drains; its peers find out when it is gone", self._endpoint
+                "%s has not confirmed that this daemon drains; its peers will notice when its key expires",
+                self._endpoint,
             )
 
     async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
@@ -174,7 +176,7 @@ class EtcdRegistry:
             await asyncio.sleep(m.backoff_seconds(self._failed_in_a_row, self._state.ttl_seconds, draw))
 
     async def _converse(self, etcd: Etcd) -> None:
-        """Do what is due and learn what comes of it, until the connection is lost or to be given up."""
+        """Carry out what is due and learn from the results, until the connection is lost or must be replaced."""
         self._inbox.reset()
         lost: Unavailable | None = None
         pump: asyncio.Task[None] | None = None
@@ -189,7 +191,7 @@ class EtcdRegistry:
                     else:
                         event = await self._carry_out(action, etcd)
                         if isinstance(event, m.Listed) and (before := self._inbox.take()):
-                            self._learn(before)  # what the watch brought meanwhile is no news that it missed
+                            self._learn(before)  # the watch delivered these in the meantime: it missed nothing
                         action = self._learn(event)
             except Unavailable as error:
                 lost = error  # a task group would wrap it
@@ -221,7 +223,7 @@ class EtcdRegistry:
                 assert_never(action)
 
     def _learn(self, event: m.Event) -> m.Action:
-        """Take one step, and tell those who wait if the ring or one's own standing changed."""
+        """Take one step, and wake the waiters if the ring or this daemon's standing changed."""
         before = self._state
         self._state, action = m.step(before, event, self._clock())
         after = self._state
@@ -272,12 +274,12 @@ class EtcdRegistry:
 
 
 def _standing(state: m.State) -> tuple[object, ...]:
-    """What waiters wait for: all but the timers."""
+    """Return the part of the state that waiters wait for: all but the timers."""
     return id(state.ring), state.registered, state.taken, state.connected, state.watching, len(state.kept)
 
 
 def _apart(ring: Ring, own: Member) -> str:
-    """Say whose address means another machine to each reader: of several machines none can be at a loopback address."""
+    """Return a problem if a member has a loopback address in a ring of several machines, where it cannot be reached."""
     local = [member for member in ring.members if is_loopback(urlsplit(member.url).hostname or "")]
     if not local or len(local) == len(ring.members):
         return ""

@@ -26,11 +26,11 @@ _RACK: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class Registry(Protocol):
-    """Who is in the rack, as far as this daemon knows."""
+    """The members of the rack, as far as this daemon knows."""
 
     @property
     def ring(self) -> Ring:
-        """The ring now. It is replaced, never mutated."""
+        """The current ring. It is replaced, never mutated."""
 
     @property
     def own(self) -> Member:
@@ -38,19 +38,19 @@ class Registry(Protocol):
 
     @property
     def age_seconds(self) -> float:
-        """For how long the ring has not been confirmed."""
+        """Seconds since the ring was last confirmed."""
 
     @property
     def ignored_total(self) -> int:
-        """Records seen that describe no member."""
+        """The number of records seen that describe no valid member."""
 
     @property
     def registered(self) -> bool:
-        """Others can see this daemon, as far as it knows."""
+        """Whether others can see this daemon, as far as it knows."""
 
     @property
     def problem(self) -> str:
-        """What an operator should look at, and what to do about it; empty while all is well."""
+        """What is wrong and what the operator should do about it; empty if nothing is."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -60,16 +60,16 @@ class Registry(Protocol):
         """Leave the rack."""
 
     async def changed(self) -> None:
-        """Return when something has changed: the ring, ``registered``, the connection. Check, then wait, in a loop."""
+        """Return after the ring, ``registered`` or the connection has changed. Check, then wait, in a loop."""
 
     async def drain(self) -> None:
-        """Own nothing from now on, but stay in the ring so that others can still ask. Returns within a few seconds."""
+        """Own no shards from now on, but stay in the ring so that peers can still ask. Returns within a few seconds."""
 
     async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
-        """Return whether others can see this daemon by then. Raises ``Misconfigured`` if its node id is taken.
+        """Return whether others can see this daemon within the timeout. Raises ``Misconfigured`` if its id is taken.
 
-        Without a time it waits while the registry answers, long enough to tell a living holder of the id from a dead
-        one, and not for a registry that is away: a daemon starts without it.
+        Without a timeout it waits while the registry answers, long enough to tell a living holder of the id from a dead
+        one. It does not wait for a registry that does not answer: a daemon starts without it.
         """
 
 
@@ -87,12 +87,14 @@ class StaticRegistry:
     def __init__(self, rack: str, member: Member, peers: Sequence[str] = (), replicas: int = 1) -> None:
         check_rack(rack)
         check_member(member)
-        # Its socket is known to this daemon alone: readers on this host ask it for the ring, and find it there.
+        # Only this daemon knows its socket: readers on this host ask it for the ring, and find the socket there.
         self._own = member if not peers else Member(static_id(member.url), check_url(member.url), socket=member.socket)
         members = {static_id(url): Member(static_id(url), check_url(url)) for url in peers}
         self.problem = ""
         if peers and self._own.id not in members:
-            self.problem = f"{self._own.url} is not among --peers: added, here only; name it there, or --advertise it"
+            self.problem = (
+                f"{self._own.url} is not among --peers; only this daemon adds it: add it to --peers, or --advertise it"
+            )
             log.warning("%s", self.problem)
         members[self._own.id] = self._own
         self._ring = Ring.of(rack, members.values(), replicas)
@@ -118,7 +120,7 @@ class StaticRegistry:
         await self._news.wait()
 
     async def drain(self) -> None:
-        """Own nothing in the ring that this daemon gives out. Its peers are not told: restart them without it."""
+        """Own nothing in the ring that this daemon hands out. Its peers are not notified: restart them without it."""
         self._own = msgspec.structs.replace(self._own, state="draining")
         others = [member for member in self._ring.members if member.id != self._own.id]
         self._ring = Ring.of(self._ring.rack, [*others, self._own], self._ring.replicas)
@@ -130,7 +132,7 @@ class StaticRegistry:
 
 
 def static_id(url: str) -> str:
-    """Return the node id of a daemon known by its URL alone: on every daemon the same, for two URLs never."""
+    """Return the node id derived from a daemon's URL: the same on every daemon, and distinct for distinct URLs."""
     parts = urlsplit(check_url(url))
     host, port = (parts.hostname or "").lower(), parts.port or 80
     name = f"{host}-{port}"
@@ -141,7 +143,7 @@ def static_id(url: str) -> str:
 
 
 def check_rack(rack: str) -> str:
-    """Return the rack's name if it can be part of a key in etcd."""
+    """Return the rack's name if it is valid as a part of a key in etcd; raise ``Misconfigured`` if not."""
     if not _RACK.fullmatch(rack):
         raise Misconfigured(f"not a rack name: {rack[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
     return rack
