@@ -210,7 +210,7 @@ def test_a_key_that_cannot_be_asked_for_is_named(tmp_path: Path, bucket: Bucket,
     ],
 )
 def test_credentials_in_a_source_are_refused_and_not_repeated(tmp_path: Path, source: str) -> None:
-    with pytest.raises(BadRequest, match="user or password") as caught:
+    with pytest.raises(BadRequest, match="user or a password") as caught:
         index(source, tmp_path / "m.quiver")
     assert "hush" not in str(caught.value)
     assert "hu/sh" not in str(caught.value)
