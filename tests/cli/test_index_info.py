@@ -38,7 +38,7 @@ def images(tmp_path: Path) -> Path:
 
 def test_the_version_says_whether_there_is_native_code() -> None:
     assert f"version {__version__} (" in quiver("--version").stdout
-    assert "by Python" in quiver("--version", QUIVER_NATIVE="0").stdout
+    assert "in Python" in quiver("--version", QUIVER_NATIVE="0").stdout
 
 
 def test_index_then_info_in_words_and_in_json(tmp_path: Path, images: Path) -> None:

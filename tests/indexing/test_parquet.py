@@ -118,7 +118,7 @@ def test_what_cannot_be_indexed_is_said(tmp_path: Path) -> None:
     whole = write(tmp_path / "t.parquet", images(100)).read_bytes()
     for data in (b"PAR1", b"nothing at all", whole[:-100], whole[:200] + b"\xff" * 5000 + whole[5200:]):
         (tmp_path / "t.parquet").write_bytes(data)
-        with pytest.raises(BadRequest, match=r"t.parquet is no Parquet file, or is broken"):
+        with pytest.raises(BadRequest, match=r"t.parquet is not a Parquet file, or is damaged"):
             index(tmp_path / "t.parquet", tmp_path / "m.quiver")
     write(tmp_path / "t.parquet", images(0))
     with pytest.raises(BadRequest, match="holds no samples"):
@@ -130,7 +130,7 @@ def test_files_of_several_schemas_are_refused_by_name(tmp_path: Path) -> None:
     for other, says in (
         ({"b": [b"1"]}, "1.parquet: column n is int64 in 0.parquet and here it is missing"),
         ({"b": [b"1"], "n": [1.5]}, "1.parquet: column n is int64 in 0.parquet and here it is double"),
-        ({"b": [b"1"], "n": [1], "m": [1]}, "1.parquet has columns that 0.parquet has not: m"),
+        ({"b": [b"1"], "n": [1], "m": [1]}, "1.parquet has columns that 0.parquet does not have: m"),
     ):
         write(tmp_path / "d" / "1.parquet", pa.table(other))
         with pytest.raises(BadRequest, match=says):

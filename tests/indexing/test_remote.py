@@ -148,7 +148,7 @@ def test_a_server_without_byte_ranges_serves_whole_files_but_no_tars(tmp_path: P
     url = serve(tmp_path / "w", Plain)
     index(f"{url}/d/", tmp_path / "m.quiver")
     assert read_back(tmp_path / "m.quiver") == {"a.bin": {"data": b"1"}, "b.bin": {"data": b"2"}}
-    with pytest.raises(BadRequest, match=r"t.tar: the server answers no byte ranges"):
+    with pytest.raises(BadRequest, match=r"t.tar: the server does not answer byte ranges"):
         index(f"{url}/t.tar", tmp_path / "m.quiver")
 
 

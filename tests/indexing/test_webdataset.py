@@ -261,4 +261,4 @@ def test_what_stands_behind_the_end_of_a_tar_is_not_passed_over_in_silence(tmp_p
     joined.write_bytes(first.read_bytes() + second.read_bytes())
     report = index(joined.parent, tmp_path / "m.quiver")
     (what,) = [notice.what for notice in report.warnings if "ab.tar" in notice.names]
-    assert "behind their end mark" in what
+    assert "after their end mark" in what

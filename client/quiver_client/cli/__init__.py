@@ -1,4 +1,8 @@
-"""The command ``quiver``. Each command is a module beside this one."""
+"""The command ``quiver``.
+
+Each of ``index``, ``info``, ``verify``, ``warm`` and ``status`` is a command; ``main`` groups them and turns errors
+into exit statuses, ``options`` has what they share, and ``progress`` draws their progress bar.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from quiver_client.indexing.run import LAYOUTS
 
 
 class _Names(click.ParamType):  # type: ignore[type-arg]
-    """Names with commas between them."""
+    """Names separated by commas."""
 
     name = "names"
 
@@ -38,7 +38,7 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int | None
 )
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE")
 @click.option("-o", "--output", required=True, metavar="M.quiver", help="Where to write the manifest.")
-@click.option("--force", is_flag=True, help="Write over an older manifest of that name.")
+@click.option("--force", is_flag=True, help="Overwrite an older manifest of that name.")
 @click.option(
     "--format",
     "form",
@@ -46,7 +46,7 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int | None
     type=click.Choice(get_args(Format)),
     default="auto",
     show_default=True,
-    help="What the source is; auto looks at the names.",
+    help="The format of the source; auto detects it by the names.",
 )
 @click.option(
     "--layout",
@@ -59,12 +59,12 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int | None
     "--shard-size",
     type=Size(),
     default=None,
-    show_default="what gives some hundred shards, 32MiB at most",
+    show_default="a size that gives some hundred shards, 32MiB at most",
     callback=_within_limits,
-    help="The most that a shard holds.",
+    help="The maximum size of a shard.",
 )
-@click.option("--base", metavar="OLD.quiver", help="Keep the shards of this manifest where they still fit.")
-@click.option("--fields", type=_Names(), metavar="NAME,…", help="Take these fields alone: columns, extensions.")
+@click.option("--base", metavar="OLD.quiver", help="Keep the shards of this manifest whose samples are unchanged.")
+@click.option("--fields", type=_Names(), metavar="NAME,…", help="Only these fields: columns, extensions.")
 @click.option("--exclude", type=_Names(), metavar="NAME,…", help="Leave these fields out.")
 @json_option
 def command(sources: tuple[str, ...], *, form: Format, shard_size: int | None, as_json: bool, **given: Any) -> None:

@@ -20,7 +20,7 @@ from quiver_client.cli.options import json_option, print_json
 @click.option("--shards", is_flag=True, help="Print a line '<digest> <bytes>' for each shard.")
 @json_option
 def command(manifest: str, *, shards: bool, as_json: bool) -> None:
-    """Say what the manifest M.quiver holds."""
+    """Print what the manifest M.quiver contains."""
     scheme, path = split_url(manifest)
     if scheme != "file":
         raise Misconfigured(f"{manifest} is not on this machine; copy it here first")
@@ -36,7 +36,7 @@ def command(manifest: str, *, shards: bool, as_json: bool) -> None:
 
 
 def describe(manifest: Manifest) -> dict[str, Any]:
-    """Return what ``--json`` prints. ``bytes`` are those of the distinct samples."""
+    """Return what ``--json`` prints. ``bytes`` counts distinct samples."""
     return {
         "digest": str(manifest.digest),
         "samples": len(manifest),
@@ -62,7 +62,7 @@ def _field(field: Field) -> dict[str, Any]:
 
 
 def _array(field: Field) -> str:
-    """Return dtype and shape for people, ``int32[1024]``; a star for a length that varies."""
+    """Return dtype and shape for people, ``int32[1024]``; with a star for a varying length."""
     if not field.is_array:
         return ""
     sizes = "*" if field.shape is None else ", ".join(map(str, field.shape))

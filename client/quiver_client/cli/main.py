@@ -1,7 +1,7 @@
-"""The group of commands, and what becomes of errors: one line and exit 1, or exit 2 where the command was used wrongly.
+"""The group of commands. An error becomes one line and exit status 1, or 2 for wrong usage.
 
-A command is a module here with a click command named ``command``; it is imported when it is used, so that ``quiver
-info`` need not wait for torch.
+A command is a module here with a click command named ``command``, which is imported on use, so that ``quiver info``
+does not wait for torch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from quiver.extras import what_is_missing
 
 COMMANDS: Final = {
     "index": "Make a manifest of a dataset, where it lies.",
-    "info": "Say what a manifest holds.",
+    "info": "Print what a manifest contains.",
     "verify": "Read and hash everything again, through a cache.",
-    "warm": "Bring a dataset into a cache before it is needed.",
+    "warm": "Fill a dataset into a cache before it is needed.",
     "status": "Say how a cache is doing.",
 }
 FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 
 
 class _Commands(click.Group):
-    """Commands that are imported when they are asked for."""
+    """Commands that are imported on use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -46,14 +46,14 @@ class _Commands(click.Group):
 
 
 def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    """Say the version, and whether there is native code in use."""
+    """Print the version, and whether native code is in use."""
     if asked and not ctx.resilient_parsing:
         from quiver_client import native
 
         how = (
             "batches by native code"
             if native.pieces is not None
-            else "batches by Python: no native code was built, or it is turned off"
+            else "batches in Python: native code was not built, or is turned off"
         )
         click.echo(f"quiver, version {__version__} ({how})")
         ctx.exit()
@@ -73,7 +73,7 @@ def quiver() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; return the exit status."""
-    logging.getLogger("quiver_client").setLevel(logging.ERROR)  # what matters of it is in the commands' own reports
+    logging.getLogger("quiver_client").setLevel(logging.ERROR)  # the commands' own reports say what matters
     try:
         return int(quiver.main(arguments, prog_name="quiver", standalone_mode=False) or 0)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> int:
         return _say(f"{where}{error.format_message()}{hint}", WRONG_USE)
     except click.ClickException as error:
         return _say(error.format_message(), FAILED)
-    except BrokenPipeError:  # the reader of our output, such as head, has seen enough
+    except BrokenPipeError:  # the reader of the output, such as head, closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except ModuleNotFoundError as error:

@@ -29,7 +29,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 
 
 def cache_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return ``--cache``, parsed; ``default`` says what is taken without it, and where nothing is it must be given."""
+    """Return the parsed option ``--cache``; ``default`` describes the default; without one it is required."""
     what = "http://node:7717,… for a rack, file:///folder?capacity=200GiB for a folder of this machine."
     return click.option(
         "--cache",
@@ -42,7 +42,7 @@ def cache_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _parsed_cache(ctx: click.Context, param: click.Parameter, value: str | None) -> CacheConfig | None:
-    """What is wrong with ``--cache`` is wrong use."""
+    """An invalid ``--cache`` is wrong usage."""
     try:
         return parse_cache(value) if value else None
     except Misconfigured as error:

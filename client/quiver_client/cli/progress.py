@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, and nothing elsewhere."""
+"""A progress bar, on a terminal only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 
 class ByteBar:
-    """Bytes done of bytes in all, the rate, and how long it will take. Called from any thread."""
+    """Shows bytes done and in all, the rate, and the time left. Safe from threads."""
 
     def __init__(self, bar: Progress, what: str) -> None:
         self._bar = bar
@@ -26,7 +26,7 @@ class ByteBar:
 
 @contextmanager
 def byte_bar(what: str) -> Iterator[ByteBar | None]:
-    """Show a bar on standard error while the block runs, if that is a terminal; yield None if it is not."""
+    """Show a bar on standard error while the block runs; yield None if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

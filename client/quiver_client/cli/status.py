@@ -1,4 +1,4 @@
-"""``quiver status``: one line a daemon, and the rack as a whole."""
+"""``quiver status``: one line per daemon, and the rack as a whole."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FAILED = 1  # as the exit status
 @cache_option("~/.cache/quiver")
 @json_option
 def command(cache: CacheConfig | None, *, as_json: bool) -> int:
-    """Say who is in a rack, what it holds, and what it has read from the origin.
+    """Print the members of a rack, what it holds, and what it has read from the origin.
 
     Exits 1 if a member of the ring cannot be reached.
     """
@@ -42,7 +42,7 @@ def command(cache: CacheConfig | None, *, as_json: bool) -> int:
             click.echo(f"{'':20} {shown(fault, 400)}")
     total = f"{format_size(report['resident_bytes'])} of {format_size(report['capacity_bytes'])}"
     count = len(report["members"])
-    if count:  # nobody counts what the processes that share a folder read
+    if count:  # processes that share a folder do not count what they read together
         read = f"{format_size(report['origin_read_bytes'])} read from the origin"
         total = f"{count} member{'s' * (count != 1)}, {total}, {read}"
     click.echo(f"{report['rack']}: {total}")
@@ -102,7 +102,7 @@ def _member(member: Member) -> dict[str, Any]:
 
 
 def _state(status: NodeStatus) -> str:
-    """Return a word for what a daemon is up to; its faults, a line each, say more."""
+    """Return a word for a daemon's state; its faults, a line each, say more."""
     if status.disk != OK:
         return "disk failed"
     return "origin failed" if status.faults else status.state

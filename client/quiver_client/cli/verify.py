@@ -21,7 +21,7 @@ from quiver_client.delivery import Delivery, Positions
 from quiver_client.fetched import open_manifest
 from quiver_client.session import Session
 
-GROUP_BYTES = 64 << 20  # read at once: held in memory, and over which several daemons work at the same time
+GROUP_BYTES = 64 << 20  # read at once: held in memory, and spread over several daemons
 NAMED_MAX = 1000  # in --json
 SHOWN_MAX = 50
 
@@ -35,8 +35,8 @@ Rows = npt.NDArray[np.intp]
 def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
     """Read every sample of M.quiver through a cache, compare it with its BLAKE3 digest, and name what is wrong.
 
-    M.quiver itself is checked against its own checksums first. Wrong bytes in a cache are replaced on the way. Exits
-    with 1 if anything was wrong, replaced or lost.
+    M.quiver itself is checked against its own checksums first. Wrong bytes in a cache are replaced. The exit
+    status is 1 if anything was wrong, replaced or lost.
     """
     opened = open_manifest(manifest)
     check = _Check(opened, cache)
@@ -58,7 +58,7 @@ def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
 
 
 class _Check:
-    """What was found so far."""
+    """The findings so far."""
 
     def __init__(self, manifest: Manifest, cache: CacheConfig | None) -> None:
         self.manifest = manifest
@@ -67,9 +67,9 @@ class _Check:
         self.session = Session(manifest, cache, "full", introduce=True, on_wrong=self._wrong)
 
     def read(self, rows: Rows) -> None:
-        """Read distinct samples; where some are lost, halve the group until each is named.
+        """Read distinct samples; if some are lost, bisect the group until each is named.
 
-        An origin that does not answer at all is another matter, and ends the command.
+        An origin that does not answer at all ends the command instead.
         """
         try:
             self.session.read(plan_blobs(self.manifest, rows))
@@ -115,7 +115,7 @@ class _Check:
         yield f"{self.manifest.path}: {len(self.lost)} lost, {len(self.replaced)} replaced ({what})"
 
     def _wrong(self, tier: str, delivery: Delivery, bad: Positions) -> None:
-        if tier != "origin":  # wrong there is lost, and named as such
+        if tier != "origin":  # a sample that is wrong there is lost, and named as such
             keys = self.manifest.keys_of_blobs(delivery.plan.blobs[bad])
             self.replaced += [{"key": key, "tier": tier} for key in keys]
 

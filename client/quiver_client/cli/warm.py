@@ -1,4 +1,4 @@
-"""``quiver warm``: bring a dataset in before anybody waits for it."""
+"""``quiver warm``: fill a dataset into a cache before a job waits for it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quiver_client.config import CacheConfig
 from quiver_client.fetched import open_manifest
 from quiver_client.session import Session
 
-SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
+SHARDS_AT_ONCE = 32  # enough to keep every daemon of a rack busy
 
 
 @click.command("warm", epilog="Example: quiver warm imagenet.quiver --cache http://node1:7717")
@@ -23,9 +23,9 @@ SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy
 @cache_option()
 @json_option
 def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
-    """Fetch all shards of M.quiver into a cache. Exits with 1 if some could not be fetched, and says why.
+    """Fetch all shards of M.quiver into a cache. Exit with 1 if some could not be fetched, and say why.
 
-    An origin that does not answer is waited for: 5 minutes, or $QUIVER_ORIGIN_PATIENCE.
+    If the origin does not answer, retry for 5 minutes, or $QUIVER_ORIGIN_PATIENCE.
     """
     opened = open_manifest(manifest)
     session = Session(opened, cache, "off", introduce=True)
@@ -51,7 +51,7 @@ def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
 
 
 def _described(failed: dict[int, QuiverError], opened: Manifest, manifest: str) -> str:
-    """Return what kept how many shards out, each cause by itself, and what to do about it."""
+    """Return a line per cause: how many shards were not fetched because of it, and what to do about it."""
     causes = [f"{len(failed)} of {opened.shard_count} shards could not be fetched whole."]
     total = format_size(int(opened.tables.shard_sizes.sum()))
     for kind in dict.fromkeys(map(type, failed.values())):

@@ -1,6 +1,6 @@
-"""From samples to a manifest: store equal ones once, keep the base's shards, place the rest, put all in shard order.
+"""From samples to a manifest: store equal samples once, keep the base's shards, place the rest, sort by shard.
 
-This is where memory peaks, so that columns are taken over one at a time and every temporary is a few bytes a sample.
+Memory peaks here, so columns are moved one at a time, and every temporary takes a few bytes per sample.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Assembled:
-    """The parts of a manifest, and what became of the base's shards."""
+    """The parts of a manifest, and how many of the base's shards were kept and dropped."""
 
     parts: ManifestParts
     reused_shards: int
@@ -35,7 +35,7 @@ class Assembled:
 
 
 def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest | None) -> Assembled:
-    """Return what to write. ``samples`` is used up. A header of no shard size gets the one that fits."""
+    """Return what to write. Consumes ``samples``. A header without a shard size gets a suitable one."""
     count = len(samples)
     keys = samples.keys.take() if len(samples.keys) else listing.paths
     lengths, origins, xxh3 = samples.take_matrices([field.name for field in header.blobs])
@@ -75,7 +75,7 @@ def assemble(samples: Samples, listing: Listing, header: Header, base: Manifest 
 def representatives(digests: U8, lengths: U64) -> U32:
     """Return for each sample the first one with the same bytes in the same fields, ``(n,)``."""
     count = len(digests)
-    order = np.argsort(_prefixes(digests), kind="stable")  # stable: the first of equals comes first
+    order = np.argsort(_prefixes(digests), kind="stable")  # stable: the first of equal samples comes first
     starts = np.ones(count, np.bool_)
     starts[1:] = ~_same_as_before(digests, lengths, order)
     _split_collisions(digests, lengths, order, starts)
@@ -86,7 +86,7 @@ def representatives(digests: U8, lengths: U64) -> U32:
 
 
 def _same_as_before(digests: U8, lengths: U64, order: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
-    """Return whether each sample, in this order, equals the one before it; in blocks, for the temporaries' sake."""
+    """Return whether each sample, in this order, equals the one before it; in blocks, to keep temporaries small."""
     same = np.empty(max(len(order) - 1, 0), np.bool_)
     for lo in range(0, len(same), 1 << 14):
         here, before = order[lo + 1 : lo + 1 + (1 << 14)], order[lo : lo + (1 << 14)]
@@ -98,7 +98,7 @@ def _same_as_before(digests: U8, lengths: U64, order: npt.NDArray[np.intp]) -> n
 
 
 def _split_collisions(digests: U8, lengths: U64, order: npt.NDArray[np.intp], starts: npt.NDArray[np.bool_]) -> None:
-    """Sort runs that share 64 bits without being equal: bytes cut into fields in several ways, or an attack."""
+    """Sort runs that share 64 bits but are not equal: the same bytes cut into different fields, or an attack."""
     prefixes = _prefixes(digests)
     mixed = np.flatnonzero(starts[1:] & (prefixes[order[1:]] == prefixes[order[:-1]])) + 1
     done = 0
@@ -120,7 +120,7 @@ def _split_collisions(digests: U8, lengths: U64, order: npt.NDArray[np.intp], st
 def _lay_out(
     digests: U8, lengths: U64, units: U32, representative: U32, header: Header, base: Manifest | None
 ) -> tuple[I64, I64, int]:
-    """Return the distinct samples in shard order, where shards begin (and the end), and how many are the base's."""
+    """Return the distinct samples in shard order, the starts of shards (and the end), and how many are the base's."""
     distinct = np.flatnonzero(representative == np.arange(len(representative), dtype=np.uint32))
     kept, kept_firsts = np.empty(0, np.int64), np.empty(0, np.int64)
     if base is not None:
@@ -138,7 +138,7 @@ def _lay_out(
 
 
 def _kept_shards(base: Manifest, digests: U8, lengths: U64, distinct: npt.NDArray[np.intp]) -> tuple[I64, I64]:
-    """Return the rows that make up those of the base's shards whose every sample is still there, and their firsts."""
+    """Return the rows of the base's shards of which all samples still exist, and the first row of each shard."""
     old = base.tables
     row_of = _found(old.digests, old.lengths, digests, lengths, distinct)
     firsts = old.firsts.astype(np.int64)
@@ -160,7 +160,7 @@ def _found(
     lo, hi = np.searchsorted(ordered, wanted, "left"), np.searchsorted(ordered, wanted, "right")
     result = np.full(len(wanted), -1, np.int64)
     at = lo.copy()
-    while (open_ := np.flatnonzero((at < hi) & (result < 0))).size:  # a second round only for colliding prefixes
+    while (open_ := np.flatnonzero((at < hi) & (result < 0))).size:  # further rounds only for colliding prefixes
         rows = distinct[order[at[open_]]]
         same = (digests[rows] == old_digests[open_]).all(axis=1) & (lengths[rows] == old_lengths[open_]).all(axis=1)
         result[open_[same]] = rows[same]
@@ -169,18 +169,18 @@ def _found(
 
 
 def _units(source: SourceFormat, objects: U32, unit_firsts: list[int]) -> U32:
-    """Return what is best read as a whole: tars, row groups of Parquet files; separate files are no such thing."""
+    """Return the units that are best read whole: tars, or row groups of Parquet files; separate files have none."""
     if source == "parquet":
         return np.searchsorted(unit_firsts, np.arange(len(objects)), "right").astype(np.uint32)
     return objects if source == "webdataset" else np.zeros(len(objects), np.uint32)
 
 
 def _auto(header: Header, lengths: U64, units: U32, representative: U32) -> int:
-    """Return the shard size for what is there."""
+    """Return the shard size that suits the samples."""
     sizes = sample_sizes(lengths)
     distinct = representative == np.arange(len(representative), dtype=np.uint32)
     count, total_bytes = int(distinct.sum()), int(sizes[distinct].sum())
-    if header.source != "parquet":  # of all else a part is read as well as the whole
+    if header.source != "parquet":  # all other formats can be read in part
         return auto_shard_bytes(header.layout, count, total_bytes)
     firsts = np.flatnonzero(np.append(True, units[1:] != units[:-1]))
     return auto_shard_bytes(header.layout, count, total_bytes, int(np.add.reduceat(sizes, firsts).max()))
@@ -198,12 +198,12 @@ def _prefixes(digests: U8) -> U64:
 
 
 def _some(values: npt.NDArray[Any], ascending: npt.NDArray[np.intp]) -> npt.NDArray[Any]:
-    """Return these rows, without a copy if they are all."""
+    """Return these rows, without a copy if they are all the rows."""
     return values if len(ascending) == len(values) else values[ascending]
 
 
 def _reordered(matrix: U64, rows: npt.NDArray[np.intp]) -> U64:
-    """Return these rows, in the memory of ``matrix``: column by column, a second copy is of one column only."""
+    """Return these rows, in the memory of ``matrix``: column by column, so that only one column exists twice."""
     for column in range(matrix.shape[1]):
         matrix[: len(rows), column] = matrix[rows, column]
     return matrix[: len(rows)]

@@ -1,8 +1,8 @@
-"""Columns that grow: what indexing learns of each sample, in a few arrays instead of objects.
+"""Growing columns: what indexing learns about the samples, in a few arrays instead of objects.
 
-A Python object a sample would cost a kilobyte; these cost the bytes of the values and an eighth
-at most for growth. Growth is by ``realloc``, which moves page tables and not bytes for arrays of this size, so that
-there never are two copies.
+A Python object per sample would cost a kilobyte; a column costs the bytes of its values and at most an eighth more.
+It grows by ``realloc``, which for arrays of this size moves page tables and not bytes, so that there are never two
+copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS_MIN: Final = 256
 
 
 class Growing:
-    """A numeric column of ``width`` values a row."""
+    """A numeric column of ``width`` values per row."""
 
     def __init__(self, dtype: npt.DTypeLike, width: int | None = None) -> None:
         self._tail = () if width is None else (width,)
@@ -43,17 +43,17 @@ class Growing:
         self._rows += len(rows)
 
     def fill(self, rows: int, value: int) -> None:
-        """Append so many rows of one value."""
+        """Append ``count`` rows of one value."""
         self._reserve(rows)
         self._data[self._rows : self._rows + rows] = value
         self._rows += rows
 
     def view(self) -> npt.NDArray[Any]:
-        """Return the rows as they are now; not to be held while the column grows."""
+        """Return the current rows; do not keep them while the column grows."""
         return self._data[: self._rows]
 
     def take(self) -> npt.NDArray[Any]:
-        """Return the rows and let go of them."""
+        """Return the rows and release them."""
         data, rows = self._data, self._rows
         self._data, self._rows = np.empty((0, *self._tail), data.dtype), 0
         data.resize((rows, *self._tail), refcheck=False)
@@ -67,7 +67,7 @@ class Growing:
 
 
 class GrowingStrings:
-    """A column of text, as Arrow lays it out."""
+    """A text column in Arrow's layout."""
 
     def __init__(self) -> None:
         self._data = Growing(np.uint8)
@@ -93,11 +93,11 @@ class GrowingStrings:
         self._append(raw, np.diff(offsets))
 
     def view(self) -> pa.Array:
-        """Return the column as it is now, as large_utf8; not to be held while it grows."""
+        """Return the current column as large_utf8; do not keep it while the column grows."""
         return _strings(self._ends.view(), self._data.view())
 
     def take(self) -> pa.Array:
-        """Return the column as large_utf8 and let go of it."""
+        """Return the column as large_utf8 and release it."""
         ends, data = self._ends.take(), self._data.take()
         self._ends.extend([0])
         return _strings(ends, data)
@@ -113,7 +113,7 @@ def _strings(ends: I64, data: U8) -> Any:
 
 
 class BlobColumn:
-    """One byte field: where it stands in the origin, how long it is, what it hashes to."""
+    """One byte field: its places in the origin, its lengths and its hashes."""
 
     def __init__(self) -> None:
         self.lengths = Growing(np.uint64)
@@ -133,7 +133,7 @@ class BlobColumn:
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """A run of samples as they are found. ``keys`` is None where the key is the path of the sample's object.
+    """A run of samples as found. ``keys`` is None if the key of each sample is the path of its object.
 
     digests (n, 32) uint8 · objects (n,) uint32 · blobs: field -> (lengths, origins, xxh3), each (n,) uint64 ·
     scalars: field -> Arrow array (n,).
@@ -147,7 +147,7 @@ class Rows:
 
 
 class Samples:
-    """All samples, in the order of the dataset. A field that some rows lack is filled up as absent or null."""
+    """All samples, in the order of the dataset. A field that some rows lack is absent or null there."""
 
     def __init__(self) -> None:
         self.keys = GrowingStrings()
@@ -155,7 +155,7 @@ class Samples:
         self.objects = Growing(np.uint32)
         self.blobs: dict[str, BlobColumn] = {}
         self.scalars: dict[str, list[pa.Array]] = {}
-        self.unit_firsts: list[int] = []  # where row groups of Parquet files begin
+        self.unit_firsts: list[int] = []  # the first rows of row groups of Parquet files
 
     def __len__(self) -> int:
         return len(self.objects)
@@ -180,7 +180,7 @@ class Samples:
             chunks.append(rows.scalars[name] if name in rows.scalars else pa.nulls(more, chunks[0].type))
 
     def absorb(self, other: Samples) -> None:
-        """Append the rows of ``other``, which is not used afterwards: the first one is taken over without a copy."""
+        """Append the rows of ``other``, which must not be used afterwards: the first is moved without a copy."""
         if not len(self):
             self.keys, self.digests, self.objects = other.keys, other.digests, other.objects
             self.blobs, self.scalars = other.blobs, other.scalars
@@ -208,7 +208,7 @@ class Samples:
         return pa.concat_arrays(chunks)
 
     def take_matrices(self, names: Sequence[str]) -> tuple[U64, U64, U64]:
-        """Return lengths, origins and xxh3 of the byte fields in this order, each ``(n, f)``, and let go of them."""
+        """Return lengths, origins and xxh3 of the byte fields in this order, each ``(n, f)``, and release them."""
         columns = [self.blobs.pop(name) for name in names]
         lengths = _matrix(column.lengths for column in columns)
         origins = _matrix(column.origins for column in columns)

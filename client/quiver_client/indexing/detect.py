@@ -1,6 +1,6 @@
-"""Which format a source has, and which of its objects are data in that format.
+"""Detects the format of a source, and which of its objects are data in that format.
 
-Nothing is left out silently: a README beside tars is no sample, but the report names it.
+Nothing is skipped silently: a README beside tars is no sample, but the report names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quiver_client.indexing.report import Notices
 
 Format = Literal["auto", "files", "imagefolder", "webdataset", "parquet"]
 
-# What torchvision's ImageFolder takes, and the formats that image libraries have learnt since.
+# The extensions of torchvision's ImageFolder, and newer image formats.
 IMAGE_SUFFIXES: Final = (
     *(".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp"),
     *(".gif", ".jfif", ".jp2", ".avif", ".heic", ".jxl"),
@@ -49,7 +49,7 @@ OTHER, TAR, PACKED, PARQUET, IMAGE, TOP_IMAGE = range(6)
 
 
 def choose(listing: Listing, asked: Format, notices: Notices) -> tuple[SourceFormat, Listing]:
-    """Return the format and the objects that are data in it."""
+    """Return the format, and the objects that are data in it."""
     kinds = _kinds(listing)
     form = asked if asked != "auto" else _detect(listing, kinds, notices)
     if form == "files":
@@ -69,9 +69,9 @@ def choose(listing: Listing, asked: Format, notices: Notices) -> tuple[SourceFor
 
 
 def warn_of_splits(listing: Listing, form: SourceFormat, notices: Notices) -> None:
-    """Say so where parts of a dataset that are meant to be apart, train and test, would become one dataset.
+    """Warn if splits that belong apart, such as train and test, would become one dataset.
 
-    They are told by their names: folders at the top, and for tars and Parquet files what their names begin with.
+    Splits are recognised by name: top folders, and for tars and Parquet files the beginning of the file name.
     """
     splits: dict[str, str] = {}
     for _, paths in listing.blocks():
@@ -95,7 +95,7 @@ def _alone(listing: Listing, name: str, form: SourceFormat) -> str:
 
 
 def _detect(listing: Listing, kinds: npt.NDArray[np.uint8], notices: Notices) -> SourceFormat:
-    """Return the format of most objects; or of most bytes, where those are tars or Parquet files."""
+    """Return the format of most objects, or of most bytes if those are tars or Parquet files."""
     tars = (kinds == TAR) | (kinds == PACKED)
     for form, mask in (("webdataset", tars), ("parquet", kinds == PARQUET)):
         held = float(listing.sizes[mask].sum()) > listing.total_bytes / 2 and not (kinds >= IMAGE).any()

@@ -1,4 +1,4 @@
-"""What can go wrong with a source that is read while somebody else may write to it."""
+"""Errors of a source that other programs may write to while it is indexed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class SourceChanged(QuiverError):
     status = 409
 
     def __init__(self, url: str, why: str) -> None:
-        super().__init__(f"{url} {why} while it was being indexed; index again when nothing writes to it any more")
+        super().__init__(f"{url} {why} while it was being indexed; index again when no program writes to it")
         self.url = url
 
 
 class Stopped(Exception):
-    """Raised inside a worker whose run was given up: nobody waits for what it was doing."""
+    """Raised inside a worker of a cancelled run: nobody waits for its result."""

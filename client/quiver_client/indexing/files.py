@@ -1,4 +1,4 @@
-"""Formats in which each object is a sample: plain files, and folders of images with a folder for each class."""
+"""Formats in which each object is a sample: plain files, and images in one folder per class."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import PIECE_BYTES, Objects, hash_object
 
-TASK_OBJECTS_MAX: Final = 256  # the cost of a task, spread over this many, is lost in that of opening a file
-TASK_OBJECTS_REMOTE_MAX: Final = 16  # a request takes long; more tasks keep more connections busy to the end
+TASK_OBJECTS_MAX: Final = 256  # spread over so many, the cost of a task is small beside opening a file
+TASK_OBJECTS_REMOTE_MAX: Final = 16  # requests are slow: small tasks keep all connections busy to the end
 
 
 def index_files(
     listing: Listing, objects: Objects, meter: Meter, blob: str, *, labels: bool
 ) -> tuple[Samples, tuple[Field, ...]]:
-    """Hash every object, whose bytes are field ``blob``. ``labels``: the first folder of a path is a class."""
+    """Hash every object; its bytes are the field ``blob``. ``labels``: the first folder of a path is the class."""
     classes = _classes(listing) if labels else {}
     possible = all(named_npy(path) for _, paths in listing.blocks() for path in paths)
     npy = NpyField(possible=possible)
@@ -47,7 +47,7 @@ def _classes(listing: Listing) -> dict[str, int]:
 
 
 def _spans(listing: Listing) -> Iterator[tuple[int, int]]:
-    """Cut the listing into runs of about a piece in bytes."""
+    """Cut the listing into runs of about ``PIECE_BYTES``."""
     objects_max = TASK_OBJECTS_MAX if listing.local else TASK_OBJECTS_REMOTE_MAX
     first = 0
     while first < len(listing):

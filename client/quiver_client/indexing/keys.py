@@ -1,6 +1,6 @@
-"""What samples inside tars and Parquet files are called: by their name there, as their owner knows them.
+"""The keys of samples inside tars and Parquet files: their names there, as their owner knows them.
 
-Only where two objects of a source use the same name does the object's path come before it, for all samples.
+If two objects of a source use the same name, the object's path precedes the name, for all samples.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_ROWS: Final = 1 << 16
 
 
 def name_plainly(samples: Samples, listing: Listing) -> None:
-    """Take the object's path off every key, if the keys are distinct without it. Eight bytes a sample tell."""
+    """Remove the object's path from every key if the keys are distinct without it, judged by 8 bytes per sample."""
     keys, objects = samples.keys.view(), samples.objects.view()
     plain, hashes = GrowingStrings(), Growing(np.uint64)
     for lo in range(0, len(keys), BLOCK_ROWS):

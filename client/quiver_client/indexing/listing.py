@@ -1,4 +1,4 @@
-"""What a source names: a path or URL of a file or folder, or a pattern like ``train-{000..009}.tar`` of either."""
+"""Lists the objects of a source: a path or URL of a file or folder, or a pattern such as ``train-{000..009}.tar``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATTERN_OBJECTS_MAX: Final = 1_000_000
 
 
 def list_source(source: str, notices: Notices, output: Path) -> Listing:
-    """List the objects of a source; raises ``NotFound`` for one that is not there or holds nothing."""
+    """List the objects of a source. Raises ``NotFound`` if it does not exist or is empty."""
     scheme, rest = split_url(source)
     if scheme == "file":
         names = [] if os.path.exists(rest) else _expanded(rest)
@@ -39,7 +39,7 @@ def list_source(source: str, notices: Notices, output: Path) -> Listing:
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Return the names that a pattern stands for; nothing if it is none."""
+    """Return the names to which a pattern expands; none if it is no pattern."""
     if "{" not in pattern:
         return []
     try:
@@ -56,7 +56,7 @@ def _expanded(pattern: str) -> list[str]:
 
 
 def list_files(names: list[str]) -> Listing:
-    """List local files that are named one by one, as a shell does that expands ``train-*.tar``."""
+    """List local files that are named individually, as by a shell that expands ``train-*.tar``."""
     paths = []
     for name in names:
         scheme, path = split_url(name)
@@ -94,12 +94,12 @@ def _web_pattern(names: list[str]) -> Listing:
 
 
 def _parent(names: list[str]) -> str:
-    """Return the longest folder, with its slash, that all names lie in."""
+    """Return the deepest folder, with its slash, that contains all names."""
     return "/".join(_common([name.split("/")[:-1] for name in names])) + "/"
 
 
 def _common(paths: list[list[str]]) -> list[str]:
-    shortest, longest = min(paths), max(paths)  # in this order, what these two share is what all share
+    shortest, longest = min(paths), max(paths)  # what these two share, all share
     same = 0
     while same < min(len(shortest), len(longest)) and shortest[same] == longest[same]:
         same += 1

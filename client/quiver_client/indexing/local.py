@@ -1,4 +1,4 @@
-"""Walking local folders, in byte order of the relative path, following symbolic links but not in circles."""
+"""Walks local folders in byte order of the relative path, and follows symbolic links but no cycles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder_url(folder: str) -> str:
 
 
 def list_local(path: str, notices: Notices, output: Path) -> Listing:
-    """List a file or a folder. The manifest about to be written, and other manifests, are no data."""
+    """List a file or a folder. Manifests, also the one about to be written, are no data."""
     try:
         found = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -48,7 +48,7 @@ def list_local(path: str, notices: Notices, output: Path) -> Listing:
 
 
 def list_local_files(base: str, names: list[str]) -> Listing:
-    """List files that are named one by one, relative to ``base``."""
+    """List files that are named individually, relative to ``base``."""
     builder = ListingBuilder()
     for name in names:
         path = os.path.join(base, name)
@@ -65,7 +65,7 @@ def list_local_files(base: str, names: list[str]) -> Listing:
 
 
 def _walk(root: str, notices: Notices, output: Path) -> Iterator[OriginObject]:
-    """Yield the files below ``root``. Depth first, folders sorted as ``name/``: so whole paths come in byte order."""
+    """Yield the files below ``root``, depth first with folders sorted as ``name/``: whole paths are in byte order."""
     top = os.fsencode(root)
     own = _identity(os.path.abspath(output))
     stack = [(b"", _identity(root), iter(_entries(top, b"", notices)))]
@@ -101,7 +101,7 @@ def _walk(root: str, notices: Notices, output: Path) -> Iterator[OriginObject]:
 
 
 def _entries(folder: bytes, relative: bytes, notices: Notices) -> list[bytes]:
-    """Return the names in a folder, those of folders with a slash, in the order of a walk."""
+    """Return the names in a folder, folders with a slash, in the order of the walk."""
     names = []
     try:
         with os.scandir(folder) as entries:

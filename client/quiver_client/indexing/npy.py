@@ -1,8 +1,8 @@
-"""``.npy`` files that are samples: whether all of a field hold arrays of one type and shape, seen as they are hashed.
+"""Detects whether all ``.npy`` files of a field hold arrays of one type and shape, while they are hashed.
 
-They do if they begin with the same header and are as long as it says. Then the manifest has dtype and shape, and a
-batch is one tensor; otherwise the field is bytes, as of any other file. A header is read as numpy reads it, as a Python
-literal of bounded length, but its dtype is looked up in a list and never made: nothing is unpickled.
+They do if all begin with the same header and have the length that it implies. Then the manifest records dtype and
+shape, and a batch is one tensor; otherwise the field is bytes, as for any other file. A header is parsed as numpy does,
+as a Python literal of bounded length, but its dtype is looked up in a list and never constructed: nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from quiver.manifest import Field
 from quiver.manifest.schema import ARRAY_DTYPES, is_shape
 
 SUFFIX: Final = ".npy"
-HEADER_BYTES_MAX: Final = 4096  # numpy pads to 128, and a shape of 32 dimensions needs some hundred
+HEADER_BYTES_MAX: Final = 4096  # numpy pads to 128; a shape of 32 dimensions needs some hundred
 _MAGIC: Final = b"\x93NUMPY"
 _SIZE_BYTES: Final = {b"\x01\x00": 2, b"\x02\x00": 4, b"\x03\x00": 4}  # version -> bytes of the header's length
 _LITERAL = re.compile(rb"[ A-Za-z0-9_{}():,'\"<>|=]*\n?")
 
 
 class Array(msgspec.Struct, frozen=True):
-    """What the header of a .npy file says; ``skip`` is its length in bytes."""
+    """The header of a .npy file; ``skip`` is its length in bytes."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,12 +34,12 @@ class Array(msgspec.Struct, frozen=True):
 
 
 def named_npy(name: str) -> bool:
-    """Whether a path, or the extension of a member of a tar, is that of a .npy file."""
+    """Whether a path, or the extension of a tar member, names a .npy file."""
     return f".{name}".lower().endswith(SUFFIX)
 
 
 def parse(start: bytes | memoryview, size: int) -> Array | None:
-    """Return what a file of ``size`` bytes that begins with ``start`` is; None if it is no array that we know."""
+    """Return the header of a file of ``size`` bytes that begins with ``start``; None if it is no supported array."""
     head = bytes(start[:HEADER_BYTES_MAX])
     size_bytes = _SIZE_BYTES.get(head[6:8], 0)
     if head[:6] != _MAGIC or not size_bytes:
@@ -64,7 +64,7 @@ def parse(start: bytes | memoryview, size: int) -> Array | None:
 
 
 class NpyField:
-    """What the .npy files of one field that were seen so far have in common."""
+    """What the .npy files of one field seen so far have in common."""
 
     def __init__(self, *, possible: bool = True) -> None:
         self._possible = possible
@@ -73,7 +73,7 @@ class NpyField:
         self._array: Array | None = None
 
     def see(self, start: bytes | memoryview, size: int) -> None:
-        """Look at a sample of ``size`` bytes that begins with ``start``."""
+        """Add a sample of ``size`` bytes that begins with ``start``."""
         if not self._possible:
             return
         if self._array is None:
@@ -85,7 +85,7 @@ class NpyField:
             self._possible = False
 
     def watch(self, pieces: Iterable[memoryview], size: int) -> Iterator[memoryview]:
-        """Hand on the pieces of a sample, and look at the first."""
+        """Pass on the pieces of a sample, and add it by its first."""
         seen = False
         for piece in pieces:
             if not seen:
@@ -96,7 +96,7 @@ class NpyField:
             self.see(b"", size)
 
     def merge(self, other: NpyField) -> None:
-        """Take in what another one saw."""
+        """Merge what another instance saw."""
         if self._array is None:
             self._array, self._size, self._header = other._array, other._size, other._header
         agrees = other._array is None or (other._size, other._header) == (self._size, self._header)

@@ -1,4 +1,4 @@
-"""The objects of a source, listed: what the manifest's table of objects is made of, and what tasks are cut from."""
+"""The listed objects of a source: the input of the manifest's table of objects and of the tasks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quiver.manifest import OriginObject
 from quiver.shard import U64
 from quiver_client.indexing.columns import I64, Growing, GrowingStrings
 
-BLOCK: Final = 4096  # paths that are Python objects at one time
+BLOCK: Final = 4096  # paths that exist as Python objects at a time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Listing:
     """Objects below ``base`` (a URL that ends in a slash) in byte order of their paths.
 
-    ``single``: the source names this one object itself, rather than a folder or a pattern that may come to hold more.
+    ``single``: the source names this object itself, and not a folder or a pattern that may later match more.
     """
 
     base: str
@@ -52,17 +52,17 @@ class Listing:
         )
 
     def span(self, first: int, end: int) -> list[OriginObject]:
-        """Return the objects ``first`` up to ``end``: a twentieth of the time of asking for one after another."""
+        """Return the objects ``first`` up to ``end``, in a twentieth of the time of fetching them one by one."""
         columns = (self.paths[first:end], self.sizes[first:end], self.etags[first:end], self.mtimes[first:end])
         return [OriginObject(*values) for values in zip(*(column.tolist() for column in columns), strict=True)]
 
     def blocks(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield all paths in blocks: the number of the first, and the paths."""
+        """Yield all paths in blocks: the position of the first, and the paths."""
         for first in range(0, len(self), BLOCK):
             yield first, self.paths[first : first + BLOCK].to_pylist()
 
     def only(self, chosen: npt.NDArray[np.intp]) -> Listing:
-        """Return the listing of these objects alone."""
+        """Return the listing of only these objects."""
         if len(chosen) == len(self):
             return self
         rows = pa.array(chosen)

@@ -1,7 +1,7 @@
-"""Running the tasks of a run in threads: results in the order of the tasks, few of them in flight, one way to stop.
+"""Runs the tasks of indexing in threads: results in the order of the tasks, few in flight, one way to stop.
 
-Threads suffice: reading a file and hashing it both let go of the interpreter's lock. The order makes the manifest
-independent of timing; the bound keeps what is read and not yet gathered small.
+Threads suffice: reading a file and hashing it both release the GIL. The order makes the manifest independent of timing;
+the bound limits the memory of results that are not yet collected.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ T = TypeVar("T")
 A = TypeVar("A")
 
 THREADS_LOCAL_MAX: Final = 16
-THREADS_REMOTE: Final = 32  # at 30 ms a request, a thousand small objects a second
+THREADS_REMOTE: Final = 32  # at 30 ms per request, a thousand small objects per second
 IN_FLIGHT_PER_THREAD: Final = 2
 
 
 class Progress(Protocol):
-    """Who wants to know how far a run is. Both are called from several threads."""
+    """A consumer of progress. Both methods are called from several threads."""
 
     def start(self, total_bytes: int) -> None: ...
 
@@ -32,7 +32,7 @@ class Progress(Protocol):
 
 
 class NoProgress:
-    """Nobody wants to know."""
+    """The null object: it ignores progress."""
 
     def start(self, total_bytes: int) -> None:
         pass
@@ -42,14 +42,14 @@ class NoProgress:
 
 
 class Meter:
-    """What every task is handed: it says how far it got, and hears there whether it should go on."""
+    """What every task is given: the task reports progress to it, and learns from it whether to stop."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self._stopped = threading.Event()
 
     def advance(self, read_bytes: int) -> None:
-        """Count bytes that were read; raise ``Stopped`` if nobody wants the result any more."""
+        """Count bytes that were read; raise ``Stopped`` if the run was cancelled."""
         if self._stopped.is_set():
             raise Stopped
         self.progress.advance(read_bytes)

@@ -1,6 +1,7 @@
-"""Parquet files: each row a sample; binary and text columns and lists of numbers its byte fields, numbers its scalars.
+"""Indexes Parquet files: each row is a sample, whose fields ``parquet_schema`` derives from the columns.
 
-Read row group by row group and in batches inside it, so that memory holds a few batches whatever the files look like.
+Files are read row group by row group, and in batches inside of one, so that memory holds a few batches whatever the
+files look like.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import xxhash
 
 from quiver.errors import BadRequest
 from quiver.manifest import ABSENT, BLOB_TYPE, KEY_FIELD, Field, OriginObject
-from quiver.manifest.schema import SCALAR_TYPES, VARYING
-from quiver.origin.arrays import array_type, inner_shape
+from quiver.manifest.schema import VARYING
+from quiver.origin.arrays import inner_shape
 from quiver.origin.parquet import chunks_of, column_of
 from quiver.shard import U64
 from quiver_client.indexing.columns import XXH3_OF_NOTHING, Rows, Samples, byte_rows
 from quiver_client.indexing.objects import Listing
 from quiver_client.indexing.parallel import Meter, in_order
+from quiver_client.indexing.parquet_schema import check_same, fields_of, has_keys
 from quiver_client.indexing.reading import Handle, ObjectFile, Objects
 from quiver_client.indexing.report import NAMES_MAX, Notices
 from quiver_client.indexing.selection import Selection
@@ -44,15 +46,12 @@ HOLES: Final = (
 )
 PHYSICAL_BYTES: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
 
-_Features = dict[str, Any]
-
-
 _Sides = tuple[int | None, ...]  # of the arrays of nested lists, from the second dimension on
 
 
 @dataclass(slots=True)
 class _Hashed:
-    """What a task found: samples, the sides of nested lists by field, and rows that cannot be samples."""
+    """The result of a task: samples, the lengths of nested lists by field, and rows that cannot be samples."""
 
     samples: Samples
     sides: dict[str, _Sides]
@@ -82,10 +81,10 @@ def index_parquet(
     def check(listed: OriginObject, schema: pa.Schema) -> None:
         if not schemas:
             selection.check(schema.names, listed.path)
-            fields.extend(_fields(listed.path, schema, selection, notices))
+            fields.extend(fields_of(listed.path, schema, selection, notices))
             schemas.append((listed.path, schema))
         else:
-            _check_same(fields, schemas[0], listed.path, schema, selection)
+            check_same(fields, schemas[0], listed.path, schema, selection)
 
     def work(part: _Part) -> _Hashed:
         return _hash_part(part, objects, tuple(fields), plain_keys=listing.single)
@@ -99,13 +98,13 @@ def index_parquet(
         firsts.append(len(samples))
         samples.absorb(found.samples)
     samples.unit_firsts = firsts
-    if schemas and _has_keys(schemas[0][1], selection):
+    if schemas and has_keys(schemas[0][1], selection):
         _refuse_equal_keys(samples, schemas[0][0])
     return samples, tuple(_with_shape(field, samples, sides) for field in fields)
 
 
 def _agreed(name: str, one: _Sides, other: _Sides, where: str = "") -> _Sides:
-    """Return the sides that two parts of a column share. Raises ``BadRequest`` if they differ."""
+    """Return the shape that two parts of a column share. Raises ``BadRequest`` if they differ."""
     merged = tuple(a if b is None else b for a, b in zip(one, other, strict=True))
     if any(a is not None and a != side for a, side in zip(one, merged, strict=True)):
         raise _ragged(name, where or f"some rows have {_shown_sides(one)}, others {_shown_sides(other)}")
@@ -124,7 +123,7 @@ def _shown_sides(sides: _Sides) -> str:
 
 
 def _with_shape(field: Field, samples: Samples, sides: dict[str, _Sides]) -> Field:
-    """Return the field; of lists of any length with the shape that all of them turned out to have."""
+    """Return the field; for lists of variable length, with the shape that all of them have."""
     if not field.is_array or field.shape is not None or not len(samples):
         return field
     inner = tuple(side or 0 for side in sides.get(field.name, ()))
@@ -132,19 +131,11 @@ def _with_shape(field: Field, samples: Samples, sides: dict[str, _Sides]) -> Fie
         return field  # not one row has a value
     field = msgspec.structs.replace(field, shape=(VARYING, *inner))
     lengths = samples.blobs[field.name].lengths.view()
-    shortest = int(lengths.min())  # an absent one is longer than any
+    shortest = int(lengths.min())  # an absent one counts as longer than any
     longest = int(lengths.max(where=lengths != ABSENT, initial=0))
     if shortest == longest:
         return msgspec.structs.replace(field, shape=(longest // field.step_bytes, *inner))
     return field if inner else msgspec.structs.replace(field, shape=None)
-
-
-def _has_keys(schema: pa.Schema, selection: Selection) -> bool:
-    """Whether the files name their samples themselves, in a text column ``__key__``."""
-    at = schema.get_field_index(KEY_FIELD)
-    kind = schema.field(at).type if at >= 0 else None
-    text = pa.types.is_string(kind) or pa.types.is_large_string(kind) if kind is not None else False
-    return bool(text) and KEY_FIELD not in selection.excluded
 
 
 def _refuse_equal_keys(samples: Samples, path: str) -> None:
@@ -153,7 +144,7 @@ def _refuse_equal_keys(samples: Samples, path: str) -> None:
         counts = pa.compute.value_counts(keys)
         twice = counts.filter(pa.compute.greater(counts.field("counts"), 1))[0]["values"].as_py()
         raise BadRequest(
-            f"column {KEY_FIELD} of {path} holds {twice[:80]!r} more than once, and samples need names of their own;"
+            f"column {KEY_FIELD} of {path} holds {twice[:80]!r} more than once, and samples need distinct names;"
             f" leave it out with --exclude {KEY_FIELD}, and samples are numbered"
         )
 
@@ -165,13 +156,13 @@ def _parts(
     notices: Notices,
     selection: Selection,
 ) -> Iterator[_Part]:
-    """Open each file in turn for its footer, and cut it into tasks of a row group each."""
+    """Read the footer of each file, and cut the file into tasks of a row group each."""
     for number in range(len(listing)):
         listed = listing.object(number)
         with _opened(objects.open(listed)) as file:
             metadata = file.metadata
             check(listed, file.schema_arrow)
-            keyed = _has_keys(file.schema_arrow, selection)
+            keyed = has_keys(file.schema_arrow, selection)
         if not metadata.num_rows:
             notices.add("Parquet files without a row", listed.path)
         row = 0
@@ -184,7 +175,7 @@ def _parts(
 
 @contextmanager
 def _opened(handle: Handle, metadata: pq.FileMetaData | None = None) -> Iterator[pq.ParquetFile]:
-    """Open a Parquet file; turn what pyarrow says of it into an error that names it."""
+    """Open a Parquet file; map pyarrow's exceptions to errors that name the file."""
     done = False
     try:
         with pq.ParquetFile(ObjectFile(handle), metadata=metadata, pre_buffer=False, buffer_size=READ_BYTES) as file:
@@ -192,7 +183,7 @@ def _opened(handle: Handle, metadata: pq.FileMetaData | None = None) -> Iterator
         done = True
     except (pa.ArrowException, OSError, EOFError) as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadRequest(f"{handle.url} is no Parquet file, or is broken: {why}; make or copy it again") from error
+        raise BadRequest(f"{handle.url} is not a Parquet file, or is damaged: {why}; make or copy it again") from error
     finally:
         handle.close(check=done)
 
@@ -227,7 +218,7 @@ def _columns(
 ) -> tuple[list[pa.Array], pa.Array | None]:
     """Return the byte columns, each as large binary, and which rows can be samples, None if all.
 
-    An array with a hole in it has no bytes, so that its row is left out and named.
+    An array with a null inside has no bytes, so its row is left out and named.
     """
     kept = np.ones(batch.num_rows, np.bool_)
     arrays = []
@@ -302,14 +293,14 @@ def _batch_rows(part: _Part) -> int:
 
 
 def _decoded_bytes(group: pq.RowGroupMetaData) -> int:
-    """Return about what a row group takes in memory: a page of a million equal numbers is a few bytes in the file."""
+    """Estimate a row group's size in memory: a page of a million equal numbers is a few bytes in the file."""
     chunks = [group.column(i) for i in range(group.num_columns)]
     numbers = sum(chunk.num_values * PHYSICAL_BYTES.get(chunk.physical_type, 0) for chunk in chunks)
     return max(int(group.total_byte_size), int(numbers))
 
 
 def _check_paths(batch: pa.RecordBatch, blobs: list[Field], arrays: list[pa.Array], where: str, row: int) -> None:
-    """Refuse a row whose image is a path without bytes: the bytes lie somewhere that a manifest cannot name."""
+    """Raise ``BadRequest`` for a row whose image is a path without bytes: a manifest cannot name where they lie."""
     for field, array in zip(blobs, arrays, strict=True):
         if field.column == field.name or not array.null_count:
             continue
@@ -324,111 +315,3 @@ def _check_paths(batch: pa.RecordBatch, blobs: list[Field], arrays: list[pa.Arra
                 f"{where} {row + at} has a path in column {field.name} ({paths[at].as_py()!r}) but no bytes;"
                 " embed the files when writing the dataset, or index the files themselves"
             )
-
-
-def _fields(path: str, schema: pa.Schema, selection: Selection, notices: Notices) -> list[Field]:
-    """Return the fields of a file, in the order of its columns."""
-    features = _features(schema)
-    fields = []
-    twice = [name for name in schema.names if schema.names.count(name) > 1]
-    if twice:
-        raise BadRequest(f"{path} has several columns named {twice[0]!r}; write it again with names of their own")
-    for column in schema:
-        if not selection.takes(column.name) or (column.name == KEY_FIELD and _has_keys(schema, selection)):
-            continue
-        field = None if column.name in (KEY_FIELD, "") else _field(column, features)
-        if field is None:
-            notices.add(
-                "columns left out, neither bytes, text, numbers nor lists of numbers", f"{column.name}: {column.type}"
-            )
-        else:
-            fields.append(field)
-    if not any(field.type == BLOB_TYPE for field in fields):
-        columns = ", ".join(f"{column.name}: {column.type}" for column in schema)
-        which = "has no column of" if selection.takes_all else "has, of the fields chosen, none of"
-        raise BadRequest(
-            f"{path} {which} bytes, text or lists of numbers, so there is nothing to cache; it has {columns[:300]}"
-        )
-    return fields
-
-
-def _field(column: pa.Field, features: _Features) -> Field | None:
-    kind = column.type
-    if _is_bytes(kind):
-        return Field(column.name, BLOB_TYPE, column=column.name)
-    if pa.types.is_struct(kind):
-        at = kind.get_field_index("bytes")
-        if at >= 0 and _is_bytes(kind.field(at).type):
-            return Field(column.name, BLOB_TYPE, column=f"{column.name}.bytes")
-        return None
-    array = array_type(kind)
-    if array is not None:
-        return Field(column.name, BLOB_TYPE, column=column.name, dtype=array.dtype, shape=array.shape)
-    if str(kind) in SCALAR_TYPES:
-        return Field(column.name, str(kind), classes=_class_names(features.get(column.name)))
-    return None
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    types = pa.types
-    return bool(
-        types.is_binary(kind)
-        or types.is_large_binary(kind)
-        or types.is_string(kind)
-        or types.is_large_string(kind)
-        or types.is_fixed_size_binary(kind)
-        or types.is_string_view(kind)
-        or types.is_binary_view(kind)
-    ) and not types.is_decimal(kind)
-
-
-def _features(schema: pa.Schema) -> _Features:
-    """Return what Hugging Face's datasets library says of the columns, if it wrote the file."""
-    raw = (schema.metadata or {}).get(b"huggingface", b"")
-    try:
-        features = msgspec.json.decode(raw)["info"]["features"] if raw else {}
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return {}
-    return features if isinstance(features, dict) else {}
-
-
-def _class_names(feature: Any) -> tuple[str, ...]:
-    if not isinstance(feature, dict) or feature.get("_type") != "ClassLabel":
-        return ()
-    names = feature.get("names")
-    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
-
-
-def _check_same(
-    fields: list[Field], first: tuple[str, pa.Schema], path: str, schema: pa.Schema, selection: Selection
-) -> None:
-    """Refuse a file whose columns are not those of the first one."""
-    if _has_keys(schema, selection) != _has_keys(first[1], selection):
-        raise BadRequest(
-            f"only one of {first[0]} and {path} names its samples in a column {KEY_FIELD}; leave it out with"
-            f" --exclude {KEY_FIELD}, or index them apart"
-        )
-    others = {field.name: field for field in _fields(path, schema, selection, Notices())}
-    for field in fields:
-        other = others.pop(field.name, None)
-        if other is None or _kind(other, schema) != _kind(field, first[1]):
-            there = "it is missing" if other is None else f"it is {_shown(other, schema)}"
-            raise BadRequest(
-                f"{path}: column {field.name} is {_shown(field, first[1])} in {first[0]} and here {there};"
-                " index files of one schema at a time"
-            )
-    if others:
-        raise BadRequest(
-            f"{path} has columns that {first[0]} has not: {', '.join(others)}; index files of one schema at a time"
-        )
-
-
-def _kind(field: Field, schema: pa.Schema) -> tuple[object, ...]:
-    array = array_type(schema.field(field.name).type) if field.is_array else None
-    return field.type, field.column, field.dtype, field.shape, array and array.dimensions
-
-
-def _shown(field: Field, schema: pa.Schema) -> str:
-    return str(schema.field(field.name).type) if field.is_array else field.type

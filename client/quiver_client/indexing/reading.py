@@ -1,7 +1,7 @@
-"""Reading the objects of a source while indexing: whole, in pieces, or by ranges; never more than a piece in memory.
+"""Reads the objects of a source for indexing: whole, in pieces, or by ranges; never more than a piece is in memory.
 
-``Objects`` is the noun, local and remote. Both say when an object is no longer what the listing saw: a manifest that
-mixes two versions of a file would name samples that nobody can fetch.
+``Objects`` is the noun, with a local and a remote implementation. Both raise ``SourceChanged`` if an object differs
+from what the listing saw: a manifest that mixes two versions of a file would name samples that cannot be fetched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE_BYTES: Final = 8 << 20
 
 
 class Handle(Protocol):
-    """One opened object. Used by one thread."""
+    """One open object. Used by one thread."""
 
     url: str
     size: int
@@ -38,21 +38,21 @@ class Handle(Protocol):
         ...
 
     def close(self, *, check: bool) -> None:
-        """Let go of it; with ``check``, raise ``SourceChanged`` if it is not what the listing saw."""
+        """Close it; with ``check``, raise ``SourceChanged`` if it differs from what the listing saw."""
         ...
 
 
 class Objects(Protocol):
     """The objects below one base URL."""
 
-    threads: int  # that many objects at a time are worth while
+    threads: int  # the number of objects worth reading concurrently
 
     def whole(self, listed: OriginObject) -> memoryview:
         """Return an object of at most ``PIECE_BYTES``, valid until the thread's next call. Raises as ``pieces``."""
         ...
 
     def pieces(self, listed: OriginObject) -> Iterator[memoryview]:
-        """Yield a whole object in pieces, each valid until the next; raises ``SourceChanged`` if it is another one."""
+        """Yield a whole object in pieces, each valid until the next. Raises ``SourceChanged`` if it was replaced."""
         ...
 
     def open(self, listed: OriginObject) -> Handle: ...
@@ -67,7 +67,7 @@ def open_objects(base: str, meter: Meter) -> Objects:
 
 
 def hash_object(objects: Objects, listed: OriginObject, npy: NpyField | None = None) -> tuple[bytes, int]:
-    """Return BLAKE3 and XXH3-64 of a whole object; ``npy`` is shown how it begins."""
+    """Return BLAKE3 and XXH3-64 of a whole object; ``npy`` is given its beginning."""
     if listed.size <= PIECE_BYTES:
         data = objects.whole(listed)
         if npy is not None:
@@ -115,7 +115,7 @@ class LocalObjects:
             handle.close(check=done)
 
     def _buffer(self, size_bytes: int) -> memoryview:
-        """Return this thread's buffer: fresh memory for each file would cost as much as reading it."""
+        """Return this thread's buffer: allocating memory per file would cost as much as reading the file."""
         kept: memoryview | None = getattr(self._kept, "buffer", None)
         if kept is None or len(kept) < size_bytes:
             kept = self._kept.buffer = memoryview(bytearray(min(max(2 * size_bytes, 1 << 16), PIECE_BYTES)))
@@ -129,7 +129,7 @@ class LocalObjects:
 
 
 class LocalHandle:
-    """An opened local file."""
+    """An open local file."""
 
     def __init__(self, path: str, listed: OriginObject, meter: Meter) -> None:
         self.url = path
@@ -137,7 +137,7 @@ class LocalHandle:
         self._listed = listed
         self._meter = meter
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a fifo in its place must not hang us
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # opening a FIFO must not hang
         except (FileNotFoundError, NotADirectoryError):
             raise SourceChanged(path, "vanished") from None
         except PermissionError:
@@ -212,7 +212,7 @@ class RemoteObjects:
         self.store.close()
 
     def require_ranges(self, listed: OriginObject) -> None:
-        """Raise ``BadRequest`` if the server answers no byte ranges: a manifest of its objects would be of no use."""
+        """Raise ``BadRequest`` if the server does not answer byte ranges: its manifest would be useless."""
         if listed.size < 2:
             return
         url = self.base + listed.path
@@ -221,12 +221,12 @@ class RemoteObjects:
                 self.client.get_range(listed.path, start=1, end=2)
             except NoRanges as error:
                 raise BadRequest(
-                    f"{url}: the server answers no byte ranges, which samples inside large objects need;"
+                    f"{url}: the server does not answer byte ranges, which samples inside large objects need;"
                     " serve the data with one that does (nginx, S3), or copy it here"
                 ) from error
 
     def compare(self, listed: OriginObject, now: Any) -> None:
-        """Raise ``SourceChanged`` if the store describes another object than the listing did."""
+        """Raise ``SourceChanged`` if the store describes the object differently than the listing did."""
         etag = now.get("e_tag") or ""
         if now["size"] != listed.size or (etag and listed.etag and etag != listed.etag):
             raise SourceChanged(self.base + listed.path, "changed")
@@ -256,7 +256,7 @@ class RemoteHandle:
 
 @contextmanager
 def mapped(url: str, *, listing: bool = False) -> Iterator[None]:
-    """Turn obstore's exceptions about ``url`` into ours. ``listing``: an object that is not there never was."""
+    """Map obstore's exceptions about ``url`` to ours. ``listing``: a missing object is ``NotFound``, not changed."""
     from quiver.origin.remote import path_errors, store_errors
 
     try:
@@ -269,7 +269,7 @@ def mapped(url: str, *, listing: bool = False) -> Iterator[None]:
 
 
 class ObjectFile(io.RawIOBase):
-    """A handle as a seekable file, which is what the Parquet reader takes."""
+    """A handle as a seekable file, for the Parquet reader."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle

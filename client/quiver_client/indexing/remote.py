@@ -1,4 +1,4 @@
-"""Listing object stores: S3, GCS and Azure through obstore, whose list is one request a thousand objects."""
+"""Lists object stores (S3, GCS, Azure) through obstore, whose list takes one request per thousand objects."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quiver_client.indexing.report import Notices
 
 
 def list_store(url: str, notices: Notices) -> Listing:
-    """List an object, or what is below a prefix, of ``s3://bucket/path``. The path is the key itself, not quoted."""
+    """List an object, or the objects below a prefix, of ``s3://bucket/path``. The path is the unquoted key."""
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     if not bucket:
@@ -37,7 +37,7 @@ def list_store(url: str, notices: Notices) -> Listing:
 
 
 def list_named(base: str, names: Sequence[str]) -> Listing:
-    """List objects that are named one by one, relative to ``base``."""
+    """List objects that are named individually, relative to ``base``."""
     from quiver.origin.remote import connect
 
     store = connect(base)
@@ -54,7 +54,7 @@ def list_named(base: str, names: Sequence[str]) -> Listing:
 
 
 def store_base(scheme: str, bucket: str, folder: str) -> str:
-    """Return the base URL of a folder of a bucket, quoted, ending in a slash."""
+    """Return the quoted base URL of a folder of a bucket, with a slash at the end."""
     return f"{scheme}://{bucket}/" + (quote(folder) + "/" if folder else "")
 
 
@@ -83,7 +83,7 @@ def _list_prefix(base: str, url: str, notices: Notices) -> Listing:
 
 
 def _without_folder_markers(listing: Listing, base: str, empty: list[str]) -> Listing:
-    """Drop the empty objects ``name/`` that consoles make for folders; the store's client lists them as ``name``."""
+    """Drop the empty objects ``name/`` that consoles create for folders; the store's client lists them as ``name``."""
     from quiver.origin.remote import connect
 
     if not empty:

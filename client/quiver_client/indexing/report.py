@@ -1,7 +1,7 @@
-"""What indexing has to say besides the manifest: counts, and every loss by name.
+"""What indexing reports besides the manifest: counts, and everything skipped by name.
 
-A dataset of a million samples can have a million things wrong with it, so each kind of thing is counted in full and
-named up to ``NAMES_MAX`` times.
+A million samples can have a million faults, so each kind of fault is counted in full and named up to ``NAMES_MAX``
+times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NAMES_SHOWN: Final = 20  # in a line for people
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One kind of thing that a user should know of, and to what it happened: ``names`` are the first of ``count``."""
+    """One kind of fault that the user should know: ``names`` are the first of ``count`` affected."""
 
     what: str
     count: int
@@ -29,7 +29,7 @@ class Notice:
 
 
 class Notices:
-    """Collects notices. One per task, merged in the order of the tasks, so that timing does not show."""
+    """Collects notices. One per task, merged in the order of the tasks, so that the result is deterministic."""
 
     def __init__(self) -> None:
         self._found: dict[str, tuple[int, list[str]]] = {}
@@ -50,7 +50,7 @@ class Notices:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``index`` did: ``bytes`` of the ``distinct`` samples, in shards of ``shard_bytes`` at most."""
+    """The result of ``index``: ``bytes`` of ``distinct`` samples, in shards of at most ``shard_bytes``."""
 
     manifest: Path
     digest: str

@@ -1,4 +1,4 @@
-"""``index``: one pass over a source where it lies, and a manifest at the end of it.
+"""``index``: makes a manifest in one pass over a source where it lies.
 
 list the source → choose the format → hash every sample, in parallel → store equal ones once → place → write
 """
@@ -52,22 +52,24 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
 ) -> Report:
     """Read ``source`` once, where it lies, and write its manifest to ``output``.
 
-    source: a path, a ``file://``, ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL of a file or folder, or a brace
-    pattern of either; or several local files. ``output``: a file that is not there yet, or an older manifest, which is
-    replaced if ``force``; anything else is refused. ``shard_bytes``: the most that a shard holds; ``auto`` gives some
-    hundred shards, of 32 MiB at most. ``fields``: those to take, all if None; ``exclude``: those to leave out. They are
-    columns of Parquet files (``__key__``: what names the samples), extensions in tars, else ``data`` or ``image`` and
-    ``label``. ``layout`` is ``mixed`` for separate files and ``sequential`` for tars and Parquet files unless
-    told otherwise (or the layout of ``base``). ``base``: an older manifest.
-    Each of its shards whose samples are all still there is kept, and the
-    other samples are laid out among themselves; a shard that lost a sample could not be filled from the new source, so
-    that its remaining samples move. Returns a report; raises a ``QuiverError`` that names what is wrong, and then
-    leaves no file behind.
+    ``source``: a path, a ``file://``, ``s3://``, ``gs://``, ``az://`` or ``http(s)://`` URL of a file or folder, or a
+    brace pattern of either; or several local files. ``output``: a new file, or an older manifest, which is replaced if
+    ``force``; anything else is rejected. ``layout``: default ``mixed`` for separate files, ``sequential`` for tars and
+    Parquet files, or the layout of ``base``. ``shard_bytes``: the maximum size of a shard; ``auto`` gives some hundred
+    shards of 32 MiB at most.
+
+    ``fields``: the fields to take, all if None; ``exclude``: those to leave out. They are columns of Parquet files
+    (``__key__`` names the samples), extensions in tars, else ``data``, or ``image`` and ``label``.
+
+    ``base``: an older manifest. Its shards whose samples all still exist are kept, and the other samples are placed
+    among themselves. A shard that lost a sample could not be filled from the new source, so its other samples move.
+
+    Return a report. Raises a ``QuiverError`` that names what is wrong, and then leaves no file behind.
     """
     if format not in FORMATS:
-        raise Misconfigured(f"format {format!r} is not known; use one of {', '.join(FORMATS)}")
+        raise Misconfigured(f"unknown format {format!r}; use one of {', '.join(FORMATS)}")
     if layout not in LAYOUTS:
-        raise Misconfigured(f"layout {layout!r} is not known; use one of {', '.join(LAYOUTS)}")
+        raise Misconfigured(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
     selection = Selection(fields, exclude)
     limit_bytes = None if shard_bytes == "auto" else _shard_bytes(shard_bytes)
     target = check_output(Path(_local(output, "the output")), force=force)
@@ -95,10 +97,10 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
         notices.add(
             "shards of the base not kept, since samples in them are gone", str(old.path), count=assembled.left_shards
         )
-    check_output(target, force=force)  # hours may have gone by
+    check_output(target, force=force)  # hours may have passed
     write_manifest(target, assembled.parts)
     reused = assembled.reused_shards
-    del assembled  # before the manifest is read and checked: what it says is in memory once
+    del assembled  # before the manifest is read and checked: its content is in memory once
     manifest = Manifest.open(target)
     return Report(
         manifest=target,
@@ -118,7 +120,7 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
 def _list(
     source: str | PathLike[str] | Sequence[str | PathLike[str]], notices: Notices, target: Path
 ) -> tuple[Listing, str]:
-    """Return the objects of the source, and what to call it."""
+    """Return the objects of the source, and a name for it."""
     if isinstance(source, (str, PathLike)):
         return list_source(os.fspath(source), notices, target), os.fspath(source)
     names = [os.fspath(one) for one in source]
@@ -154,7 +156,7 @@ def _read(
 
 
 def _require_ranges(form: SourceFormat, listing: Listing, objects: Objects) -> None:
-    """Whole small files can be read from any HTTP server; parts of files only from one that answers byte ranges."""
+    """Any HTTP server can serve small whole files; parts of files need one that answers byte ranges."""
     largest = listing.object(int(np.argmax(listing.sizes)))
     if isinstance(objects, RemoteObjects) and (form in ("webdataset", "parquet") or largest.size > RUN_BYTES_MAX):
         objects.require_ranges(largest)

@@ -1,4 +1,4 @@
-"""Which fields of a source become fields of the samples: what ``--fields`` and ``--exclude`` ask for."""
+"""Which fields of a source become fields of the samples: ``--fields`` and ``--exclude``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from quiver.errors import Misconfigured
 
 
 class Selection:
-    """Fields to take, all if none are named, without those to leave out. Knows which names it was never asked about."""
+    """The fields to take (all if none are named) less those to exclude. Checks that the names exist."""
 
     def __init__(self, fields: Collection[str] | None = None, exclude: Collection[str] = ()) -> None:
         both = sorted(set(fields or ()) & set(exclude))
         if both:
-            raise Misconfigured(f"field {both[0]!r} is both to be taken and to be excluded; say one")
+            raise Misconfigured(f"field {both[0]!r} is in both --fields and --exclude; remove it from one")
         if fields is not None and not fields:
-            raise Misconfigured("no field is to be taken; name at least one, or leave --fields away to take all")
+            raise Misconfigured("--fields names no field; name at least one, or omit --fields to take all")
         self._fields = None if fields is None else frozenset(fields)
         self.excluded = frozenset(exclude)
 
@@ -27,7 +27,7 @@ class Selection:
         return name not in self.excluded and (self._fields is None or name in self._fields)
 
     def check(self, present: Iterable[str], where: str) -> None:
-        """Raise ``Misconfigured`` if a field is named that is not there."""
+        """Raise ``Misconfigured`` if a named field does not exist."""
         there = sorted(set(present))
         unknown = sorted(((self._fields or frozenset()) | self.excluded) - set(there))
         if unknown:

@@ -1,7 +1,7 @@
-"""Walking the members of an uncompressed tar: ustar, GNU and pax headers, by reads of the caller's.
+"""Iterates over the members of an uncompressed tar (ustar, GNU and pax headers), with the caller's read function.
 
-The standard library's reader takes garbage in the middle of an archive for its end, and keeps an object for every
-member; here what cannot be read is an error that names the offset.
+The standard library's reader takes garbage in the middle of an archive for its end and keeps an object per member. Here
+an unreadable header is an error that names the offset.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ReadAt = Callable[[int, int], memoryview]  # (offset, length) -> exactly that ma
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A member: ``odd`` says what it is if it is no regular file."""
+    """A member; ``odd`` describes it if it is not a regular file."""
 
     name: str
     start: int  # offset of its first header
@@ -41,11 +41,11 @@ def members(
     no_end: Callable[[], None] = lambda: None,
     more: Callable[[], None] = lambda: None,
 ) -> Iterator[Member]:
-    """Yield the members of the tar of ``size`` bytes, but for folders.
+    """Yield the members of a tar of ``size`` bytes, except folders.
 
-    ``no_end`` is called if its end mark is missing, ``more`` if something comes after it, as in tars put together.
+    ``no_end`` is called if the end mark is missing, ``more`` if something follows it, as in concatenated tars.
 
-    Raises ``BadRequest`` naming ``url`` and the offset where it is broken or cut short.
+    Raises ``BadRequest`` naming ``url`` and the offset at which the tar is damaged or truncated.
     """
     walk = _Walk(url, size, read)
     while (member := walk.next()) is not None:
@@ -67,14 +67,14 @@ class _Walk:
         self.ended = False
 
     def goes_on(self) -> bool:
-        """Whether anything but padding comes after the end mark."""
+        """Whether anything but padding follows the end mark."""
         for at in range(self._at, self._size, PADDING_BYTES):
             if any(self._read(at, min(PADDING_BYTES, self._size - at))):
                 return True
         return False
 
     def next(self) -> Member | None:
-        """Return the next member with all that its extended headers say."""
+        """Return the next member, with its extended headers applied."""
         start = self._at
         pax: dict[str, str] = {}
         long_name = ""
@@ -105,7 +105,7 @@ class _Walk:
         data = self._at + BLOCK
         if kind == _SPARSE:
             more = header[482]
-            while more:  # the map of a sparse file goes on in further blocks
+            while more:  # the map of a sparse file continues in further blocks
                 if data + BLOCK > self._size:
                     raise self._broken(data, "ends in the map of a sparse file")
                 more = self._read(data, BLOCK)[504]
@@ -128,10 +128,10 @@ class _Walk:
         return Member(name, start, data, size, odd)
 
     def _extended(self, size: int) -> bytes:
-        """Return the content of an extended header at the current place, and go past it."""
+        """Return the content of the extended header at the current offset, and advance past it."""
         data = self._at + BLOCK
         if size > EXTENDED_BYTES_MAX or data + size > self._size:
-            raise self._broken(self._at, f"has an extended header of {size} bytes, which is cut short or too large")
+            raise self._broken(self._at, f"has an extended header of {size} bytes, which is truncated or too large")
         content = bytes(self._read(data, size))
         self._at = data + -(-size // BLOCK) * BLOCK
         return content
@@ -187,13 +187,13 @@ class _Walk:
 
     def _broken(self, offset: int, why: str) -> BadRequest:
         return BadRequest(
-            f"{self._url} is no tar, or is broken: at byte {offset} of {self._size} it {why}; make or copy it again"
+            f"{self._url} is not a tar, or is damaged: at byte {offset} of {self._size} it {why}; make or copy it again"
         )
 
 
 def _name(header: bytes) -> bytes:
     name = header[:100].split(b"\0", 1)[0]
-    if header[257:263] == b"ustar\0":  # GNU's own magic, "ustar  ", has other things in the place of the prefix
+    if header[257:263] == b"ustar\0":  # under GNU's own magic, "ustar  ", the prefix field has another meaning
         prefix = header[345:500].split(b"\0", 1)[0]
         return prefix + b"/" + name if prefix else name
     return name

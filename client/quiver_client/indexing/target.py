@@ -1,4 +1,4 @@
-"""Where a manifest may be written: over nothing that is anybody's data."""
+"""Where a manifest may be written: never over anything but another manifest."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from quiver.manifest import Manifest
 
 
 def check_output(path: Path, *, force: bool) -> Path:
-    """Return the file that a manifest is to be written to: itself, or what a link of that name stands for.
+    """Return the file to write the manifest to: ``path``, or the target of a symbolic link.
 
-    Raises ``Misconfigured`` for a folder, a device, a file that is no manifest, and for a manifest unless ``force``;
-    ``NotFound`` and ``DiskFailed`` where no file can be made. So what cannot work is refused before hours of reading.
+    Raises ``Misconfigured`` for a folder, a device, a file that is not a manifest, and for a manifest unless ``force``;
+    ``NotFound`` and ``DiskFailed`` if the file cannot be created. So it fails before hours of reading, not after.
     """
     target = Path(os.path.realpath(path))
     if target.is_dir():
@@ -33,9 +33,9 @@ def check_output(path: Path, *, force: bool) -> Path:
         Manifest.open(target)
     except QuiverError as error:
         raise Misconfigured(
-            f"{path} is there already and is no manifest that can be read, and nothing else is written over"
-            f" ({error}); choose another name, or remove it"
+            f"{path} already exists and cannot be read as a manifest ({error}); other files are never overwritten:"
+            " choose another name, or remove it"
         ) from error
     if not force:
-        raise Misconfigured(f"{path} is there already; choose another name, or write over it with --force")
+        raise Misconfigured(f"{path} already exists; choose another name, or overwrite it with --force")
     return target

@@ -1,6 +1,6 @@
-"""Listing what an HTTP server offers: objects named by their URL, and folders whose index page links to them.
+"""Lists the objects of an HTTP server: objects named by their URL, and folders whose index page links to them.
 
-Only links that stay below the folder are followed, so that a page cannot lead the indexer astray.
+Only links to below the folder are followed, so that a page cannot lead the indexer elsewhere.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def tidy(url: str) -> str:
 
 
 def split_object(url: str) -> tuple[str, str]:
-    """Return the base URL of a tidy URL and the path of the object in it, not quoted."""
+    """Return the base URL of a normalised URL, and the unquoted path of the object in it."""
     base, _, name = url.rpartition("/")
     return base + "/", unquote(name)
 
 
 def _look(url: str) -> str:
-    """Return the folder that a URL leads to (a server sends ``folder`` on to ``folder/``), or the URL of an object."""
+    """Return the folder that a URL leads to (servers redirect ``folder`` to ``folder/``), or the URL of an object."""
     with _asked(url, "HEAD") as answer:
         return tidy(answer.url) if answer.url.endswith("/") else url
 
 
 def _crawl(folder: str) -> Iterator[str]:
-    """Yield the paths of all files below a folder, relative to it, not quoted."""
+    """Yield the unquoted paths of all files below a folder, relative to it."""
     waiting = deque([folder])
     seen = {folder}
     files: set[str] = set()
@@ -109,7 +109,7 @@ def _links(page: str) -> list[str]:
 
 
 def _below(page: str, link: str) -> Iterator[str]:
-    """Yield the link in full if it leads to a file or folder of the same server; a query is a column to sort by."""
+    """Yield the absolute link if it leads to a file or folder of the same server; links with a query sort the page."""
     try:
         parts = urlsplit(urljoin(page, link))
     except ValueError:
@@ -131,7 +131,7 @@ class _Links(HTMLParser):
 
 @contextmanager
 def _asked(url: str, method: str) -> Iterator[HTTPResponse]:
-    """Make one request; turn what can go wrong with it into our errors."""
+    """Make one request; map its failures to our errors."""
     request = urllib.request.Request(url, method=method, headers={"User-Agent": "quiver"})
     try:
         with _OPENER.open(request, timeout=REQUEST_SECONDS) as answer:
@@ -144,7 +144,7 @@ def _asked(url: str, method: str) -> Iterator[HTTPResponse]:
 
 
 class _SlashOnly(urllib.request.HTTPRedirectHandler):
-    """Follows from ``folder`` to ``folder/``; any other redirect leads where nobody said that the data lies."""
+    """Follows a redirect from ``folder`` to ``folder/`` and no other: the user named where the data lies."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         if newurl == req.full_url + "/":

@@ -1,7 +1,7 @@
-"""WebDataset tars: members ``dir/base.ext`` with one ``dir/base`` are a sample, each extension a field of it.
+"""Indexes WebDataset tars: the members ``dir/base.*`` with one ``dir/base`` are a sample, each extension a field.
 
-One streaming pass over each tar, several tars at a time. A window of the tar is in memory; a sample is hashed when the
-next one begins, out of the window, so that its fields can be taken in the header's order whatever order they came in.
+One streaming pass over each tar, several tars concurrently. A window of the tar is in memory. A sample is hashed from
+the window when the next one begins, so that its fields are in the header's order, whatever their order in the tar.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 class Window:
-    """The part of an object that is being looked at, read in long runs: forward, or from where the caller keeps."""
+    """A window on an object, read in long runs: forward, or from the offset ``keep`` on."""
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._buffer = bytearray(min(PIECE_BYTES, handle.size))
         self._start = self._end = 0
-        self.keep = 0  # bytes from here on are wanted again
+        self.keep = 0  # bytes from here on will be needed again
 
     def read(self, offset: int, length: int) -> memoryview:
         """Return bytes of the object, at most ``PIECE_BYTES``, valid until the next call."""
@@ -104,7 +104,7 @@ class Window:
             at = offset - self._start
             return memoryview(self._buffer)[at : at + length]
         if offset > self._end and offset + length - self.keep > len(self._buffer):
-            peek = memoryview(bytearray(length))  # the header behind a large member: keep what comes before it
+            peek = memoryview(bytearray(length))  # the header behind a large member: keep what precedes it
             self._handle.read_into(offset, peek)
             return peek
         self._move(offset, length)
@@ -114,7 +114,7 @@ class Window:
     def _move(self, offset: int, length: int) -> None:
         start = min(self.keep, offset)
         if offset + length - start > len(self._buffer):
-            start = offset  # what is to be kept does not fit beside it, and is read again if it is wanted
+            start = offset  # the kept bytes do not fit beside it, and are read again if needed
         have = max(self._end - start, 0) if self._start <= start else 0
         if have:
             self._buffer[:have] = self._buffer[start - self._start : self._end - self._start]
@@ -129,14 +129,14 @@ class _Tar:
 
     def __init__(self, listing: Listing, number: int, objects: Objects, selection: Selection) -> None:
         self._selection = selection
-        self.left_out: set[str] = set()  # extensions that are not asked for
+        self.left_out: set[str] = set()  # extensions that were not selected
         self._number = number
         self._listed: OriginObject = listing.object(number)
         self._objects = objects
         self._prefix = "" if listing.single else self._listed.path + "/"
         self._samples = Samples()
         self._notices = Notices()
-        self._key_hashes = Growing(np.uint64)  # of all keys: to see whether one comes again takes 8 bytes a sample
+        self._key_hashes = Growing(np.uint64)  # of all keys: detecting duplicates takes 8 bytes per sample
         self._keys: list[str] = []
         self._digests: list[bytes] = []
         self._rows: list[dict[str, tuple[int, int, int]]] = []  # extension -> length, offset, xxh3
@@ -188,7 +188,7 @@ class _Tar:
         return named
 
     def _finish(self, key: str, parts: dict[str, Part]) -> None:
-        """Hash a sample of which all members were seen."""
+        """Hash a sample whose members have all been seen."""
         if not parts:
             return
         label = parts.pop(CLASS_FIELD, None)
@@ -245,7 +245,7 @@ class _Tar:
         self._notices.add("tars without an end mark, perhaps cut short between two members", self._listed.path)
 
     def _more(self) -> None:
-        what = "tars with something behind their end mark, which is left out; were tars put together?"
+        what = "tars with data after their end mark, which is left out; were tars concatenated?"
         self._notices.add(what, self._listed.path)
 
     def _twice(self, key: str, extension: str) -> BadRequest:
@@ -254,7 +254,7 @@ class _Tar:
         )
 
     def _join_interleaved(self) -> None:
-        """Put together the samples whose members do not follow one another, and say which they are."""
+        """Merge the rows of samples whose members are not adjacent, and report them."""
         samples = self._samples
         if not len(samples):
             return
@@ -284,7 +284,7 @@ class _Tar:
         samples.keep(np.flatnonzero(~gone))
 
     def _join_labels(self, runs: dict[str, list[int]]) -> None:
-        """Give the first row of each sample the class that one of its rows has."""
+        """Copy the class that one of a sample's rows has to its first row."""
         if CLASS_FIELD not in self._samples.scalars:
             return
         labels = self._samples.take_scalar(CLASS_FIELD)
@@ -299,7 +299,7 @@ class _Tar:
         self._samples.scalars[CLASS_FIELD] = [pa.array(values, pa.int64(), mask=~known)]
 
     def _join(self, key: str, rows: list[int]) -> None:
-        """Gather the byte fields of several rows in the first of them."""
+        """Move the byte fields of several rows to the first of them."""
         first = rows[0]
         parts: dict[str, Part] = {}
         holders = set()
@@ -313,7 +313,7 @@ class _Tar:
                 parts[name] = Part(int(origins[row]), int(lengths[row]))
                 lengths[first], origins[first], xxh3[first] = lengths[row], origins[row], xxh3[row]
         digests = self._samples.digests.view()
-        if len(holders) == 1:  # the other runs were nothing but a class, which is not hashed
+        if len(holders) == 1:  # the other runs held only a class, which is not hashed
             digests[first] = digests[holders.pop()]
             return
         strong = blake3.blake3()
@@ -329,7 +329,7 @@ class _Tar:
 
 
 def _name_incomplete(samples: Samples, notices: Notices) -> None:
-    """Say which samples lack a member that others have."""
+    """Report which samples lack a member that others have."""
     for name in sorted(samples.blobs):
         rows = np.flatnonzero(samples.blobs[name].lengths.view() == np.uint64(ABSENT))
         if len(rows):
