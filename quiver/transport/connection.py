@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from quiver import forks
 from quiver.errors import BrokenOff, QuiverError, Unavailable
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
@@ -71,6 +72,7 @@ class Connection:
         self._kernel_waits = kernel_waits(sock)
         self._set_wait_seconds = 0.0
         sock.setblocking(self._kernel_waits)
+        forks.close_in_child(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
