@@ -6,7 +6,8 @@ that they guard may be half changed in a child: an object that a child can reach
 starts over there.
 
 A file lock (``flock``) belongs to the open file description, of which a child has a copy: the lock would live as long
-as the child, and a child that unlocks it unlocks it for its parent too. So a child closes its copies at once.
+as the child, and a child that unlocks it unlocks it for its parent too. So a child closes its copies at once, and those
+of its parent's connections, on which it would read its parent's answers.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import fcntl
 import os
 import threading
 import weakref
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 Made = TypeVar("Made")
 
 _locks: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_closed: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
 _files: Final[weakref.WeakSet[LockedFile]] = weakref.WeakSet()
 
 
@@ -49,6 +51,17 @@ def event() -> threading.Event:
     return _freed_in_child(threading.Event())
 
 
+class Closable(Protocol):
+    """What has something open."""
+
+    def close(self) -> None: ...
+
+
+def close_in_child(owner: Closable) -> None:
+    """Have a child close its copies of what the parent has open, such as a connection: it is the parent's to use."""
+    _closed.add(owner)
+
+
 class LockedFile:
     """A file that is open for its lock. The lock ends with ``close`` or with the process that opened it."""
 
@@ -68,6 +81,9 @@ class LockedFile:
 def _in_child() -> None:
     for made in list(_locks):
         made._at_fork_reinit()
+    for owner in list(_closed):
+        with contextlib.suppress(OSError):
+            owner.close()
     for file in list(_files):
         fd, file.fd = file.fd, -1
         if fd >= 0:
