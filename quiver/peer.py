@@ -2,18 +2,18 @@
 
 Blocking and without threads of its own, so that it can be used from a thread of a daemon and in a training process that
 forks: connections belong to the process that opened them. Whatever a peer answers is bounded by what was asked. Reads
-go by streams where the peer has them (``quiver.stream``), all else by HTTP (``quiver.exchange``).
+go by streams where the peer has them (``quiver.transport.stream``), all else by HTTP (``quiver.transport.http``).
 """
 
 from __future__ import annotations
 
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
-from quiver.exchange import Exchange
-from quiver.liveness import PATIENT, Patience
 from quiver.reporting import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
-from quiver.stream import U8, ReadStreams
+from quiver.transport.http import Exchange
+from quiver.transport.liveness import PATIENT, Patience
+from quiver.transport.stream import U8, ReadStreams
 from quiver.wire import (
     JSON_BYTES_MAX,
     READ_TYPE,

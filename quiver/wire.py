@@ -1,7 +1,7 @@
 """The wire: what clients and daemons say to one another, and the limits on it (docs/protocol.md).
 
-The batched read is binary, since it is made of arrays on both sides and asked once per peer and batch; everything else
-is JSON. All integers are little-endian.
+A batched read is made of arrays on both sides and asked once per peer and batch, so it is binary. The verbs about whole
+shards (fill, forgo, recheck) are MessagePack, everything else is JSON. All integers of a read are little-endian.
 
     request   "QRD1", shards u32, ranges u32, wait_ms u32, flags u32, manifest digest (32 bytes, zeros: none),
               shard digests (32 bytes each), ranges (shard u32, unused u32, offset u64, length u64)
@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import struct
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,9 +23,12 @@ from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.ring import MEMBERS_MAX, REPLICAS_MAX, Member, Ring, check_member, usable_socket
 
+T = TypeVar("T")
+
 PORT: Final = 7717
 READ_TYPE: Final = "application/vnd.quiver.read"
 SHARD_TYPE: Final = "application/octet-stream"
+MSGPACK_TYPE: Final = "application/msgpack"
 OK: Final = "ok"  # of a daemon's disk and origins
 UNCHECKED: Final = "unchecked"
 MAGIC: Final = b"QRD1"
@@ -35,20 +38,22 @@ READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this bounds
 WAIT_MS_MAX: Final = 30_000
 MESSAGE_CHARS_MAX: Final = 4096
 JSON_BYTES_MAX: Final = 4 << 20
-RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before answering
-FORGO: Final = 2  # flag: the reader was chosen to put these shards there and cannot
+# Flags of a read by clients that do not know the verbs of their own: as ``RecheckRequest`` and ``ForgoRequest``.
+RECHECK: Final = 1
+FORGO: Final = 2
 _HEAD: Final = struct.Struct("<4sIIII32s")
 READ_REQUEST_BYTES_MAX: Final = _HEAD.size + RANGES_MAX * (DIGEST_BYTES + RANGE.itemsize)
+SHARDS_REQUEST_BYTES_MAX: Final = RANGES_MAX * DIGEST_BYTES + 1024  # of a fill, forgo or recheck
 
 
 class RangeStatus(enum.IntEnum):
     """Why a range is or is not in the answer."""
 
     PRESENT = 0
-    FILLING = 1  # being brought in: ask again
+    FILLING = 1  # being filled: retry
     NO_ROOM = 2  # the daemon has no room for the shard now: read the origin
     UPLOAD = 3  # the daemon may not read this origin: you were chosen to read the shard and put it here
-    NO_MANIFEST = 4  # put the manifest, then ask again
+    NO_MANIFEST = 4  # put the manifest, then retry
     FAILED = 5  # the origin failed the daemon: read it yourself
     BAD_RANGE = 6  # past the end of the shard
 
@@ -98,6 +103,100 @@ class ReadRequest:
                 raise BadRequest(f"a read request asks for at most {READ_BYTES_MAX} bytes")
         known = None if manifest == bytes(DIGEST_BYTES) else Digest(manifest)
         return cls(known, shards, ranges, min(wait_ms, WAIT_MS_MAX), flags)
+
+
+class _Shards(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The body of a request about whole shards: their digests back to back."""
+
+    shards: bytes
+    manifest: bytes = b""
+    wait_ms: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    @classmethod
+    def decode(cls, body: Bytes) -> tuple[_Shards, tuple[Digest, ...]]:
+        """Parse a body; return it and the shards. Raises ``BadRequest`` for what breaks a limit or does not add up."""
+        if len(body) > SHARDS_REQUEST_BYTES_MAX:
+            raise BadRequest(f"a request about shards has at most {SHARDS_REQUEST_BYTES_MAX} bytes, not {len(body)}")
+        told = _decode_msgpack(body, cls, "a request about shards")
+        shards = Digest.many(told.shards)
+        if len(shards) > RANGES_MAX or len(set(shards)) != len(shards):
+            raise BadRequest(f"a request names at most {RANGES_MAX} shards, each once")
+        return told, shards
+
+
+def shards_in(body: Bytes) -> int:
+    """Return how many shards the body of a fill, forgo or recheck can name at most: known before it is parsed."""
+    return len(body) // DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class FillRequest:
+    """``POST /v1/fill``: make shards of a manifest resident, and wait for it. Answered by ``ShardStatuses``."""
+
+    manifest: Digest
+    shards: tuple[Digest, ...]
+    wait_ms: int = 0  # at most ``WAIT_MS_MAX``
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(_Shards(b"".join(self.shards), bytes(self.manifest), self.wait_ms))
+
+    @classmethod
+    def decode(cls, body: Bytes) -> FillRequest:
+        """Parse a body. Raises ``BadRequest``."""
+        told, shards = _Shards.decode(body)
+        return cls(Digest(told.manifest), shards, min(told.wait_ms, WAIT_MS_MAX))
+
+
+@dataclass(frozen=True, slots=True)
+class ForgoRequest:
+    """``POST /v1/forgo``: the reader was chosen to upload these shards and cannot. Answered 204."""
+
+    manifest: Digest
+    shards: tuple[Digest, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(_Shards(b"".join(self.shards), bytes(self.manifest)))
+
+    @classmethod
+    def decode(cls, body: Bytes) -> ForgoRequest:
+        """Parse a body. Raises ``BadRequest``."""
+        told, shards = _Shards.decode(body)
+        return cls(Digest(told.manifest), shards)
+
+
+@dataclass(frozen=True, slots=True)
+class RecheckRequest:
+    """``POST /v1/recheck``: wrong bytes of these shards came; verify them before serving them. Answered 204."""
+
+    shards: tuple[Digest, ...]
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(_Shards(b"".join(self.shards)))
+
+    @classmethod
+    def decode(cls, body: Bytes) -> RecheckRequest:
+        """Parse a body. Raises ``BadRequest``."""
+        return cls(_Shards.decode(body)[1])
+
+
+class ShardStatuses(msgspec.Struct, frozen=True):
+    """The answer to a ``FillRequest``: a ``RangeStatus`` per shard, a byte each, in the order asked.
+
+    Never ``BAD_RANGE``. ``PRESENT``: resident and verified.
+    """
+
+    statuses: bytes
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, body: Bytes, count: int) -> ShardStatuses:
+        """Parse an answer about so many shards. Raises ``BadRequest``."""
+        told = _decode_msgpack(body, cls, "an answer about shards")
+        if len(told.statuses) != count or max(told.statuses, default=0) >= RangeStatus.BAD_RANGE:
+            raise BadRequest(f"malformed answer: {len(told.statuses)} statuses for {count} shards, or an unknown one")
+        return told
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -183,6 +282,13 @@ def message_of(error: Exception) -> str:
     """Return what an answer says of an error: some of what its text repeats may be whatever somebody sent."""
     text = str(error)
     return text if len(text) <= MESSAGE_CHARS_MAX else text[:MESSAGE_CHARS_MAX] + "…"
+
+
+def _decode_msgpack(body: Bytes, kind: type[T], what: str) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"{what}: {error}") from error
 
 
 def decode_json(body: Bytes, kind: type[Any], what: str) -> Any:

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, DiskFailed, NotFound, QuiverError
 from quiver.store import Kind, OpenFile
+from quiver.transport.liveness import SLOWEST_BYTES_PER_SECOND
 from quiver.wire import (
     FORGO,
     READ_REQUEST_BYTES_MAX,

@@ -21,7 +21,7 @@ from typing import Final
 from aiohttp import HttpVersion11, web
 
 from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
-from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
+from quiver.transport.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node

@@ -14,9 +14,18 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
-from quiver.liveness import Patience
 from quiver.peer import U8, PeerClient
-from quiver.stream import FRAME, HANDSHAKE_SECONDS, MAGIC, PROTOCOL, RANGES, REFUSAL, ReadStream, refusal_frame
+from quiver.transport.liveness import Patience
+from quiver.transport.stream import (
+    FRAME,
+    HANDSHAKE_SECONDS,
+    MAGIC,
+    PROTOCOL,
+    RANGES,
+    REFUSAL,
+    ReadStream,
+    refusal_frame,
+)
 from quiver.wire import RANGE, ReadRequest
 from tests.support.servers import HostileServer, ok
 
@@ -205,7 +214,7 @@ def test_what_went_wrong_on_a_stream_is_not_met_by_the_next_read(answer: bytes |
 
 def test_a_peer_that_drips_a_large_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes well within the silence that is allowed."""
-    monkeypatch.setattr("quiver.stream.SLOWEST_BYTES_PER_SECOND", 1 << 20)
+    monkeypatch.setattr("quiver.transport.stream.SLOWEST_BYTES_PER_SECOND", 1 << 20)
 
     def drip(connection: socket.socket) -> None:
         connection.sendall(GOOD[:18])

@@ -23,7 +23,10 @@ from blockbuster import blockbuster_ctx
 
 from quiver.digest import Digest
 from quiver.errors import Misconfigured, OverCapacity
-from quiver.handoff import (
+from quiver.peer import PeerClient
+from quiver.ring import Member
+from quiver.store import Kind, Store
+from quiver.transport.handoff import (
     ANSWER_BYTES_MAX,
     FILES_MAX,
     HELD_MAX,
@@ -36,9 +39,6 @@ from quiver.handoff import (
     Held,
     Verb,
 )
-from quiver.peer import PeerClient
-from quiver.ring import Member
-from quiver.store import Kind, Store
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver import handoff as handoff_module
 from quiver_cacheserver.budget import HELD_MAX as HELD_AT_ONCE

@@ -27,7 +27,7 @@ from quiver.errors import DiskFailed, OverCapacity, Unavailable
 from quiver.peer import U8, PeerClient
 from quiver.store import Kind, OpenFile, Store
 from quiver.store.inventory import file_of
-from quiver.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
+from quiver.transport.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
 from quiver.wire import FORGO, RANGE, READ_REQUEST_BYTES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver import reads, streams
 from quiver_cacheserver.budget import Resource

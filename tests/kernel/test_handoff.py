@@ -26,7 +26,9 @@ from hypothesis import strategies as st
 from quiver import membership as m
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
-from quiver.handoff import (
+from quiver.membership.record import write
+from quiver.ring import SOCKET_BYTES_MAX, Member, Ring
+from quiver.transport.handoff import (
     IDLE_CONNECTIONS_MAX,
     REQUEST_BYTES_MAX,
     FileStatus,
@@ -40,8 +42,6 @@ from quiver.handoff import (
     hello_answer,
     refusal,
 )
-from quiver.membership.record import write
-from quiver.ring import SOCKET_BYTES_MAX, Member, Ring
 from quiver.wire import RingView, decode_json
 
 LONGEST = "/" + "s" * (SOCKET_BYTES_MAX - 1)

@@ -21,11 +21,18 @@ from quiver.wire import (
     RANGES_MAX,
     READ_BYTES_MAX,
     READ_REQUEST_BYTES_MAX,
+    SHARDS_REQUEST_BYTES_MAX,
     WAIT_MS_MAX,
+    FillRequest,
+    ForgoRequest,
     NodeStatus,
+    RangeStatus,
     ReadRequest,
+    RecheckRequest,
     RingView,
+    ShardStatuses,
     decode_json,
+    shards_in,
 )
 
 digests = st.binary(min_size=32, max_size=32).map(Digest)
@@ -118,6 +125,103 @@ def test_a_request_that_names_a_shard_twice_is_refused() -> None:
 
 def test_a_wait_is_cut_to_its_limit() -> None:
     assert ReadRequest.decode(head(0, 0, 2**32 - 1)).wait_ms == WAIT_MS_MAX
+
+
+@given(digests, st.lists(digests, max_size=5, unique=True), st.integers(0, WAIT_MS_MAX))
+def test_requests_about_shards_survive_the_wire(manifest: Digest, shards: list[Digest], wait_ms: int) -> None:
+    fill = FillRequest(manifest, tuple(shards), wait_ms)
+    forgo, recheck = ForgoRequest(manifest, tuple(shards)), RecheckRequest(tuple(shards))
+    assert FillRequest.decode(fill.encode()) == fill
+    assert ForgoRequest.decode(forgo.encode()) == forgo
+    assert RecheckRequest.decode(recheck.encode()) == recheck
+    assert all(type(shard) is Digest for shard in FillRequest.decode(fill.encode()).shards)
+    assert shards_in(recheck.encode()) >= len(shards)
+
+
+ABOUT_SHARDS = [FillRequest, ForgoRequest, RecheckRequest]
+ANY = st.recursive(
+    st.none() | st.integers(-(2**63), 2**64 - 1) | st.binary(max_size=70) | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["shards", "manifest", "x"]), inner),
+)
+
+
+@pytest.mark.parametrize("kind", ABOUT_SHARDS)
+@settings(max_examples=200)
+@given(st.binary(max_size=200), ANY)
+def test_any_body_is_a_request_about_shards_or_refused(kind: type[FillRequest], body: bytes, value: object) -> None:
+    for attempt in (body, msgspec.msgpack.encode(value)):
+        with contextlib.suppress(BadRequest):
+            kind.decode(attempt)
+
+
+def body_of(shards: object, **other: object) -> bytes:
+    return msgspec.msgpack.encode({"shards": shards, "manifest": b"m" * 32, **other})
+
+
+@pytest.mark.parametrize("kind", ABOUT_SHARDS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        body_of(b"a" * 33),
+        body_of(b"a" * 64),
+        body_of(np.random.default_rng(0).bytes(32 * (RANGES_MAX + 1))),
+        body_of(["a"]),
+        body_of("a" * 32),
+        body_of(b"a" * 32, wait_ms=-1),
+        body_of(b"a" * 32) + b"\0",
+        body_of(b"a" * 32)[:-1],
+        body_of(b"a" * 32, unknown=bytes(SHARDS_REQUEST_BYTES_MAX)),
+        b"\x91" * 100_000,
+        b"\x83\xa6shards\xdd\xff\xff\xff\xff",
+        b"\x81\xa6shards\xc6\xff\xff\xff\xff",
+    ],
+    ids=[
+        "size",
+        "twice",
+        "too many",
+        "list",
+        "text",
+        "wait",
+        "tail",
+        "short",
+        "too long",
+        "nested",
+        "a huge array",
+        "huge bytes",
+    ],
+)
+def test_a_request_about_shards_that_breaks_a_limit_is_refused(kind: type[FillRequest], body: bytes) -> None:
+    with pytest.raises(BadRequest):
+        kind.decode(body)
+
+
+@pytest.mark.parametrize("manifest", [b"", b"m" * 31, b"m" * 33])
+@pytest.mark.parametrize("kind", [FillRequest, ForgoRequest])
+def test_a_fill_names_its_manifest(kind: type[FillRequest], manifest: bytes) -> None:
+    with pytest.raises(BadRequest):
+        kind.decode(body_of(b"a" * 32, manifest=manifest))
+
+
+def test_a_fill_waits_no_longer_than_its_limit_and_may_name_as_many_shards_as_a_read() -> None:
+    shards = tuple(Digest.of(b"%d" % number) for number in range(RANGES_MAX))
+    body = FillRequest(Digest(b"m" * 32), shards, 2**40).encode()
+    assert len(body) <= SHARDS_REQUEST_BYTES_MAX
+    request = FillRequest.decode(body)
+    assert (request.shards, request.wait_ms) == (shards, WAIT_MS_MAX)
+
+
+def test_what_a_later_client_adds_to_a_request_is_ignored() -> None:
+    request = FillRequest.decode(body_of(b"a" * 32, priority={"class": [1, 2]}))
+    assert request == FillRequest(Digest(b"m" * 32), (Digest(b"a" * 32),))
+
+
+def test_statuses_of_shards_survive_the_wire_and_others_are_refused() -> None:
+    sent = ShardStatuses(bytes([RangeStatus.PRESENT, RangeStatus.FILLING, RangeStatus.FAILED]))
+    assert ShardStatuses.decode(sent.encode(), 3) == sent
+    wrong = [ShardStatuses(b"\0\0").encode(), ShardStatuses(b"\0\0\6").encode(), b"", b"\x80", sent.encode() + b"\0"]
+    for body in wrong:
+        with pytest.raises(BadRequest):
+            ShardStatuses.decode(body, 3)
 
 
 def test_a_ring_survives_the_wire() -> None:

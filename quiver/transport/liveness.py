@@ -14,6 +14,8 @@ import time
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # a peer that drips is given up: elsewhere is faster
+
 
 class Patience(NamedTuple):
     """How long one side of a connection waits for the other, in seconds. The defaults suit a person's command."""

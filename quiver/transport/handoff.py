@@ -29,10 +29,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from quiver.connections import Idle
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
 from quiver.store import OpenFile
+from quiver.transport.idle import Idle
 
 FILES_MAX: Final = 64  # descriptors of one message; the kernel takes 253
 HELD_MAX: Final = 1024

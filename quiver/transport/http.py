@@ -21,14 +21,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quiver.connections import (
-    SLOWEST_BYTES_PER_SECOND,
+from quiver.errors import BadRequest, Corrupt, Forbidden, Misconfigured, NotFound, OverCapacity, Unavailable
+from quiver.transport.idle import (
     Idle,
     no_answer,
     unreachable,
 )
-from quiver.errors import BadRequest, Corrupt, Forbidden, Misconfigured, NotFound, OverCapacity, Unavailable
-from quiver.liveness import Patience, Vigil
+from quiver.transport.liveness import SLOWEST_BYTES_PER_SECOND, Patience, Vigil
 from quiver.wire import ErrorBody
 
 ERROR_BYTES_MAX: Final = 1 << 16

@@ -12,7 +12,6 @@ from typing import Final, Generic, Protocol, TypeVar
 from quiver import forks
 from quiver.errors import Unavailable
 
-SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # a peer that drips is given up: elsewhere is faster
 IDLE_CONNECTIONS_MAX: Final = 8
 
 

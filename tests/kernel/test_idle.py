@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quiver.connections import Idle
+from quiver.transport.idle import Idle
 
 
 @pytest.fixture

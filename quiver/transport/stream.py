@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from quiver.connections import SLOWEST_BYTES_PER_SECOND, Idle, no_answer, unreachable
 from quiver.errors import BadRequest, BrokenOff, Corrupt, OverCapacity, QuiverError, Unavailable
-from quiver.liveness import Gone, Patience, Vigil
+from quiver.transport.idle import Idle, no_answer, unreachable
+from quiver.transport.liveness import SLOWEST_BYTES_PER_SECOND, Gone, Patience, Vigil
 from quiver.wire import ErrorBody, RangeStatus, ReadRequest, message_of
 
 PROTOCOL: Final = "quiver-read"
