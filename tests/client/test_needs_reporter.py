@@ -24,6 +24,7 @@ from quiver_client import thread_pool as pool_module
 from quiver_client.needs_reporter import NeedsReporter
 from quiver_client.rack import needs as rack_module
 from quiver_client.rack.needs import RackNeeds
+from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
 from quiver_client.thread_pool import ThreadPool
 from tests.support.data import Files
@@ -248,7 +249,7 @@ class Peer:
 
 
 class Members:
-    """The daemons of a rack, as ``tiers.members`` knows them."""
+    """The daemons of a rack, as ``rack.members`` knows them."""
 
     def __init__(self, **peers: Peer) -> None:
         self.peers = peers
@@ -274,21 +275,20 @@ class Members:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(rack_module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
-def needs_of(files: Files, members: Members) -> tuple[RackNeeds, Stats]:
+def needs_of(files: Files, members: Members, clock: Clock) -> tuple[RackNeeds, Stats]:
     stats = Stats()
     manifest: Any = SimpleNamespace(digest=files.opened().digest, shard_count=4)
     manifest.tables = SimpleNamespace(shard_digests=files.opened().tables.shard_digests[:4])
-    return RackNeeds(manifest, members, lambda: None, stats), stats  # type: ignore[arg-type,return-value]
+    uploads = Uploads(manifest, lambda: pytest.fail("nothing is uploaded here"), stats)
+    return RackNeeds(manifest, members, uploads, stats, clock.monotonic), stats  # type: ignore[arg-type]
 
 
 def test_the_answers_of_all_daemons_are_put_together(files: Files, clock: Clock) -> None:
-    needs, _ = needs_of(files, Members(a=Peer([0, 1, 3, 0]), b=Peer([0, 2, 1, 1])))
+    needs, _ = needs_of(files, Members(a=Peer([0, 1, 3, 0]), b=Peer([0, 2, 1, 1])), clock)
     assert needs.report(a_report()).tolist() == [0, 2, 3, 1]
     needs.close()
 
@@ -298,7 +298,7 @@ def test_a_daemon_that_is_slow_holds_nobody_up_and_counts_for_a_while(
 ) -> None:
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
     slow, quick = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0])
-    needs, _ = needs_of(files, Members(slow=slow, quick=quick))
+    needs, _ = needs_of(files, Members(slow=slow, quick=quick), clock)
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
     assert needs.report(a_report()).tolist() == [1, 1, 0, 0]
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
@@ -316,7 +316,7 @@ def test_a_daemon_that_is_slow_holds_nobody_up_and_counts_for_a_while(
 def test_what_a_daemon_that_is_gone_held_does_not_count(files: Files, clock: Clock) -> None:
     gone, there = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0])
     members = Members(gone=gone, there=there)
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     assert needs.report(a_report()).tolist() == [1, 1, 0, 0]
     assert [needs.orphaned] == [None]
     gone.error = Unavailable("gone", "connection refused")
@@ -343,7 +343,7 @@ def test_a_daemon_that_refuses_is_not_taken_for_gone(files: Files, clock: Clock)
     old = Peer([1, 1, 1, 1])
     old.error = BadRequest("no such path")
     members = Members(old=old, new=Peer([0, 1, 0, 0]))
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     assert needs.report(a_report()).tolist() == [0, 1, 0, 0]
     assert not members.down
     needs.close()
@@ -352,14 +352,14 @@ def test_a_daemon_that_refuses_is_not_taken_for_gone(files: Files, clock: Clock)
 def test_a_daemon_without_the_manifest_gets_it_and_is_asked_again(files: Files, clock: Clock) -> None:
     peer = Peer([1, 0, 0, 1])
     peer.statuses = [NeedsStatus.NO_MANIFEST]
-    needs, _ = needs_of(files, Members(peer=peer))
+    needs, _ = needs_of(files, Members(peer=peer), clock)
     assert needs.report(a_report()).tolist() == [1, 0, 0, 1]
     assert (peer.manifests, len(peer.told)) == (1, 2)
     needs.close()
 
 
 def test_an_answer_about_other_shards_is_left_out(files: Files, clock: Clock) -> None:
-    needs, _ = needs_of(files, Members(peer=Peer([1, 1]), other=Peer([0, 1, 0, 0])))
+    needs, _ = needs_of(files, Members(peer=Peer([1, 1]), other=Peer([0, 1, 0, 0])), clock)
     assert needs.report(a_report()).tolist() == [0, 1, 0, 0]
     needs.close()
 
@@ -368,7 +368,7 @@ def test_leaving_tells_every_daemon_that_answers(files: Files, clock: Clock, mon
     a, b, down = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0]), Peer([0, 0, 1, 0])
     members = Members(a=a, down=down, b=b)
     members.down = {"down"}
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     needs.report(a_report(), leaving=True)
     assert not a.told, "who never said anything has nothing to take back"
     needs.report(a_report())
@@ -385,9 +385,9 @@ def test_leaving_tells_every_daemon_that_answers(files: Files, clock: Clock, mon
 def test_nothing_waits_for_daemons_that_stand_still(
     files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = {f"stopped{number}": Peer([1, 0, 0, 0]) for number in range(rack_module.TELLERS - 2)}
+    stopped = {f"stopped{number}": Peer([1, 0, 0, 0]) for number in range(rack_module.REPORTS_AT_ONCE - 2)}
     there = Peer([0, 1, 0, 0])
-    needs, _ = needs_of(files, Members(**stopped, there=there))
+    needs, _ = needs_of(files, Members(**stopped, there=there), clock)
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
     needs.report(a_report())
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
@@ -407,7 +407,7 @@ def test_nothing_waits_for_daemons_that_stand_still(
 def test_a_ring_that_does_not_come_holds_nobody_up(files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
     members = Members(a=Peer([1, 0, 0, 0]))
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     assert needs.report(a_report()).tolist() == [1, 0, 0, 0]
     ring, comes, asked = members.refresh(), threading.Event(), []
     monkeypatch.setattr(members, "refresh", lambda: asked.append(1) or (ring if comes.wait(20) else None))

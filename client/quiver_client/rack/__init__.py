@@ -1,6 +1,6 @@
 """Reading through the daemons of a rack.
 
-``tier`` asks them for samples, ``members`` knows who they are and which of them answer, ``handoff_tier`` maps the files
-that the daemons of this host pass (``local_daemons`` finds those), and ``needs`` tells all of them what this process
-still needs.
+``tier`` asks them for samples and ``members`` knows which daemons there are and which respond. ``handoff_tier`` maps
+files that daemons of this host pass over a Unix socket; ``local_daemons`` finds those daemons. ``needs`` reports to all
+daemons what this process still needs. ``uploads`` gives them shards whose origin only this process may read.
 """

@@ -1,6 +1,6 @@
-"""The needs of a consumer, told to every daemon of a rack; the daemons' answers, put together.
+"""The needs of a consumer, reported to every daemon of a rack, and their answers, merged.
 
-A daemon that is slow or gone holds nobody up: its last answer counts for a while, and then nothing of it does.
+No report waits long for a daemon that is slow or gone: its last answer counts for ``STALE_SECONDS``, then it expires.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.errors import QuiverError, Unavailable
-from quiver.fill import OriginShards
+from quiver.expiring import Expiring
 from quiver.manifest import Manifest
 from quiver.need import Report
-from quiver.origin import SampleOrigin
 from quiver.peer import PeerClient
-from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.reporting import NeedsReport, NeedsStatus
 from quiver.ring import Ring
-from quiver.source import first_verified
-from quiver.wire import FORGO, RANGE, ReadRequest
 from quiver_client.rack.members import Members
+from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
 from quiver_client.thread_pool import ThreadPool
 
-TELLERS: Final = 8
-UPLOADERS: Final = 2  # each holds a shard in memory
-ANSWER_SECONDS: Final = 0.25
+REPORTS_AT_ONCE: Final = 8
+UPLOADS_AT_ONCE: Final = 2  # each holds a shard in memory
+ANSWER_SECONDS: Final = 0.25  # that a report waits for answers; later ones count in the next report
 LEAVE_SECONDS: Final = 0.75
 STALE_SECONDS: Final = 5.0
 
@@ -41,23 +39,30 @@ Mask = npt.NDArray[np.bool_]
 class RackNeeds:
     """``NeedsChannel`` with the daemons of a rack. Used by one thread."""
 
-    def __init__(self, manifest: Manifest, members: Members, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        members: Members,
+        uploads: Uploads,
+        stats: Stats,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._manifest = manifest
         self._members = members
-        self._origin = origin
+        self._uploads = uploads
         self._stats = stats
-        self._pool = ThreadPool(TELLERS, "quiver-tell")
-        self._uploaders = ThreadPool(UPLOADERS, "quiver-upload")
+        self._pool = ThreadPool(REPORTS_AT_ONCE, "quiver-tell")
+        self._uploaders = ThreadPool(UPLOADS_AT_ONCE, "quiver-upload")
         self._ring: Ring | None = None
         self._refreshing: Future[Ring | None] | None = None
-        self._asked: dict[str, Future[None]] = {}
-        self._seen: dict[str, tuple[float, U8]] = {}
+        self._telling: dict[str, Future[None]] = {}  # by URL, the report on its way
+        self._seen: Expiring[str, U8] = Expiring(clock=clock)  # by URL, the last answer
         self._uploading: set[int] = set()
         self.orphaned: Mask | None = None
         self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
 
     def report(self, report: Report, *, leaving: bool = False) -> U8:
-        """Tell all daemons that answer; return what is held in the rack, as of the last answers."""
+        """Report to all daemons that respond; return what the rack holds, as of the last answers."""
         told = NeedsReport(self._manifest.digest, report, leaving)
         if leaving:
             self._leave(told)
@@ -65,17 +70,16 @@ class RackNeeds:
         ring = self._refreshed()
         urls = [member.url for member in ring.members] if ring is not None else []
         for url in urls:
-            before = self._asked.get(url)
+            before = self._telling.get(url)
             if (before is None or before.done()) and not self._members.is_unresponsive(url):
-                self._asked[url] = self._pool.submit(self._tell, url, told)
-        wait(list(self._asked.values()), ANSWER_SECONDS)
-        self._asked = {url: asked for url, asked in self._asked.items() if url in urls}
+                self._telling[url] = self._pool.submit(self._tell, url, told)
+        wait(list(self._telling.values()), ANSWER_SECONDS)
+        self._telling = {url: telling for url, telling in self._telling.items() if url in urls}
         self.orphaned = self._orphaned(ring) if ring is not None else None
-        now = time.monotonic()
         seen = np.zeros(self._manifest.shard_count, np.uint8)
-        for url, (at, answer) in list(self._seen.items()):
-            if url not in urls or now - at > STALE_SECONDS or self._members.is_unresponsive(url):
-                self._seen.pop(url, None)
+        for url, answer in self._seen.items():
+            if url not in urls or self._members.is_unresponsive(url):
+                self._seen.pop(url)
             else:
                 np.maximum(seen, answer, out=seen)
         return seen
@@ -85,32 +89,32 @@ class RackNeeds:
         self._uploaders.shutdown(wait=False, cancel_futures=True)
 
     def _refreshed(self) -> Ring | None:
-        """Return the ring; while no daemon that is asked for it answers, the last one."""
-        asked = self._refreshing
-        if asked is not None and asked.done():
-            self._ring = asked.result()
-        if asked is None or asked.done():
-            asked = self._refreshing = self._pool.submit(self._members.refresh)
-            wait([asked], ANSWER_SECONDS)
-        if asked.done():
-            self._ring = asked.result()
+        """Return the ring, refreshed in the background; the last one while no daemon answers."""
+        refreshing = self._refreshing
+        if refreshing is None or refreshing.done():
+            if refreshing is not None:
+                self._ring = refreshing.result()
+            refreshing = self._refreshing = self._pool.submit(self._members.refresh)
+            wait([refreshing], ANSWER_SECONDS)
+        if refreshing.done():
+            self._ring = refreshing.result()
         return self._ring
 
     def _leave(self, told: NeedsReport) -> None:
-        """Take the needs back from all daemons that were told them, at once. The others' lease ends by itself."""
-        ring, before = self._ring, {url: asked for url, asked in self._asked.items() if not asked.cancel()}
+        """Withdraw the needs from all daemons that heard them, at once. Elsewhere the lease expires."""
+        ring, before = self._ring, {url: telling for url, telling in self._telling.items() if not telling.cancel()}
         urls = [member.url for member in ring.members if not self._members.is_unresponsive(member.url)] if ring else []
-        # Those first that have answered: of the others, each may hold a thread up.
+        # The daemons that have answered come first: each of the others may block a thread.
         urls.sort(key=lambda url: url in before and not before[url].done())
         wait([self._pool.submit(self._tell_last, url, told, before.get(url)) for url in urls], LEAVE_SECONDS)
 
     def _tell_last(self, url: str, told: NeedsReport, before: Future[None] | None) -> None:
         if before is not None:
-            wait([before], LEAVE_SECONDS)  # overtaken by what was told before, it would mean nothing
+            wait([before], LEAVE_SECONDS)  # an earlier report that arrives later would undo this one
         self._tell(url, told)
 
     def _orphaned(self, ring: Ring) -> Mask | None:
-        """Return whose shards nobody brings in: a daemon fetches what is its own, and this one does not answer."""
+        """Return the shards whose owner does not respond: a daemon fetches only its own shards."""
         down = [at for at, member in enumerate(ring.members) if self._members.is_unresponsive(member.url)]
         if not down:
             return None
@@ -129,31 +133,24 @@ class RackNeeds:
         except QuiverError as error:
             if isinstance(error, Unavailable):
                 self._members.mark_unresponsive(url)
-            self._stats.warn(f"needs {url}", f"a daemon was not told what this job needs: {error}")
+            self._stats.warn(f"needs {url}", f"a daemon did not receive what this job needs: {error}")
             return
         self._members.answered(url)
         if answer.status is NeedsStatus.TAKEN and len(answer.seen) == self._manifest.shard_count:
-            self._seen[url] = (time.monotonic(), answer.seen)
-            self._upload(peer, answer)
+            self._seen.set(url, answer.seen, STALE_SECONDS)
+            for shard in answer.uploads:
+                self._begin_upload(peer, shard)
 
-    def _upload(self, peer: PeerClient, answer: NeedsAnswer) -> None:
-        for shard in answer.uploads:
-            if shard not in self._uploading:
-                self._uploading.add(shard)
-                with contextlib.suppress(RuntimeError):  # closed meanwhile
-                    self._uploaders.submit(self._put, peer, shard)
+    def _begin_upload(self, peer: PeerClient, shard: int) -> None:
+        if shard not in self._uploading:
+            self._uploading.add(shard)
+            with contextlib.suppress(RuntimeError):  # the pool is closed
+                self._uploaders.submit(self._upload, peer, shard)
 
-    def _put(self, peer: PeerClient, shard: int) -> None:
-        """Read a shard that the daemon may not read itself, and put it there."""
-        digest = self._manifest.shard_digest(shard)
+    def _upload(self, peer: PeerClient, shard: int) -> None:
         try:
-            source = OriginShards(self._manifest, self._origin())
-            data, _ = first_verified([source], digest, int(self._manifest.tables.shard_sizes[shard]))
-            peer.put_shard(digest, data.data)
-            self._stats.add("uploads")
+            self._uploads.upload(peer, shard)
         except QuiverError as error:
-            self._stats.warn("upload", f"a shard was not put into the rack: {error}")
-            with contextlib.suppress(QuiverError):  # who waits for it need not wait it out
-                peer.read(ReadRequest(self._manifest.digest, (digest,), np.zeros(0, RANGE), 0, FORGO))
+            self._stats.warn("upload", f"a shard was not uploaded: {error}")
         finally:
             self._uploading.discard(shard)
