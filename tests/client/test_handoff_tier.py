@@ -679,7 +679,7 @@ def test_a_daemon_that_comes_back_is_found_again(
     dataset: Make, small: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handoff_module, "TIDY_SECONDS", 0.1)
-    monkeypatch.setattr(local_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(local_module, "UNRESPONSIVE_SECONDS", 0.2)
     flags = ("--socket", str(tmp_path / "s"), "--node-id", "me")
     with Daemon(tmp_path / "data", *flags, origins=[small.folder]) as daemon:
         fill([daemon], small)
