@@ -95,7 +95,7 @@ def _profile(setting: Setting, answer: Answer, data: Data, batch_size: int, cach
 def _pass(dataset: Dataset, data: Data, batch_size: int, out: torch.Tensor, clock: Clock) -> None:
     """Read an epoch as the loader's threads do, and copy every byte into a tensor, as a training loop does."""
     source = CollatedDataset(dataset)
-    field = next(iter(dataset.blobs))
+    field = dataset.manifest.header.blobs[0].name
     whole = 0.0
     for at in range(0, data.count - batch_size + 1, batch_size):
         begun = time.perf_counter()

@@ -1,66 +1,72 @@
-"""A batch on its way in: what has arrived, from which tier, and the one door at which it is checked.
+"""A batch on its way in: which samples arrived, from where, and the one door at which they are verified.
 
-A tier says in which buffer a sample lies and where; only what passed ``check`` counts as there. What did not is taken
-out again, so that the next try or the next tier brings it. Nothing is copied on the way, with one exception: samples
-that are small and of one size are gathered into one array first, since a batch of them is wanted as one, and what was
-hashed is then what is handed out.
+A tier says in which buffer a sample lies and at which offset; only what passes ``check`` counts as received. What fails
+is removed again, so that the next try or the next tier delivers it. Nothing is copied on the way, with one exception:
+small samples of one size are first copied into one array, since such a batch is wanted as one array, and the bytes that
+were hashed are then the bytes that are handed out.
 
-A mapped file may become shorter, or its disk fail, at any moment. What cannot be read is wrong when it is checked, and
-missing again when it is copied: then the tiers are asked once more, for those samples alone.
+A mapped file may be truncated, or its disk fail, at any moment. Bytes that cannot be read fail the check; bytes that
+cannot be read later, when they are copied, are requested from the tiers once more, for those samples alone.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import blake3
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import QuiverError, Unavailable
+from quiver.errors import Unavailable
 from quiver.plan import Ints, Plan
 from quiver_client.buffers import SMALL_BYTES_MAX, Buffer, Mask, copy_each, copy_rows, xxh3_64
 
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
-COPIES_MAX: Final = 3  # of a sample that was torn, and torn again where it came from the next time
+COPIES_MAX: Final = 3  # attempts to copy a sample whose file was truncated, each from another delivery
 
 
 class Batch:
     """The bytes of a plan's samples; position i is the plan's sample i. Tiers may put from several threads."""
 
-    def __init__(self, plan: Plan, verify: Verify) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        verify: Verify,
+        on_torn: Callable[[Batch, Positions], None] = lambda batch, positions: None,
+    ) -> None:
+        """``on_torn`` delivers anew samples that were verified, and whose file was then truncated."""
         self.plan = plan
         self.verified = np.zeros(len(plan), bool)
         self._verify = verify
         self._lock = threading.Lock()
         self._buffers: list[Buffer] = []
-        self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: it has not come
+        self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: none, it was not received
         self._at = np.zeros(len(plan), np.int64)  # and at which byte of it
-        self._whole: npt.NDArray[np.uint8] | None = None  # all samples, gathered in order
-        self.on_torn: Callable[[Batch, Positions], None] = lambda batch, positions: None  # brings them anew
+        self._whole: npt.NDArray[np.uint8] | None = None  # all samples, copied together in order
+        self._on_torn = on_torn
 
     # -- what a tier does ---------------------------------------------------------------------------------------------
 
     def not_verified(self) -> Positions:
-        """Return the positions that still have to come."""
+        """Return the positions of samples that no tier has delivered right."""
         return np.flatnonzero(~self.verified)
 
     def not_received(self) -> Positions:
-        """Return the positions of which nothing came since the last check."""
+        """Return the positions that nothing was put for, or only what failed the last check."""
         return np.flatnonzero(self._in < 0)
 
     def put(self, positions: Positions, buffer: Buffer, offsets: Ints) -> None:
-        """Say that the samples at ``positions`` begin at ``offsets`` of a buffer. One that would end past it is not."""
+        """Put the samples at ``positions``, which begin at ``offsets`` of a buffer; ignore those that end past it."""
         inside = (offsets >= 0) & (offsets <= len(buffer.view) - self.plan.sizes[positions])
         if not inside.all():
             positions, offsets = positions[inside], offsets[inside]
         self._put(positions, [buffer], 0, offsets)
 
     def put_mapped(self, positions: Positions, shards: Mapping[int, Buffer]) -> None:
-        """Say that the samples at ``positions`` lie in these shards, by number. Those of other shards have not come."""
+        """Put those of the samples at ``positions`` that lie in these whole shards, given by number."""
         if not shards:
             return
         plan, wanted = self.plan, self.plan.shards[positions]
@@ -76,13 +82,13 @@ class Batch:
         self._put(positions, list(shards.values()), which, offsets)
 
     def check(self) -> Positions:
-        """Check what came since the last call; return the positions that were wrong, now missing again."""
-        came = np.flatnonzero((self._in >= 0) & ~self.verified)
-        if not len(came):
-            return came
-        right = self._right(came)
-        self.verified[came[right]] = True
-        bad = came[~right]
+        """Verify what was put since the last call; return the positions that were wrong, which were removed again."""
+        new = np.flatnonzero((self._in >= 0) & ~self.verified)
+        if not len(new):
+            return new
+        right = self._right(new)
+        self.verified[new[right]] = True
+        bad = new[~right]
         if len(bad):
             self._in[bad], self._whole = -1, None
         return bad
@@ -93,11 +99,11 @@ class Batch:
     # -- what a reader takes ------------------------------------------------------------------------------------------
 
     def views(self, field: int) -> list[memoryview | None]:
-        """Return the bytes of a wanted byte field, counted from the plan's first, of each sample; ``None``: it lacks.
+        """Return a byte field of each sample, the field counted from the plan's first; ``None`` where it is absent.
 
         Nothing is copied: a view keeps the mapping or the answer that it is part of in memory. It is read-only, since
-        the same bytes may be another sample's too. It was readable when it was checked; of a file that becomes shorter
-        afterwards, whoever touches it is ended by SIGBUS.
+        two samples may share bytes. It was readable when it was verified; if its file is truncated afterwards, touching
+        it ends the process by SIGBUS.
         """
         starts, lengths = self._cuts(slice(None), field)
         ends = (starts + np.maximum(lengths, 0)).tolist()
@@ -106,7 +112,7 @@ class Batch:
         return [buffers[which][start:end] if length >= 0 else None for which, start, end, length in cuts]
 
     def copies(self, field: int) -> Iterator[bytes | None]:
-        """Yield the bytes of a byte field of each sample, as ``views``, copied when their turn comes."""
+        """Yield the bytes of a byte field of each sample, as ``views`` does, copied when their turn comes."""
         at = tries = 0
         while tries < COPIES_MAX:
             starts, lengths = self._cuts(slice(at, None), field)
@@ -119,16 +125,16 @@ class Batch:
             else:
                 return
             tries += 1
-            torn = self._gone(slice(at, None))
+            torn = self._truncated(slice(at, None))
             torn[0] = True
-            self._mend(at + np.flatnonzero(torn))
-        raise Unavailable("the cache", "a sample cannot be read: its shard becomes shorter again and again")
+            self._fetch_again(at + np.flatnonzero(torn))
+        raise Unavailable("the cache", "a sample cannot be read: the file of its shard was truncated again and again")
 
     def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
         """Return a field of all samples as one array ``(n, bytes)``, without the first ``skip`` bytes of each.
 
-        ``None`` if they are not of one size, or if some sample lacks the field. The array may be written to; views that
-        were taken of small samples may be of it.
+        ``None`` if they are not of one size, or if some sample lacks the field. The array may be written to; views of
+        small samples may share its memory.
         """
         starts, lengths = self._cuts(slice(None), field)
         if not len(lengths) or (lengths != lengths[0]).any() or lengths[0] < skip:
@@ -139,18 +145,18 @@ class Batch:
             start = int(firsts[0]) + skip
             return np.ascontiguousarray(self._whole[:, start : start + length])
         for _ in range(COPIES_MAX):
-            rows, torn = self._gathered(starts + skip, slice(None), length)
-            torn |= self._gone(slice(None))
+            rows, torn = self._copied(starts + skip, slice(None), length)
+            torn |= self._truncated(slice(None))
             if not torn.any():
                 return rows
-            self._mend(np.flatnonzero(torn))
+            self._fetch_again(np.flatnonzero(torn))
             starts, _ = self._cuts(slice(None), field)
-        raise Unavailable("the cache", "samples cannot be read: their shards become shorter again and again")
+        raise Unavailable("the cache", "samples cannot be read: files of shards were truncated again and again")
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _put(self, positions: Positions, buffers: list[Buffer], which: Positions | int, offsets: Ints) -> None:
-        """As one step: what one thread puts must not be found with where another one put it."""
+        """Put in one step: a thread must not find one sample's buffer with another's offset."""
         with self._lock:
             self._at[positions] = offsets
             self._in[positions] = len(self._buffers) + which
@@ -160,52 +166,52 @@ class Batch:
         plan = self.plan
         return self._at[positions] + plan.starts[positions, field], plan.lengths[positions, field]
 
-    def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
+    def _copied(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
         return copy_rows(self._buffers, self._in[positions], starts, length)
 
-    def _gone(self, positions: Positions | slice) -> Mask:
-        """Return which samples lie in files that are not whole any more."""
+    def _truncated(self, positions: Positions | slice) -> Mask:
+        """Return which samples lie in files that were truncated."""
         used = self._in[positions]
         return np.isin(used, [at for at in np.unique(used).tolist() if not self._buffers[at].is_whole])
 
-    def _mend(self, positions: Positions) -> None:
-        """Have samples that were here, and whose file is not whole any more, come from elsewhere."""
+    def _fetch_again(self, positions: Positions) -> None:
+        """Have samples delivered anew whose file was truncated."""
         self.verified[positions], self._in[positions], self._whole = False, -1, None
-        self.on_torn(self, positions)
+        self._on_torn(self, positions)
         if not self.verified.all():
-            raise Unavailable("the cache", f"{len(positions)} samples cannot be read: shards become shorter")
+            raise Unavailable("the cache", f"{len(positions)} samples cannot be read: files of shards were truncated")
 
-    def _right(self, came: Positions) -> npt.NDArray[np.bool_]:
+    def _right(self, new: Positions) -> npt.NDArray[np.bool_]:
         plan = self.plan
         fields = plan.lengths.shape[1]
         if self._verify == "off" or not fields:
-            return np.ones(len(came), bool)
-        tables, blobs = plan.manifest.tables, plan.blobs[came]
+            return np.ones(len(new), bool)
+        tables, blobs = plan.manifest.tables, plan.blobs[new]
         if self._verify == "full":
-            same: npt.NDArray[np.bool_] = (self._blake3(came) == tables.digests[blobs]).all(axis=1)
+            same: npt.NDArray[np.bool_] = (self._blake3(new) == tables.digests[blobs]).all(axis=1)
             return same
-        self._bring_together(came)
+        self._copy_together(new)
         expected = tables.xxh3[blobs, plan.first_field : plan.first_field + fields]
-        right = np.ones(len(came), bool)
+        right = np.ones(len(new), bool)
         for field in range(fields):
-            starts, lengths = self._cuts(came, field)
-            found, torn = xxh3_64(self._buffers, self._in[came], starts, np.maximum(lengths, 0))
+            starts, lengths = self._cuts(new, field)
+            found, torn = xxh3_64(self._buffers, self._in[new], starts, np.maximum(lengths, 0))
             right &= (lengths < 0) | ((found == expected[:, field]) & ~torn)
         return right
 
-    def _bring_together(self, came: Positions) -> None:
-        """Gather small samples of one size into an array, where from now on they lie; what is torn is zeros there."""
-        sizes = self.plan.sizes[came]
+    def _copy_together(self, new: Positions) -> None:
+        """Copy small samples of one size into an array, in which they lie from now on; torn ones are zeros there."""
+        sizes = self.plan.sizes[new]
         size = int(sizes[0])
-        if not 0 < size <= SMALL_BYTES_MAX or len(came) < 2 or (sizes != size).any():
+        if not 0 < size <= SMALL_BYTES_MAX or len(new) < 2 or (sizes != size).any():
             return
-        together, torn = self._gathered(self._at[came], came, size)
+        together, torn = self._copied(self._at[new], new, size)
         together[torn] = 0
-        self.put(came, Buffer.of(together), np.arange(len(came)) * size)
-        self._whole = together if len(came) == len(self.plan) else None
+        self.put(new, Buffer.of(together), np.arange(len(new)) * size)
+        self._whole = together if len(new) == len(self.plan) else None
 
     def _blake3(self, positions: Positions) -> npt.NDArray[np.uint8]:
-        """Return the BLAKE3 of the samples, ``(n, 32)``. It takes so long that calls and copies do not matter."""
+        """Return the BLAKE3 of the samples, ``(n, 32)``. Beside hashing, calls and copies cost nothing."""
         starts, sizes = self._at[positions], self.plan.sizes[positions]
         cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
         digests = b"".join([_digest(self._buffers[which], start, end) for which, start, end in cuts])
@@ -215,27 +221,3 @@ class Batch:
 def _digest(buffer: Buffer, start: int, end: int) -> bytes:
     data = buffer.copy(start, end) if buffer.mapped else buffer.view[start:end]
     return bytes(32) if data is None else blake3.blake3(data).digest()
-
-
-class Tier(Protocol):
-    """A place that samples come from: this host, the rack, the origin."""
-
-    name: str
-
-    def fetch(self, batch: Batch) -> None:
-        """Put into the batch what this tier has of the missing. What it has not stays missing: that is no error."""
-        ...
-
-    def blame(self, batch: Batch, bad: Positions) -> None:
-        """Hear that these were wrong, and see to it that asking again can help."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class Cache(Tier, Protocol):
-    """A tier that brings in what it does not have."""
-
-    def why(self, shard: int) -> QuiverError | None:
-        """Return why a shard was not filled, or not whole, when it was asked for last; ``None`` if it was."""
-        ...

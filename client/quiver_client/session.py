@@ -1,7 +1,7 @@
-"""What one process has open for one dataset: its tiers, composed in one place, asked in one order.
+"""What one process has open for one dataset: its tiers, composed in one place and asked in one order.
 
-A ``Dataset`` is a description and may be pickled or forked; a ``Session`` is threads, sockets and maps, and belongs to
-the process that opened it.
+A ``Dataset`` is a description and may be pickled or forked; a ``Session`` owns threads, sockets and maps, and belongs
+to the process that opened it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client import process_exit
-from quiver_client.batch import Batch, Cache, Positions, Tier, Verify
+from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.imports import import_ahead
 from quiver_client.needs.folder import FolderNeeds
@@ -33,6 +33,7 @@ from quiver_client.rack.needs import RackNeeds
 from quiver_client.rack.tier import RackTier
 from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
+from quiver_client.tier import Cache, Tier
 from quiver_client.tiers.embedded import EmbeddedTier, check_capacity
 
 
@@ -50,8 +51,8 @@ class Session:
     ) -> None:
         """Compose the tiers: the cache, if there is one, and the origin.
 
-        ``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault.
-        ``on_wrong`` hears which samples of a tier had wrong bytes, before they are fetched again.
+        ``introduce``: the user just made the dataset, so a rack of which no daemon answers raises ``Unavailable``.
+        ``on_wrong`` is called with the samples of a tier that had wrong bytes, before they are fetched again.
         """
         import_ahead(manifest)
         self.manifest = manifest
@@ -63,7 +64,7 @@ class Session:
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
         self._needs: Callable[[], NeedsChannel] | None = None
-        self._cache: Cache  # what brings shards in: the tier before the origin
+        self._cache: Cache  # the tier that fills shards
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
         elif isinstance(cache, EmbeddedCache):
@@ -75,7 +76,7 @@ class Session:
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         root = Path(cache.root).expanduser()
-        check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is made there
+        check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is created there
         store = Store.open(root, cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
         self._cache = tier
@@ -111,47 +112,46 @@ class Session:
         members.introduce(self.manifest)
 
     def read(self, plan: Plan) -> Batch:
-        """Return all samples of the plan, every one checked.
+        """Return all samples of the plan, every one verified.
 
-        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers for
-        as long as ``patience`` lasts.
+        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if neither cache nor origin delivers
+        them while ``patience`` lasts.
         """
-        batch = Batch(plan, self._verify)
-        batch.on_torn = self._replace
+        batch = Batch(plan, self._verify, self._replace)
         self._complete(batch)
         self.stats.add("samples", len(plan))
         return batch
 
     def _replace(self, batch: Batch, torn: Positions) -> None:
-        """Bring samples anew whose mapped shard became shorter after they were checked. Only the first tier maps."""
-        self._hold_against(self.tiers[0], batch, torn)
+        """Fetch samples anew whose mapped file was truncated after they were verified. Only the first tier maps."""
+        self._blame(self.tiers[0], batch, torn)
         self._complete(batch)
 
     def _complete(self, batch: Batch) -> None:
-        """Bring what is missing, however long the origin is to be waited for."""
+        """Fetch what is not verified yet, and wait for the origin as long as ``patience`` lasts."""
         waiting = self.patience.begin()
         while True:
             try:
                 self._ask_tiers(batch)
                 break
             except Unavailable as error:
-                # All tiers are asked again: what is missing may be in the cache by then.
+                # All tiers are asked again: the cache may hold it by then.
                 self.patience.wait(waiting, error, lambda: self._described(batch))
         if waiting.failures:
             self.patience.answered()
 
     def _ask_tiers(self, batch: Batch) -> None:
-        """Ask one tier after the other for what is missing."""
+        """Ask one tier after the other for what is not verified yet."""
         for tier in self.tiers:
             before = batch.verified.copy()
             self._ask(tier, batch)
             arrived = np.flatnonzero(batch.verified & ~before)
             self.stats.add(f"samples_{tier.name}", len(arrived))
-            if tier.name != "origin":  # that one is counted where it is read
+            if tier.name != "origin":  # whose bytes are counted where they are read
                 self.stats.add(f"bytes_{tier.name}", batch.bytes_at(arrived))
             if batch.verified.all():
                 return
-        why = f"{self._described(batch)} could not be had"
+        why = f"{self._described(batch)} could not be read"
         raise Unavailable(self.manifest.header.base, why, lasting=True)
 
     def _described(self, batch: Batch) -> str:
@@ -160,8 +160,8 @@ class Session:
         [key, *_] = self.manifest.keys_of_blobs(batch.plan.blobs[missing[:1]], 1)
         return f"{len(missing)} samples, {key!r} among them,"
 
-    def bring(self, plan: Plan) -> dict[int, QuiverError]:
-        """Make the plan's shards resident; return those that the cache did not take, or not whole, and why."""
+    def fill(self, plan: Plan) -> dict[int, QuiverError]:
+        """Make the plan's shards resident; return those that the cache does not hold, or only in part, and why."""
         batch = Batch(plan, "off")
         waiting = self.patience.begin()
         while True:
@@ -180,7 +180,7 @@ class Session:
                 return {shard: error if each in away else each for shard, each in found.items()}
 
     def needs(self) -> NeedsChannel | None:
-        """Return a new way to tell the cache what is still needed; ``None`` if there is no cache."""
+        """Return a new channel to report needs on; ``None`` if there is no cache."""
         return self._needs() if self._needs is not None else None
 
     def origin(self) -> SampleOrigin:
@@ -196,7 +196,7 @@ class Session:
             return self._opened_origin
 
     def stop_waiting(self) -> None:
-        """Let nobody wait for the origin any longer: what waits for it holds the tiers' threads."""
+        """End all waits for the origin: whatever waits for it occupies a thread of a tier."""
         self.patience.close()
         if self._opened_origin is not None:
             self._opened_origin.close()
@@ -207,15 +207,15 @@ class Session:
             tier.close()
 
     def _ask(self, tier: Tier, batch: Batch) -> None:
-        """Fetch from a tier; what is wrong is held against the tier, which gets one more try."""
+        """Fetch from a tier. What is wrong is blamed on the tier, which is asked once more."""
         for _ in (1, 2):
             tier.fetch(batch)
             bad = batch.check()
             if not len(bad):
                 return
-            self._hold_against(tier, batch, bad)
+            self._blame(tier, batch, bad)
 
-    def _hold_against(self, tier: Tier, batch: Batch, bad: Positions) -> None:
+    def _blame(self, tier: Tier, batch: Batch, bad: Positions) -> None:
         self.stats.add("corruptions", len(bad))
         self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
         self._on_wrong(tier.name, batch, bad)

@@ -134,7 +134,7 @@ def test_warming_a_rack_is_done_by_the_rack_tier(small: Files, tmp_path: Path) -
     with Daemon(tmp_path / "data", "--socket", str(tmp_path / "s"), origins=[small.folder]) as daemon:
         manifest = small.opened()
         session = Session(manifest, parse_cache(daemon.url), "off", introduce=True)
-        assert session.bring(plan_shards(manifest, np.arange(manifest.shard_count))) == {}
+        assert session.fill(plan_shards(manifest, np.arange(manifest.shard_count))) == {}
         assert daemon.status()["shards"] == manifest.shard_count
         session.close()
 
@@ -666,7 +666,7 @@ def test_a_service_that_comes_back_with_another_dynamic_user_is_found_again(tmp_
             if former is not None:
                 with pytest.raises(Forbidden):
                     former.client.held([])
-                former.failed()  # as the tier says of one that cannot be asked
+                former.mark_unresponsive()  # as the tier says of one that cannot be asked
             found.look(ring)
             former = found.at("http://me:1")
             assert former is not None

@@ -36,7 +36,7 @@ def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
                 progress.start(int(opened.tables.shard_sizes.sum()))
             for first in range(0, opened.shard_count, SHARDS_AT_ONCE):
                 shards = np.arange(first, min(first + SHARDS_AT_ONCE, opened.shard_count))
-                failed |= session.bring(plan_shards(opened, shards))
+                failed |= session.fill(plan_shards(opened, shards))
                 if progress is not None:
                     progress.advance(int(opened.tables.shard_sizes[shards].sum()))
     finally:
