@@ -1,54 +1,55 @@
 """Open files over a Unix socket: how a daemon hands shards to the readers on its own host (docs/protocol.md).
 
 The socket is of type SOCK_SEQPACKET: a request is one message and so is its answer, each arrives whole or not at all,
-and descriptors belong to exactly one message. In a stream they would need framing, and hang on a byte of it.
+and descriptors belong to exactly one message. In a stream they would need framing, and hang on a byte of it. Messages
+are MessagePack.
 
-    request   "QHF1", verb u32, entries u32, flags u32, then the entries
-    answer    "QHA1", status u32, entries u32, 0 u32, then the entries
+    hello     the answer has the daemon's node id
+    files     names shards; the answer has for each a status and an edition, and with it come the descriptors of those
+              that are present, in order
+    held      names shards and editions; the answer has for each whether that is still the file of that name
 
-    hello     no entries; the answer's entries are the characters of the daemon's node id
-    files     digests (32 bytes each); the answer has for each an edition (u64), then for each a status (a byte), and
-              with it come the descriptors of those that are present, in order
-    held      digest and edition (40 bytes); the answer has for each a byte: 1 if this is still the file of that name
-
-One request at a time on a connection. Integers are little-endian. Blocking and without threads of its own, like
-``quiver.peer``: connections belong to the process that opened them.
+One request at a time on a connection. Blocking and without threads of its own, like ``quiver.peer``: connections belong
+to the process that opened them.
 """
 
 from __future__ import annotations
 
 import array
-import contextlib
 import enum
 import errno
 import os
 import socket
 import struct
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Annotated, Final, NamedTuple, TypeVar
+
+import msgspec
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
 from quiver.store import OpenFile
-from quiver.transport.idle import Idle
+from quiver.transport.connection import Connection, Dialogue, Ended
 
 FILES_MAX: Final = 64  # descriptors of one message; the kernel takes 253
 HELD_MAX: Final = 1024
 NODE_ID_BYTES_MAX: Final = 64
-RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before they are handed out
-USED: Final = 2  # flag: the reader read these since it last asked: they are in use
+RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before handing them out
+USED: Final = 2  # flag: the reader read these since its last request: they are in use
+FLAGS_MAX: Final = (1 << 32) - 1  # flags that are not known are ignored
 ANSWER_SECONDS: Final = 1.0
 IDLE_CONNECTIONS_MAX: Final = 2
+EDITION_BYTES_MAX: Final = 9  # of an integer as MessagePack
+OVERHEAD_BYTES_MAX: Final = 128  # names of fields, and lengths
+REQUEST_BYTES_MAX: Final = HELD_MAX * (DIGEST_BYTES + EDITION_BYTES_MAX) + OVERHEAD_BYTES_MAX
+ANSWER_BYTES_MAX: Final = HELD_MAX + FILES_MAX * EDITION_BYTES_MAX + NODE_ID_BYTES_MAX + OVERHEAD_BYTES_MAX
 
 _CREDENTIALS: Final = struct.Struct("iII")  # process, user, group: the kernel's struct ucred
-_HEAD: Final = struct.Struct("<4sIII")
-_EDITION: Final = struct.Struct("<Q")
-_HELD_ENTRY: Final = struct.Struct(f"<{DIGEST_BYTES}sQ")
-_ASKED, _ANSWERED = b"QHF1", b"QHA1"
-REQUEST_BYTES_MAX: Final = _HEAD.size + HELD_MAX * _HELD_ENTRY.size
-ANSWER_BYTES_MAX: Final = _HEAD.size + max(HELD_MAX, FILES_MAX * (_EDITION.size + 1), NODE_ID_BYTES_MAX)
+T = TypeVar("T")
+_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Verb(enum.IntEnum):
@@ -60,7 +61,7 @@ class Verb(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """How a request was taken. After ``REFUSED`` the daemon closes the connection."""
+    """What became of a request. After ``REFUSED`` the daemon closes the connection."""
 
     OK = 0
     BUSY = 1
@@ -72,7 +73,7 @@ class FileStatus(enum.IntEnum):
 
     PRESENT = 0
     ABSENT = 1
-    NOT_NOW = 2  # here, and to be verified first; or there is no descriptor to be had
+    NOT_NOW = 2  # here, and to be verified first; or the daemon has no descriptor left
 
 
 class Held(NamedTuple):
@@ -83,7 +84,32 @@ class Held(NamedTuple):
 
 
 _ENTRIES_MAX: Final = {Verb.HELLO: 0, Verb.FILES: FILES_MAX, Verb.HELD: HELD_MAX}
-_ENTRY_BYTES: Final = {Verb.HELLO: 0, Verb.FILES: DIGEST_BYTES, Verb.HELD: _HELD_ENTRY.size}
+
+
+class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request as it travels: digests back to back; editions of ``HELD`` alone, as many."""
+
+    verb: Verb
+    shards: bytes = b""
+    editions: tuple[_Unsigned, ...] = ()
+    flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_MAX)] = 0
+
+
+class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An answer: of hello the node id, of files a ``FileStatus`` and an edition each, of held a 0 or 1 each."""
+
+    status: Status
+    node: Annotated[str, msgspec.Meta(max_length=NODE_ID_BYTES_MAX)] = ""
+    statuses: bytes = b""
+    editions: tuple[_Unsigned, ...] = ()
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, message: Bytes) -> HandoffAnswer:
+        """Parse a message. Raises ``BadRequest``."""
+        return _decode(message, cls)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,51 +121,47 @@ class HandoffRequest:
     flags: int = 0
 
     def encode(self) -> bytes:
-        head = _HEAD.pack(_ASKED, self.verb, len(self.entries), self.flags)
-        if self.verb is Verb.FILES:
-            return head + b"".join(entry.digest for entry in self.entries)
-        return head + b"".join(_HELD_ENTRY.pack(*entry) for entry in self.entries)
+        shards = b"".join(entry.digest for entry in self.entries)
+        editions = tuple(entry.edition for entry in self.entries) if self.verb is Verb.HELD else ()
+        return msgspec.msgpack.encode(_Request(self.verb, shards, editions, self.flags))
 
     @classmethod
     def decode(cls, message: Bytes) -> HandoffRequest:
         """Parse a message. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
-        verb, count, flags, entries = _parted(message, _ASKED)
-        if verb not in _ENTRIES_MAX:
-            raise BadRequest(f"there is no verb {verb}")
-        asked = Verb(verb)
-        if count > _ENTRIES_MAX[asked] or len(entries) != count * _ENTRY_BYTES[asked]:
-            raise BadRequest(f"a request for {count} {asked.name.lower()} with {len(entries)} bytes of entries")
-        if asked is Verb.FILES:
-            starts = range(0, len(entries), DIGEST_BYTES)
-            return cls(asked, tuple(Held(Digest(entries[at : at + DIGEST_BYTES]), 0) for at in starts), flags)
-        held = _HELD_ENTRY.iter_unpack(entries) if count else ()
-        return cls(asked, tuple(Held(Digest(name), edition) for name, edition in held), flags)
+        if len(message) > REQUEST_BYTES_MAX:
+            raise BadRequest(f"a request has at most {REQUEST_BYTES_MAX} bytes, not {len(message)}")
+        told = _decode(message, _Request)
+        shards = Digest.many(told.shards)
+        editions = told.editions if told.verb is Verb.HELD else (0,) * len(shards)
+        if len(shards) > _ENTRIES_MAX[told.verb] or len(editions) != len(shards) or len(told.editions) > len(shards):
+            what = f"{len(shards)} shards and {len(told.editions)} editions"
+            raise BadRequest(f"{what} in a request for {told.verb.name.lower()}")
+        return cls(told.verb, tuple(map(Held, shards, editions)), told.flags)
 
 
 def hello_answer(node: str) -> bytes:
-    return _HEAD.pack(_ANSWERED, Status.OK, len(node), 0) + node.encode()
+    return HandoffAnswer(Status.OK, node=node).encode()
 
 
 def files_answer(files: Sequence[tuple[FileStatus, int]]) -> bytes:
     """Return the answer about shards, given the status and edition of each. Their descriptors go with it."""
-    editions = b"".join(_EDITION.pack(edition) for _, edition in files)
-    return _HEAD.pack(_ANSWERED, Status.OK, len(files), 0) + editions + bytes(status for status, _ in files)
+    statuses, editions = bytes(status for status, _ in files), tuple(edition for _, edition in files)
+    return HandoffAnswer(Status.OK, statuses=statuses, editions=editions).encode()
 
 
 def held_answer(held: Sequence[bool]) -> bytes:
-    return _HEAD.pack(_ANSWERED, Status.OK, len(held), 0) + bytes(held)
+    return HandoffAnswer(Status.OK, statuses=bytes(held)).encode()
 
 
 def refusal(status: Status) -> bytes:
-    return _HEAD.pack(_ANSWERED, status, 0, 0)
+    return HandoffAnswer(status).encode()
 
 
-def _parted(message: Bytes, magic: bytes) -> tuple[int, int, int, bytes]:
-    """Return the three numbers of a message's head, and what is behind it."""
-    if len(message) < _HEAD.size or message[:4] != magic:
-        raise BadRequest(f"a message begins with {magic.decode()} and three numbers")
-    _, first, second, third = _HEAD.unpack_from(message)
-    return first, second, third, bytes(message[_HEAD.size :])
+def _decode(message: Bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"malformed message: {error}") from error
 
 
 class Handed(NamedTuple):
@@ -150,11 +172,41 @@ class Handed(NamedTuple):
     file: OpenFile | None
 
 
+class Deadline:
+    """The watch of an exchange that ends at a moment, however it goes: ``connection.Watch``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_at = time.monotonic() + seconds
+
+    @property
+    def first_wait_seconds(self) -> float:
+        return self.wait_seconds()
+
+    def wait_seconds(self) -> float:
+        return max(self._ends_at - time.monotonic(), 0.001)
+
+    def asked(self) -> None:
+        pass
+
+    def sent(self, count: int) -> None:
+        pass
+
+    def heard(self, count: int) -> None:
+        pass
+
+    def check_rate(self) -> None:
+        if time.monotonic() >= self._ends_at:
+            raise TimeoutError("does not answer in time")
+
+    def check(self, sock: socket.socket) -> None:
+        self.check_rate()
+
+
 class HandoffClient:
     """The verbs of the daemon behind one socket. Safe from threads.
 
-    Who listens is asked of the kernel on each connection, and is root, this user or one of ``trusted``: whoever may
-    write to a folder can put a socket of his own under a path that was looked at before.
+    The kernel says on each connection who listens, which has to be root, this user or one of ``trusted``: whoever may
+    write to a folder can put a socket of its own under a path that was checked before.
 
     Raises ``Unavailable`` when it does not answer or is another daemon than before, ``Forbidden`` when the socket's
     permissions keep this user out or a stranger listens, ``OverCapacity`` when it is busy, ``Corrupt`` when it answers
@@ -162,118 +214,97 @@ class HandoffClient:
     """
 
     def __init__(self, path: str, trusted: Collection[int] = (), *, answer_seconds: float = ANSWER_SECONDS) -> None:
-        """``trusted``: ids of users."""
+        """``trusted``: ids of users. ``answer_seconds``: for a request and what it takes to connect."""
         self.path = path
         self.trusted = frozenset(trusted)
         self.node = ""  # as the daemon named itself
         self._answer_seconds = answer_seconds
-        self._idle: Idle[socket.socket] = Idle(IDLE_CONNECTIONS_MAX)
+        self._dialogue = Dialogue(self._failure, IDLE_CONNECTIONS_MAX)
 
     def __repr__(self) -> str:
         return f"HandoffClient({self.path!r}, {self.node!r})"
 
     def close(self) -> None:
-        self._idle.close()
+        self._dialogue.close()
 
     def hello(self) -> str:
-        """Return the daemon's node id: that this is a member of the ring is for the caller to see."""
-        with self._connected(time.monotonic() + self._answer_seconds):
-            return self.node
+        """Return the daemon's node id: whether the ring has that member there is for the caller to check."""
+        self._dialogue.run(partial(self._opened, Deadline(self._answer_seconds)), lambda connection: None)
+        return self.node
 
     def files(self, digests: Sequence[Digest], flags: int = 0) -> list[Handed]:
-        """Return for each of at most ``FILES_MAX`` shards what became of it. Nothing is brought in."""
+        """Return for each of at most ``FILES_MAX`` shards what became of it. The daemon fills nothing."""
         if not digests:
             return []
-        request = HandoffRequest(Verb.FILES, tuple(Held(digest, 0) for digest in digests), flags)
-        entries, files = self._asked(request, len(digests) * (_EDITION.size + 1))
-        editions, statuses = entries[: -len(digests)], entries[-len(digests) :]
-        if max(statuses) > FileStatus.NOT_NOW or statuses.count(FileStatus.PRESENT) != len(files):
-            raise Corrupt(f"{len(files)} descriptors for {statuses.count(FileStatus.PRESENT)} files", self.path)
+        answer, files = self._asked(Verb.FILES, [Held(digest, 0) for digest in digests], flags)
+        present = answer.statuses.count(FileStatus.PRESENT)
+        if len(answer.editions) != len(digests) or max(answer.statuses) > FileStatus.NOT_NOW or present != len(files):
+            raise Corrupt(
+                f"{len(files)} descriptors and {len(answer.editions)} editions for {present} files", self.path
+            )
         passed = iter(files)
         return [
             Handed(FileStatus(status), edition, next(passed) if status == FileStatus.PRESENT else None)
-            for status, (edition,) in zip(statuses, _EDITION.iter_unpack(editions), strict=True)
+            for status, edition in zip(answer.statuses, answer.editions, strict=True)
         ]
 
     def held(self, held: Sequence[Held], flags: int = 0) -> list[bool]:
         """Return for each of at most ``HELD_MAX`` files whether the daemon still holds it, as that shard's."""
-        entries, _ = self._asked(HandoffRequest(Verb.HELD, tuple(held), flags), len(held))
-        return [bool(entry) for entry in entries]
+        answer, _ = self._asked(Verb.HELD, held, flags)
+        return [bool(entry) for entry in answer.statuses]
 
     # -- one request --------------------------------------------------------------------------------------------------
 
-    def _asked(self, request: HandoffRequest, entries_bytes: int) -> tuple[bytes, list[OpenFile]]:
-        """Return the entries of the answer and the files that came with it."""
-        message, deadline = request.encode(), time.monotonic() + self._answer_seconds
-        for anew in (False, True):
-            with self._connected(deadline, anew=anew) as (connection, fresh):
-                answer: bytes = b""
-                files: list[OpenFile] = []
-                try:
-                    answer, files = _exchange(connection, message, deadline)
-                except ConnectionError:
-                    if fresh:
-                        raise
-                if answer or fresh:
-                    return self._checked(answer, len(request.entries), entries_bytes), files
-                connection.close()  # the daemon closed it for idleness: not its fault, ask once more
-        raise AssertionError("unreachable")
+    def _asked(self, verb: Verb, entries: Sequence[Held], flags: int) -> tuple[HandoffAnswer, list[OpenFile]]:
+        """Return the answer, which has as many statuses as the request has entries, and the files that came with it."""
+        message, deadline = HandoffRequest(verb, tuple(entries), flags).encode(), Deadline(self._answer_seconds)
 
-    def _checked(self, answer: bytes, count: int, entries_bytes: int) -> bytes:
-        if not answer:
-            raise ConnectionResetError("closes the connection")
+        def exchange(connection: Connection) -> tuple[HandoffAnswer, list[OpenFile]]:
+            data, files = _exchange(connection, message, deadline)
+            answer = self._parsed(data)
+            if len(answer.statuses) != len(entries):
+                raise Corrupt(f"an answer about {len(answer.statuses)} shards to {len(entries)}", self.path)
+            connection.finish()
+            return answer, files
+
+        return self._dialogue.run(partial(self._opened, deadline), exchange)
+
+    def _parsed(self, data: bytes) -> HandoffAnswer:
         try:
-            status, answered, _, entries = _parted(answer, _ANSWERED)
+            answer = HandoffAnswer.decode(data)
         except BadRequest as error:
             raise Corrupt(str(error), self.path) from error
-        if status == Status.BUSY:
+        if answer.status is Status.BUSY:
             raise OverCapacity(f"{self.path}: the daemon is busy", 1.0)
-        if status != Status.OK or answered != count or len(entries) != entries_bytes:
-            raise Corrupt(f"status {status} and {len(entries)} bytes of entries about {answered}", self.path)
-        return entries
+        if answer.status is not Status.OK:
+            raise Corrupt("the daemon refuses the request as malformed", self.path)
+        return answer
 
-    @contextlib.contextmanager
-    def _connected(self, deadline: float, *, anew: bool = False) -> Iterator[tuple[socket.socket, bool]]:
-        """Yield a connection, and whether it is new; it is kept for the next request unless this one fails."""
-        connection, fresh = self._connection(deadline, anew)
+    def _opened(self, deadline: Deadline) -> Connection:
+        """Return a new connection, on which the daemon said who it is."""
         try:
-            yield connection, fresh
-        except OSError as error:
-            connection.close()
-            raise _meaning(self.path, error) from error
-        except BaseException:
-            connection.close()
-            raise
-        if connection.fileno() >= 0:  # not closed meanwhile
-            self._idle.keep(connection)
-
-    def _connection(self, deadline: float, anew: bool) -> tuple[socket.socket, bool]:
-        if anew:
-            self._idle.clear()  # as old as the one that was closed
-        kept = self._idle.take()
-        return (kept, False) if kept is not None else (self._connect(deadline), True)
-
-    def _connect(self, deadline: float) -> socket.socket:
-        try:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except (OSError, AttributeError) as error:
             raise Unavailable(self.path, f"cannot be tried here ({error})") from error
         try:
-            connection.settimeout(_left(deadline))
-            connection.connect(self.path)
-            self._see_who_listens(connection)
-            answer, _ = _exchange(connection, HandoffRequest(Verb.HELLO).encode(), deadline)
-            self._greet(answer)
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, OSError):
-                raise _meaning(self.path, error) from error
+            sock.settimeout(deadline.wait_seconds())
+            sock.connect(self.path)
+            self._check_listener(sock)
+            connection = Connection(sock)
+            data, _ = _exchange(connection, HandoffRequest(Verb.HELLO).encode(), deadline)
+            self._greet(self._parsed(data).node)
+        except OSError as error:
+            sock.close()
+            raise self._failure(error, is_answering=False) from error
+        except BaseException:
+            sock.close()
             raise
+        connection.finish()
         return connection
 
-    def _see_who_listens(self, connection: socket.socket) -> None:
+    def _check_listener(self, sock: socket.socket) -> None:
         """Raise ``Forbidden`` if it was not somebody trusted who made this a socket to connect to."""
-        told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(told)
         if uid not in (0, os.geteuid()) and uid not in self.trusted:
             raise Forbidden(
@@ -281,15 +312,21 @@ class HandoffClient:
                 "socket it is; did somebody put it in the daemon's place?"
             )
 
-    def _greet(self, answer: bytes) -> None:
+    def _greet(self, node: str) -> None:
         """Take the daemon's name, which stays the same from the first connection on."""
-        told = self._checked(answer, len(answer) - _HEAD.size, len(answer) - _HEAD.size)
-        node = told.decode("ascii", "replace")
-        if not node or len(told) > NODE_ID_BYTES_MAX:
-            raise Corrupt("a node id that is none", self.path)
+        if not node:
+            raise Corrupt("malformed answer: no node id", self.path)
         if self.node and self.node != node:
-            raise Unavailable(self.path, f"is another daemon's by now: node {node[:64]!r}")
+            raise Unavailable(self.path, f"is another daemon's by now: node {node!r}")
         self.node = node
+
+    def _failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
+        """Return what it means that the socket cannot be used."""
+        if isinstance(error, (BlockingIOError, TimeoutError)):  # the former where the queue of the listener is full
+            return Unavailable(self.path, "does not answer in time")
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return Forbidden(f"{self.path}: {error.strerror}; let this user, or a group of its, use the socket")
+        return Unavailable(self.path, f"cannot be used ({error.strerror or error}); is the daemon running?")
 
 
 def is_this_host(host: str) -> bool:
@@ -308,18 +345,19 @@ def is_this_host(host: str) -> bool:
     return False
 
 
-def _exchange(connection: socket.socket, message: bytes, deadline: float) -> tuple[bytes, list[OpenFile]]:
-    """Send a message; return the answer, empty if the connection ended, and the files that came with it."""
-    connection.settimeout(_left(deadline))
-    connection.sendmsg([message])
-    connection.settimeout(_left(deadline))
+def _exchange(connection: Connection, message: bytes, deadline: Deadline) -> tuple[bytes, list[OpenFile]]:
+    """Send a message; return the answer and the files that came with it. Raises ``OSError``."""
+    connection.begin(deadline)
+    connection.send_message(message)
     room = socket.CMSG_SPACE(FILES_MAX * array.array("i").itemsize)
-    answer, passed, flags, _ = connection.recvmsg(ANSWER_BYTES_MAX, room, socket.MSG_CMSG_CLOEXEC)
+    answer, passed, flags = connection.receive_message(ANSWER_BYTES_MAX, room)
     files = _taken(passed)
     if flags & socket.MSG_CTRUNC:  # more than there can be, or more than this process may have open
         raise OverCapacity("not all descriptors could be taken; may this process have more open (ulimit -n)?", 1.0)
     if flags & socket.MSG_TRUNC:
         raise Corrupt(f"an answer of more than {ANSWER_BYTES_MAX} bytes", "the socket's daemon")
+    if not answer:
+        raise Ended("the daemon closes the connection")
     return answer, files
 
 
@@ -338,16 +376,3 @@ def _taken(passed: Sequence[tuple[int, int, bytes]]) -> list[OpenFile]:
     if wrong:
         raise Corrupt(f"what was passed is no file of a shard: {wrong}", "the socket's daemon")
     return files
-
-
-def _left(deadline: float) -> float:
-    """Return the seconds until then, and a moment if it is past: 0 would mean something else to a socket."""
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _meaning(path: str, error: OSError) -> QuiverError:
-    if isinstance(error, (BlockingIOError, TimeoutError)):  # the former where as many wait as may
-        return Unavailable(path, "does not answer in time")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return Forbidden(f"{path}: {error.strerror}; let this user, or a group of its, use the socket")
-    return Unavailable(path, f"cannot be used ({error.strerror or error}); is the daemon running?")

@@ -66,7 +66,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def client(url: str, *, by_http: bool = False) -> Iterator[PeerClient]:
     with contextlib.closing(PeerClient(url)) as peer:
         if by_http:
-            peer._streams.none_until = inf
+            peer._streams.no_stream.pause(inf)
         yield peer
 
 
@@ -352,10 +352,10 @@ def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(tmp_path:
             assert third.read(LITTLE)[1].tobytes() == SMALL_DATA[:500]
         assert not third._streams.idle.kept
         first.close()
-        third._streams.none_until = 0.0
+        third._streams.no_stream.succeed()
 
         def served_again() -> bool:
-            third._streams.none_until = 0.0
+            third._streams.no_stream.succeed()
             third.read(LITTLE)
             return bool(third._streams.idle.kept)
 
