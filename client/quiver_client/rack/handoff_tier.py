@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 
 from quiver import forks
+from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, OverCapacity, QuiverError
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
@@ -117,7 +118,8 @@ class HandoffTier:
     def _handed(self, daemon: LocalDaemon, shards: Sequence[int]) -> dict[int, Buffer]:
         begun = time.monotonic()
         try:
-            handed = daemon.client.files([self._manifest.shard_digest(shard) for shard in shards])
+            names = self._manifest.tables.shard_digests[np.asarray(shards)].tobytes()
+            handed = daemon.client.files(Digest.many(names))
         except QuiverError as error:
             self._pass_over(daemon, error)
             return {}

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.digest import Bytes
+from quiver.digest import Bytes, Digest
 from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
@@ -236,7 +236,7 @@ class RackTier:
         ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
         ranges["length"] = plan.sizes[part.positions]
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
-        names = tuple(self._manifest.shard_digest(shard) for shard in shards.tolist())
+        names = Digest.many(self._manifest.tables.shard_digests[shards].tobytes())
         request = ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, RECHECK if suspects else 0)
         try:
             statuses, data = peer.read(request)
