@@ -1,6 +1,6 @@
-"""The origin tier: samples read one by one from where the user's data lies, with the user's own credentials.
+"""The origin tier: samples read straight from where the user's data lies, with the user's own credentials.
 
-The last resort of every batch, and the place where a loss becomes an error: what cannot be had here cannot be had.
+The last resort of every batch, and where a loss becomes an error: no tier comes after this one.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class OriginTier:
         batch.put(missing, Buffer.of(data), starts[which] + inside[missing])
 
     def blame(self, batch: Batch, bad: Positions) -> None:
-        """Raise: the origin's bytes are not what was indexed, and there is nowhere else to go."""
+        """Raise ``Changed``: the origin's bytes are not what was indexed, and there is no other source."""
         manifest, blobs = batch.plan.manifest, batch.plan.blobs[bad]
         url = manifest.object_url(int(manifest.tables.object_of[blobs[0]]))
         raise Changed(url, "changed", manifest.keys_of_blobs(blobs))
@@ -50,7 +50,7 @@ class OriginTier:
         pass
 
     def _one_by_one(self, blobs: Positions, starts: Positions, data: memoryview) -> None:
-        """Raise for the first sample that is really lost, so that the error names it and not its whole batch."""
-        with contextlib.suppress(Unavailable):  # what was found already is raised
+        """Read each sample by itself and raise for the first that is lost: the error names it, not its batch."""
+        with contextlib.suppress(Unavailable):  # the caller raises the error that it has
             for at, blob in enumerate(blobs.tolist()):
                 self._origin().read([blob], data[int(starts[at]) : int(starts[at + 1])])

@@ -137,7 +137,7 @@ class Session:
             except Unavailable as error:
                 # All tiers are asked again: the cache may hold it by then.
                 self.patience.wait(waiting, error, lambda: self._described(batch))
-        if waiting.failures:
+        if waiting.backoff.failures:
             self.patience.answered()
 
     def _ask_tiers(self, batch: Batch) -> None:
