@@ -30,7 +30,7 @@ class EmbeddedCache:
 
 @dataclass(frozen=True, slots=True)
 class RackCache:
-    """A rack, known by some of its daemons."""
+    """A rack, given by the URLs of some of its daemons."""
 
     urls: tuple[str, ...]
 
@@ -39,14 +39,14 @@ CacheConfig = EmbeddedCache | RackCache
 
 
 def cache_home() -> Path:
-    """Return the user's folder for caches, by the XDG convention."""
+    """Return the user's cache folder, by the XDG convention."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "quiver"
 
 
 def parse_cache(cache: str | None) -> CacheConfig:
     """Parse ``cache=``; ``None`` means ``$QUIVER_CACHE`` or else an embedded cache in ``~/.cache/quiver``.
 
-    Raises ``Misconfigured`` for what is neither.
+    Raises ``Misconfigured`` for anything else.
     """
     if cache is not None and not isinstance(cache, str):
         raise Misconfigured(f"cache={cache!r}: write http://HOST:{PORT},… for a rack, or file:///FOLDER?capacity=SIZE")

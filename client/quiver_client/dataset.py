@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any, cast, get_args
@@ -18,16 +18,15 @@ import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver import forks
-from quiver.manifest import KEY_FIELD, Field, Manifest
+from quiver.manifest import Manifest
 from quiver.plan import plan_batch
+from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
-from quiver_client.delivery import Delivery, Verify
 from quiver_client.failure import failure
-from quiver_client.fetched import open_manifest
-from quiver_client.needs.base import Exchange
+from quiver_client.fields import Fields, Sample
+from quiver_client.manifest_download import open_manifest
+from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.session import Session
-
-Sample = dict[str, Any]
 
 
 class Dataset(TorchDataset[Any]):
@@ -38,13 +37,13 @@ class Dataset(TorchDataset[Any]):
     ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
     ``"off"`` nothing (shards are verified when they are filled in any case). XXH3 finds accidents and is no defence:
-    whoever is in the ring, or on the network to it, can forge a sample of equal XXH3 in milliseconds. Where not all of
-    them are trusted, choose ``"full"``. ``copy=False`` hands byte fields out as
-    read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps what
-    it is part of in memory, and is for a ``transform`` or a collate function: sent to another process, as by a loader's
-    worker, it arrives as ``bytes``. It was readable when it was checked, or with ``verify="off"`` when it was mapped;
-    if somebody shortens the file of a shard afterwards, or its disk fails, touching the view ends the process by
-    SIGBUS. Copied bytes are safe from that: they are read again, from elsewhere.
+    any member of the ring, or machine on the network to it, can forge a sample of equal XXH3 in milliseconds. If not
+    all of them are trusted, choose ``"full"``. ``copy=False`` hands byte fields out as read-only ``memoryview`` instead
+    of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps the buffer or the mapping that it is
+    part of alive, and is for a ``transform`` or a collate function: sent to another process, as by a loader's worker,
+    it arrives as ``bytes``. It was readable when it was verified, or with ``verify="off"`` when it was mapped; if the
+    file of a shard is truncated afterwards, or its disk fails, touching the view ends the process by SIGBUS. Copied
+    bytes are safe from that: they are read again, from elsewhere.
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
@@ -66,7 +65,7 @@ class Dataset(TorchDataset[Any]):
         if verify not in get_args(Verify):
             raise ValueError(f"verify={verify!r}: choose fast, full or off")
         opened = open_manifest(os.fspath(manifest))
-        # The digest goes wherever this description goes: the same path may name another manifest by then.
+        # The digest is pickled with this description: by then the path may name another manifest.
         self._path, self._digest = opened.path, opened.digest
         self._cache = parse_cache(cache)
         self._verify: Verify = verify
@@ -77,7 +76,8 @@ class Dataset(TorchDataset[Any]):
         self._closing: weakref.finalize[..., Dataset] | None = None  # of the session
         self._owner = 0
         self._lock = forks.lock()
-        self._choose(fields)
+        # The BLAKE3 of a sample is over all of its bytes: to verify it in full is to read it in full.
+        self._fields = Fields.chosen(opened, fields, whole=verify == "full", copy=copy)
         self._let_views_be_sent()
         self._open(introduce=True)
 
@@ -115,7 +115,7 @@ class Dataset(TorchDataset[Any]):
     def manifest(self) -> Manifest:
         """The manifest: the same in every process that this dataset was pickled to, or forked into.
 
-        Raises ``Corrupt`` if the file at its path is another one by now, of which the digests are named.
+        Raises ``Corrupt``, naming both digests, if the file at its path is another manifest by now.
         """
         if self._manifest is None:
             self._manifest = Manifest.open(self._path, self._digest)
@@ -124,7 +124,7 @@ class Dataset(TorchDataset[Any]):
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of the fields that a sample has, in their order."""
-        return self._wanted
+        return self._fields.names
 
     @property
     def transform(self) -> Callable[[Sample], Any] | None:
@@ -148,12 +148,12 @@ class Dataset(TorchDataset[Any]):
         """Add to one of the counters of ``stats``."""
         self._open().stats.add(name, amount)
 
-    def needs(self) -> Exchange | None:
-        """Return the way to say what is still to be read, and to hear what is resident; ``None`` without a cache."""
+    def needs(self) -> NeedsChannel | None:
+        """Return a new channel to report needs on, and to hear what is resident; ``None`` without a cache."""
         return self._open().needs()
 
     def close(self) -> None:
-        """Let go of sockets, threads and maps. Using the dataset again opens them again."""
+        """Close sockets, threads and maps. They open again when the dataset is used again."""
         with self._lock:
             self._session, closing = None, self._closing
         if closing is not None:
@@ -163,7 +163,7 @@ class Dataset(TorchDataset[Any]):
         state = dict(self.__dict__)
         for name in ("_manifest", "_session", "_closing", "_lock"):
             del state[name]
-        # A worker that is being spawned gets the manifest itself, whatever is under its path by now.
+        # A spawned worker gets the manifest itself, whatever file has its path by then.
         fd = self.manifest.share() if get_spawning_popen() is not None else None
         state["_passed"] = None if fd is None else DupFd(fd)
         return state
@@ -178,21 +178,21 @@ class Dataset(TorchDataset[Any]):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _makes_samples(self) -> bool:
-        """Whether this is of a subclass with a ``__getitem__`` of its own, which may call ours."""
+        """Whether a subclass overrides ``__getitem__``, from which it may call ours."""
         return type(self).__getitem__ is not Dataset.__getitem__
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
         rows = self.checked(indices)
         if not len(rows):
             return []
-        samples = self._samples(rows, self.read(rows))
+        samples = self._fields.samples(self.manifest, rows, self.read(rows))
         if self._transform is None:
             return list(samples)
         transform, out = self._transform, []
         for row, sample in zip(rows, samples, strict=True):
             try:
                 out.append(transform(sample))
-            except (StopIteration, IndexError) as error:  # from here on these would say that there are no more samples
+            except (StopIteration, IndexError) as error:  # a loop would take them for the end of the dataset
                 raise failure("transform", error, self.manifest, [int(row)]) from error
         return out
 
@@ -203,29 +203,9 @@ class Dataset(TorchDataset[Any]):
         except StopIteration as error:
             raise failure(f"{type(self).__name__}.__getitem__", error, self.manifest, [index]) from error
 
-    def _choose(self, fields: Sequence[str] | None) -> None:
-        header = self.manifest.header
-        known = [field.name for field in header.fields]
-        wanted = known if fields is None else list(fields)
-        if not wanted or isinstance(fields, str):
-            raise ValueError(f"fields={fields!r}: give a list of names out of {', '.join(known)}, {KEY_FIELD}")
-        unknown = [name for name in wanted if name not in known and name != KEY_FIELD]
-        if unknown:
-            raise ValueError(
-                f"fields: no field {unknown[0]!r} in {self._path}; there are {', '.join(known)}, {KEY_FIELD}"
-            )
-        self._wanted = tuple(wanted)
-        blobs = [field.name for field in header.blobs]
-        chosen = [blobs.index(name) for name in wanted if name in blobs]
-        # A sample's BLAKE3 is over all of its bytes: verified in full, it is read in full.
-        whole = (0, len(blobs) - 1)
-        self._span = None if not chosen else whole if self._verify == "full" else (min(chosen), max(chosen))
-        # Each byte field wanted: what it is, and its place among the fields that are read.
-        self.blobs = {blobs[at]: (header.blobs[at], at - self._span[0]) for at in chosen} if self._span else {}
-
     def _let_views_be_sent(self) -> None:
-        """Have ``multiprocessing`` pickle views: a worker that cannot pickle a batch says so on stderr only, and the
-        training loop would wait for that batch for ever."""
+        """Have ``multiprocessing`` pickle views: a worker that cannot pickle a batch reports it on stderr only, and the
+        training loop would wait for that batch forever."""
         if not self._copy:
             ForkingPickler.register(memoryview, _as_bytes)
 
@@ -234,10 +214,10 @@ class Dataset(TorchDataset[Any]):
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
                     session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
-                    if self._closing is not None:  # of the parent's, in a child that was forked
+                    if self._closing is not None:  # in a forked child: the finalizer of its parent's session
                         self._closing.detach()
                     self._closing = weakref.finalize(self, _close, session, os.getpid())
-                    self._closing.atexit = False  # the session sees to that
+                    self._closing.atexit = False  # process_exit closes the session
                     self._session, self._owner = session, os.getpid()
         return self._session
 
@@ -259,50 +239,22 @@ class Dataset(TorchDataset[Any]):
             raise IndexError(f"index {int(rows[wrong][0])} is out of range for {count} samples")
         return cast("npt.NDArray[np.intp]", np.where(rows < 0, rows + count, rows))
 
-    def read(self, rows: npt.NDArray[np.intp]) -> Delivery | None:
-        """Return the checked bytes of samples ``(n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is wanted.
+    def read(self, rows: npt.NDArray[np.intp]) -> Batch | None:
+        """Return the verified bytes of ``rows (n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is wanted."""
+        span = self._fields.span
+        return self._open().read(plan_batch(self.manifest, rows, span)) if span is not None else None
 
-        What ``dataset[i]`` is made of, for those who make a batch of it in another way.
-        """
-        return self._open().read(plan_batch(self.manifest, rows, self._span)) if self._span is not None else None
-
-    def _samples(self, rows: npt.NDArray[np.intp], delivery: Delivery | None) -> Iterator[Sample]:
-        """Yield the samples one by one: their bytes are copied when their turn comes, so that what a transform lets
-        go of is the memory of the next."""
-        columns = (self.column(name, rows, delivery) for name in self._wanted)
-        for values in zip(*columns, strict=True):
-            yield dict(zip(self._wanted, values, strict=True))
-
-    def column(self, name: str, rows: npt.NDArray[np.intp], delivery: Delivery | None) -> Iterable[Any]:
-        """Return one field of the samples, value by value."""
-        if name == KEY_FIELD:
-            return self.manifest.keys(rows)
-        if delivery is None or name not in self.blobs:
-            return self.manifest.scalars(name, rows)
-        field, at = self.blobs[name]
-        if field.dtype and not field.skip:
-            return (None if data is None else _array(data, field) for data in delivery.copies(at))
-        return delivery.copies(at) if self._copy else delivery.views(at)
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Return the samples at ``indices`` as one collated batch, by field. No transform is applied."""
+        rows = self.checked(indices)
+        return self._fields.columns(self.manifest, rows, self.read(rows))
 
 
 def _close(session: Session, owner: int) -> None:
-    """Close a session, unless it is the parent's of this process: its threads and sockets are not ours."""
+    """Close a session unless it belongs to the parent of this forked process, as do its threads and sockets."""
     if owner == os.getpid():
         session.close()
 
 
 def _as_bytes(view: memoryview) -> tuple[type[bytes], tuple[bytes]]:
     return bytes, (view.tobytes(),)
-
-
-def as_values(data: npt.NDArray[np.uint8], field: Field) -> npt.NDArray[Any]:
-    """Return bytes as the values that they are, the last dimension being that of a sample's; copied only if they must.
-
-    A bool is any byte but 0, in numpy as in a file that somebody else wrote; torch wants it to be 1.
-    """
-    return data != 0 if field.dtype == "|b1" else data.view(field.dtype)
-
-
-def _array(data: bytes, field: Field) -> npt.NDArray[Any]:
-    """Return the values of an array field, as an array of its own that may be written to."""
-    return as_values(np.frombuffer(bytearray(data), np.uint8), field).reshape(field.shape or -1)

@@ -1,8 +1,8 @@
-"""An error that names the samples, in place of an exception that a loop would take for its end.
+"""The error that replaces an exception which a ``for`` loop would take for its end, and that names the samples.
 
-``StopIteration`` ends a ``for`` loop without a word, wherever below ``__next__`` it was raised, and ``IndexError`` ends
-one over an object that has ``__getitem__`` alone. Raised by the user's code by mistake, they would lose all samples
-that were still to come.
+``StopIteration`` ends a ``for`` loop silently, wherever below ``__next__`` it is raised, and ``IndexError`` ends a loop
+over an object that has only ``__getitem__``. Raised by mistake in the user's code, they would lose all samples that
+were still to come.
 """
 
 from __future__ import annotations

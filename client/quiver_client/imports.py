@@ -1,8 +1,8 @@
-"""What the threads of a session would import one day, imported before there are any.
+"""Imports what the threads of a session would import later, before there are any threads.
 
-A process that is forked while one of its threads imports a module inherits that module locked: the child waits for ever
-when it comes to import it, which for a loader's worker is its first batch. Ours are imported where they are named, at
-the top. What is left are modules that libraries import when they are first called.
+A process that forks while one of its threads imports a module inherits that module's lock, held: the child deadlocks
+when it imports the module, which for a loader's worker is at its first batch. Our own modules are imported at the top
+of the modules that use them; this is for what libraries import when they are first called.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ from quiver.origin.opening import import_ahead as import_origin
 
 
 def import_ahead(manifest: Manifest) -> None:
-    """Import what reading this dataset will need. Takes a while the first time, and nothing after that."""
+    """Import what reading this dataset needs. Takes a while the first time, and no time after that."""
     import_origin(manifest)
-    pa.array(np.zeros(1, np.int64))  # looks whether there is pandas, and imports it
+    pa.array(np.zeros(1, np.int64))  # tries to import pandas

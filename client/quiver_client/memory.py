@@ -1,9 +1,9 @@
-"""The memory of a process whose loader's threads make batches: kept for the next one, and not taken anew each time.
+"""Has malloc reuse the memory of one batch for the next, in a process whose loader's threads make batches.
 
-A batch of 256 images is 28 MB in pieces, and glibc gives them back to the system as they are freed. Taken again for
-the next batch they are empty pages, each of which the kernel clears and maps when it is first touched: 2,400 faults a
-batch, and most of the time of a warm one. With three such batches kept, the two ahead and the one in hand, there are
-few. docs/adr/0010 has the figures.
+A batch of 256 images is 28 MB in pieces, which glibc returns to the system as they are freed. Allocated again for the
+next batch they are fresh pages, each of which the kernel clears and maps when it is first touched: 2,400 page faults
+per batch, and most of the time of a warm one. With the memory of three such batches kept, the two that are prefetched
+and the one in use, there are few. docs/adr/0010 has the figures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from quiver.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, MMAP_THRESHOLD_BYTES_MAX, tune
 
-# In the main thread's arena; a heap of another thread's has 64 MiB in all, and a loader has at most four of those.
+# In the main thread's arena; the heap of another thread has 64 MiB in all, and a loader has at most four of those.
 KEPT_BYTES: Final = 96 << 20
 KEEP_VARIABLE: Final = "QUIVER_KEEP_MEMORY"
 
@@ -21,10 +21,10 @@ _asked: list[bool] = []
 
 
 def keep_what_is_freed() -> None:
-    """Have malloc keep what one batch frees for the next one. Once a process, from which a fork has it.
+    """Have malloc keep what one batch frees for the next one. Once per process; forked children inherit it.
 
-    Nothing is done with ``QUIVER_KEEP_MEMORY=0``, where malloc is not that of glibc, or where the user tuned it
-    (``MALLOC_…``, ``GLIBC_TUNABLES``).
+    Does nothing with ``QUIVER_KEEP_MEMORY=0``, if malloc is not that of glibc, or if the user tuned it (``MALLOC_…``,
+    ``GLIBC_TUNABLES``).
     """
     if _asked:
         return

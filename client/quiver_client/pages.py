@@ -1,11 +1,11 @@
-"""Whether mapped memory can be read, asked of the kernel: where there is no native code that can be guarded.
+"""Whether mapped memory can be read, asked of the kernel: for Python, which cannot catch SIGBUS as native code does.
 
-A read of mapped memory whose file became shorter, or whose disk fails, is answered with SIGBUS, which ends the process.
-``MADV_POPULATE_READ`` maps the pages as such a read would, and fails instead. It costs as much as copying them, so
-pages that are in memory (``mincore``) are not asked for. The kernel says so of all pages of a file which the process
-neither owns nor may write; so whether a file became shorter, its last page says.
+A read of mapped memory whose file was truncated, or whose disk fails, raises SIGBUS, which ends the process.
+``MADV_POPULATE_READ`` maps the pages as such a read would, and returns an error instead. It costs as much as copying
+them, so pages that ``mincore`` reports in memory are not asked for. The kernel reports that of every page of a file
+that the process neither owns nor may write; so whether a file was truncated is asked of its last page.
 
-This tells what is so now: a file that is shortened between this and the read still ends the process.
+The answer holds for the moment: a file that is truncated between the question and the read still ends the process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import errno
 import mmap
 from typing import Final
 
-MADV_POPULATE_READ: Final = 22  # Linux 5.14; before, nothing is found and everything is taken to be readable
+MADV_POPULATE_READ: Final = 22  # Linux 5.14; older kernels: everything is taken to be readable
 
 _libc: Final = ctypes.PyDLL(None, use_errno=True)  # with the GIL: a call takes about a microsecond
 _madvise, _mincore = _libc.madvise, _libc.mincore
@@ -35,6 +35,6 @@ def is_readable(address: int, size: int) -> bool:
 
 
 def reaches(end: int) -> bool:
-    """Whether a mapping can be read up to an address: its file is not shorter, by a page or more."""
+    """Whether a mapping can be read up to an address: its file was not truncated by a page or more."""
     first = (end - 1) - (end - 1) % mmap.PAGESIZE
     return not _madvise(first, end - first, MADV_POPULATE_READ) or ctypes.get_errno() == errno.EINVAL

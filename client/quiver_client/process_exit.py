@@ -1,15 +1,15 @@
-"""Threads of this process, and how they end before the interpreter does.
+"""Starts the client's threads, and stops and joins them before the interpreter finalizes.
 
-Invariant: none of them meets an interpreter that finalizes, if it can be stopped within ``EXIT_SECONDS``.
+Invariant: no thread that can be stopped within ``EXIT_SECONDS`` runs while the interpreter finalizes.
 
 Until Python 3.14 the interpreter ends a daemon thread by ``pthread_exit``, at the moment the thread takes the GIL back.
 That unwinds the thread's stack. Where a C++ destructor is on it, as after every torch operation that released the GIL,
-C++ calls ``std::terminate``, and the process that had ended well dies of SIGABRT. So every thread here is started by
-``start``, is told to stop by an ``atexit`` callback, and is joined. ``atexit`` callbacks run when the user's threads
-have ended, which may still read a dataset, and before any thread is cut off.
+C++ calls ``std::terminate``, and a process that had finished its work dies of SIGABRT. So every thread here is started
+by ``start``, is told to stop by an ``atexit`` callback, and is joined. ``atexit`` callbacks run after the user's
+non-daemon threads have ended, which may still read a dataset, and before any thread is cut off.
 
-A thread that stays in a blocking call of plain C beyond that time, as in a read from an origin that hangs, is left
-there: unwinding C is harmless.
+A thread that stays in a blocking call of plain C for longer, as in a read from an origin that hangs, is abandoned:
+unwinding C is harmless.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from typing import Any, Final
 log = logging.getLogger("quiver_client")
 
 EXIT_SECONDS: Final = 1.5  # in all; Ctrl-C promises 2 s, of which the interpreter itself takes half a second
-LEAVE_SECONDS: Final = 0.8  # of these, for taking needs back; an exchange with a rack takes 0.75 s
+LEAVE_SECONDS: Final = 0.8  # of these, for withdrawing needs, which takes a rack up to 0.75 s
 FINISH_SECONDS: Final = 1.2  # by then, what still runs Python is interrupted
 
 
 class Phase(enum.Enum):
-    """When something is stopped: what uses pools of threads, then the pools, then what no thread uses any more."""
+    """When something is stopped: first what uses thread pools, then the pools, then what no thread uses any more."""
 
     LOOPS = enum.auto()
     POOLS = enum.auto()
@@ -42,24 +42,24 @@ class Phase(enum.Enum):
 
 
 class Thread(threading.Thread):
-    """A daemon thread that the exit joins; one that ``leaves`` uses pools to say so, which are stopped after it."""
+    """A daemon thread that the exit joins. One that ``leaves`` uses pools for its last words: they stop after it."""
 
     leaves = False
 
 
 class Interrupted(SystemExit):
-    """Raised in a thread that does not stop by itself. ``threading`` does not report a ``SystemExit``."""
+    """Raised in a thread that does not stop when told. ``threading`` does not report a ``SystemExit``."""
 
 
-_lock = threading.RLock()  # a collector's callback may come in while it is held
+_lock = threading.RLock()  # a callback of the garbage collector may run while it is held
 _threads: weakref.WeakSet[Thread] = weakref.WeakSet()
-_stops: dict[int, tuple[Phase, weakref.WeakMethod[Callable[[], Any]]]] = {}  # in the order in which they came
+_stops: dict[int, tuple[Phase, weakref.WeakMethod[Callable[[], Any]]]] = {}  # in the order of registration
 _serial = itertools.count()
 _deadline: list[float] = []  # of the exit, once it has begun
 
 
 def start(target: Callable[..., object], name: str, *args: object, leaves: bool = False) -> Thread:
-    """Start a daemon thread that the exit joins. Raises ``RuntimeError`` if there is no thread to be had."""
+    """Start a daemon thread that the exit joins. Raises ``RuntimeError`` if no thread can be started."""
     thread = Thread(target=target, name=name, args=args, daemon=True)
     thread.leaves = leaves
     with _lock:
@@ -69,7 +69,7 @@ def start(target: Callable[..., object], name: str, *args: object, leaves: bool 
 
 
 def call_at_exit(method: Callable[[], Any], phase: Phase) -> None:
-    """Have a bound method called at the exit, if its object still lives then. Before ``SESSIONS`` it must not wait."""
+    """Call a bound method at exit, if its object is still alive. Before ``SESSIONS`` it must not block."""
     number = next(_serial)
 
     def forget(_: object, stops: dict[int, Any] = _stops) -> None:
@@ -79,7 +79,7 @@ def call_at_exit(method: Callable[[], Any], phase: Phase) -> None:
 
 
 def join(threads: Iterable[threading.Thread], seconds: float) -> bool:
-    """Wait for threads, at the exit not beyond its end; return whether all have ended."""
+    """Wait for threads, at exit no longer than the exit lasts; return whether all have ended."""
     until = min([time.monotonic() + seconds, *_deadline])
     ended = True
     for thread in threads:
@@ -95,7 +95,7 @@ def _running() -> list[Thread]:
 
 
 def _call(phase: Phase) -> None:
-    """Call what is registered, the latest first: what was made last uses what was there."""
+    """Call what is registered, the latest first: what was made later uses what was made before."""
     for when, reference in reversed(list(_stops.values())):
         method = reference() if when is phase else None
         if method is not None:
@@ -115,22 +115,22 @@ def _exit() -> None:
         if not join(_running(), begun + FINISH_SECONDS - time.monotonic()):
             _interrupt(_running())
             join(_running(), EXIT_SECONDS)
-    except KeyboardInterrupt:  # who asks again has waited long enough
+    except KeyboardInterrupt:  # a second Ctrl-C: stop waiting
         _interrupt(_running())
-    if not _running():  # else one of them may hold a lock for ever
+    if not _running():  # else one of them may hold a lock forever
         _call(Phase.SESSIONS)
-    _stops.clear()  # what is forgotten later would look for modules that are gone
+    _stops.clear()  # callbacks of weak references that run later would find no modules
 
 
 def _interrupt(threads: Iterable[threading.Thread]) -> None:
-    """Raise in each at its next step of Python: a transform may have a hundred samples before it."""
+    """Raise in each at its next step of Python: a transform may be about to process a hundred samples."""
     for thread in threads:
         if thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
 
 
 def _forget() -> None:
-    """In a child that was forked, whose parent's threads it does not have."""
+    """Begin anew in a forked child, which does not have its parent's threads."""
     global _lock, _threads
     _lock, _threads = threading.RLock(), weakref.WeakSet()
     _stops.clear()

@@ -1,7 +1,7 @@
-"""What one process has open for one dataset: its tiers, composed in one place, asked in one order.
+"""What one process has open for one dataset: its tiers, composed in one place and asked in one order.
 
-A ``Dataset`` is a description and may be pickled or forked; a ``Session`` is threads, sockets and maps, and belongs to
-the process that opened it.
+A ``Dataset`` is a description and may be pickled or forked; a ``Session`` owns threads, sockets and maps, and belongs
+to the process that opened it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client import process_exit
+from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
-from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
 from quiver_client.imports import import_ahead
-from quiver_client.needs.base import Exchange
 from quiver_client.needs.folder import FolderNeeds
-from quiver_client.needs.rack import RackNeeds
-from quiver_client.patience import Patience, patience_seconds
+from quiver_client.needs_reporter import NeedsChannel
+from quiver_client.origin_patience import OriginPatience, patience_seconds
+from quiver_client.origin_tier import OriginTier
+from quiver_client.rack.handoff_tier import HandoffTier
+from quiver_client.rack.members import Members
+from quiver_client.rack.needs import RackNeeds
+from quiver_client.rack.tier import RackTier
+from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
-from quiver_client.tiers.direct import OriginTier
+from quiver_client.tier import Cache, Tier
 from quiver_client.tiers.embedded import EmbeddedTier, check_capacity
-from quiver_client.tiers.handoff import HandoffTier
-from quiver_client.tiers.members import Members
-from quiver_client.tiers.rack import RackTier
 
 
 class Session:
@@ -45,12 +47,12 @@ class Session:
         verify: Verify,
         *,
         introduce: bool,
-        on_wrong: Callable[[str, Delivery, Positions], None] = lambda tier, delivery, bad: None,
+        on_wrong: Callable[[str, Batch, Positions], None] = lambda tier, batch, bad: None,
     ) -> None:
         """Compose the tiers: the cache, if there is one, and the origin.
 
-        ``introduce``: the user just made the dataset, so a rack that does not answer is an error and not a fault.
-        ``on_wrong`` hears which samples of a tier had wrong bytes, before they are fetched again.
+        ``introduce``: the user just made the dataset, so a rack of which no daemon answers raises ``Unavailable``.
+        ``on_wrong`` is called with the samples of a tier that had wrong bytes, before they are fetched again.
         """
         import_ahead(manifest)
         self.manifest = manifest
@@ -58,11 +60,11 @@ class Session:
         self._verify = verify
         self._lock = forks.lock()
         self._opened_origin: SampleOrigin | None = None
-        self.patience = Patience(manifest.header.base, patience_seconds())
+        self.patience = OriginPatience(manifest.header.base, patience_seconds())
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
-        self._needs: Callable[[], Exchange] | None = None
-        self._cache: Cache  # what brings shards in: the tier before the origin
+        self._needs: Callable[[], NeedsChannel] | None = None
+        self._cache: Cache  # the tier that fills shards
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
         elif isinstance(cache, EmbeddedCache):
@@ -74,13 +76,13 @@ class Session:
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         root = Path(cache.root).expanduser()
-        check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is made there
+        check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is created there
         store = Store.open(root, cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
         self._cache = tier
         store.trim()
 
-        def needs() -> Exchange:
+        def needs() -> NeedsChannel:
             return FolderNeeds(self.manifest, tier)
 
         self._needs = needs
@@ -93,8 +95,9 @@ class Session:
                 undo.callback(members.close)
                 self._introduce(members)
                 undo.pop_all()
-        self._needs = lambda: RackNeeds(self.manifest, members, self.origin, self.stats)
-        self._cache = rack = RackTier(self.manifest, members, self.origin, self.stats)
+        uploads = Uploads(self.manifest, self.origin, self.stats)
+        self._needs = lambda: RackNeeds(self.manifest, members, uploads, self.stats)
+        self._cache = rack = RackTier(self.manifest, members, uploads, self.stats)
         return HandoffTier(self.manifest, members, urls, self.stats), rack
 
     def _introduce(self, members: Members) -> None:
@@ -108,64 +111,63 @@ class Session:
             )
         members.introduce(self.manifest)
 
-    def read(self, plan: Plan) -> Delivery:
-        """Return all samples of the plan, every one checked.
+    def read(self, plan: Plan) -> Batch:
+        """Return all samples of the plan, every one verified.
 
-        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers for
-        as long as ``patience`` lasts.
+        Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if neither cache nor origin delivers
+        them while ``patience`` lasts.
         """
-        delivery = Delivery(plan, self._verify)
-        delivery.on_torn = self._replace
-        self._complete(delivery)
+        batch = Batch(plan, self._verify, self._replace)
+        self._complete(batch)
         self.stats.add("samples", len(plan))
-        return delivery
+        return batch
 
-    def _replace(self, delivery: Delivery, torn: Positions) -> None:
-        """Bring samples anew whose mapped shard became shorter after they were checked. Only the first tier maps."""
-        self._hold_against(self.tiers[0], delivery, torn)
-        self._complete(delivery)
+    def _replace(self, batch: Batch, torn: Positions) -> None:
+        """Fetch samples anew whose mapped file was truncated after they were verified. Only the first tier maps."""
+        self._blame(self.tiers[0], batch, torn)
+        self._complete(batch)
 
-    def _complete(self, delivery: Delivery) -> None:
-        """Bring what is missing, however long the origin is to be waited for."""
+    def _complete(self, batch: Batch) -> None:
+        """Fetch what is not verified yet, and wait for the origin as long as ``patience`` lasts."""
         waiting = self.patience.begin()
         while True:
             try:
-                self._ask_tiers(delivery)
+                self._ask_tiers(batch)
                 break
             except Unavailable as error:
-                # All tiers are asked again: what is missing may be in the cache by then.
-                self.patience.wait(waiting, error, lambda: self._described(delivery))
-        if waiting.failures:
+                # All tiers are asked again: the cache may hold it by then.
+                self.patience.wait(waiting, error, lambda: self._described(batch))
+        if waiting.backoff.failures:
             self.patience.answered()
 
-    def _ask_tiers(self, delivery: Delivery) -> None:
-        """Ask one tier after the other for what is missing."""
+    def _ask_tiers(self, batch: Batch) -> None:
+        """Ask one tier after the other for what is not verified yet."""
         for tier in self.tiers:
-            before = delivery.checked.copy()
-            self._ask(tier, delivery)
-            arrived = np.flatnonzero(delivery.checked & ~before)
+            before = batch.verified.copy()
+            self._ask(tier, batch)
+            arrived = np.flatnonzero(batch.verified & ~before)
             self.stats.add(f"samples_{tier.name}", len(arrived))
-            if tier.name != "origin":  # that one is counted where it is read
-                self.stats.add(f"bytes_{tier.name}", delivery.bytes_at(arrived))
-            if delivery.checked.all():
+            if tier.name != "origin":  # whose bytes are counted where they are read
+                self.stats.add(f"bytes_{tier.name}", batch.bytes_at(arrived))
+            if batch.verified.all():
                 return
-        why = f"{self._described(delivery)} could not be had"
+        why = f"{self._described(batch)} could not be read"
         raise Unavailable(self.manifest.header.base, why, lasting=True)
 
-    def _described(self, delivery: Delivery) -> str:
+    def _described(self, batch: Batch) -> str:
         """Return how many samples are missing, and the name of one."""
-        missing = delivery.missing()
-        [key, *_] = self.manifest.keys_of_blobs(delivery.plan.blobs[missing[:1]], 1)
+        missing = batch.not_verified()
+        [key, *_] = self.manifest.keys_of_blobs(batch.plan.blobs[missing[:1]], 1)
         return f"{len(missing)} samples, {key!r} among them,"
 
-    def bring(self, plan: Plan) -> dict[int, QuiverError]:
-        """Make the plan's shards resident; return those that the cache did not take, or not whole, and why."""
-        delivery = Delivery(plan, "off")
+    def fill(self, plan: Plan) -> dict[int, QuiverError]:
+        """Make the plan's shards resident; return those that the cache does not hold, or only in part, and why."""
+        batch = Batch(plan, "off")
         waiting = self.patience.begin()
         while True:
-            self._cache.fetch(delivery)
-            delivery.check()
-            missing = set(plan.shards[delivery.missing()].tolist())
+            self._cache.fetch(batch)
+            batch.check()
+            missing = set(plan.shards[batch.not_verified()].tolist())
             failed = {shard: self._cache.why(shard) for shard in plan.shards.tolist()}
             failures = {shard: error for shard, error in failed.items() if shard in missing or error is not None}
             found = {shard: error or NotFound("it was evicted at once") for shard, error in failures.items()}
@@ -177,8 +179,8 @@ class Session:
             except Unavailable as error:
                 return {shard: error if each in away else each for shard, each in found.items()}
 
-    def needs(self) -> Exchange | None:
-        """Return a new way to tell the cache what is still needed; ``None`` if there is no cache."""
+    def needs(self) -> NeedsChannel | None:
+        """Return a new channel to report needs on; ``None`` if there is no cache."""
         return self._needs() if self._needs is not None else None
 
     def origin(self) -> SampleOrigin:
@@ -194,7 +196,7 @@ class Session:
             return self._opened_origin
 
     def stop_waiting(self) -> None:
-        """Let nobody wait for the origin any longer: what waits for it holds the tiers' threads."""
+        """End all waits for the origin: whatever waits for it occupies a thread of a tier."""
         self.patience.close()
         if self._opened_origin is not None:
             self._opened_origin.close()
@@ -204,17 +206,17 @@ class Session:
         for tier in self.tiers:
             tier.close()
 
-    def _ask(self, tier: Tier, delivery: Delivery) -> None:
-        """Fetch from a tier; what is wrong is held against the tier, which gets one more try."""
+    def _ask(self, tier: Tier, batch: Batch) -> None:
+        """Fetch from a tier. What is wrong is blamed on the tier, which is asked once more."""
         for _ in (1, 2):
-            tier.fetch(delivery)
-            bad = delivery.check()
+            tier.fetch(batch)
+            bad = batch.check()
             if not len(bad):
                 return
-            self._hold_against(tier, delivery, bad)
+            self._blame(tier, batch, bad)
 
-    def _hold_against(self, tier: Tier, delivery: Delivery, bad: Positions) -> None:
+    def _blame(self, tier: Tier, batch: Batch, bad: Positions) -> None:
         self.stats.add("corruptions", len(bad))
         self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
-        self._on_wrong(tier.name, delivery, bad)
-        tier.blame(delivery, bad)
+        self._on_wrong(tier.name, batch, bad)
+        tier.blame(batch, bad)

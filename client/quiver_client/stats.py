@@ -1,17 +1,17 @@
-"""What this process's readers did, as plain numbers."""
+"""Counters of what this process read, and warnings that do not flood a log."""
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter
 from typing import Final
 
 from quiver import forks
+from quiver.expiring import Expiring
 
 log = logging.getLogger("quiver_client")
 
-WARN_SECONDS: Final = 30.0
+WARN_SECONDS: Final = 30.0  # between two warnings about one subject
 NAMES: Final = (
     *("samples", "bytes_host", "bytes_rack", "bytes_origin", "samples_host", "samples_rack", "samples_origin"),
     *("misses_host", "misses_rack", "fills", "uploads", "substitutions", "fallbacks", "overloads", "corruptions"),
@@ -24,7 +24,7 @@ class Stats:
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._counts: Counter[str] = Counter()
-        self._warned: dict[str, float] = {}
+        self._warned: Expiring[str, None] = Expiring()  # subjects
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -35,10 +35,9 @@ class Stats:
             return {name: self._counts[name] for name in NAMES}
 
     def warn(self, subject: str, message: str) -> None:
-        """Log a warning, at most one in ``WARN_SECONDS`` about one subject: a dead rack must not flood a log."""
-        now = time.monotonic()
+        """Log a warning, at most one per ``WARN_SECONDS`` and subject: a dead rack must not flood a log."""
         with self._lock:
-            if now - self._warned.get(subject, -WARN_SECONDS) < WARN_SECONDS:
+            if subject in self._warned:
                 return
-            self._warned[subject] = now
+            self._warned.set(subject, None, WARN_SECONDS)
         log.warning(message)

@@ -26,11 +26,11 @@ from quiver.ring import Member, Ring
 from quiver.transport.handoff import USED, FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
 from quiver.wire import RANGE, ReadRequest
 from quiver_client import Dataset
+from quiver_client.rack import handoff_tier as handoff_module
+from quiver_client.rack import local_daemons as local_module
+from quiver_client.rack.handoff_tier import HandoffTier
+from quiver_client.rack.local_daemons import LocalDaemon, LocalDaemons
 from quiver_client.stats import Stats
-from quiver_client.tiers import handoff as handoff_module
-from quiver_client.tiers import local as local_module
-from quiver_client.tiers.handoff import HandoffTier
-from quiver_client.tiers.local import LocalDaemon, LocalDaemons
 from tests.daemon.test_needs import Consumer
 from tests.kernel.test_handoff import server
 from tests.support.daemon import Daemon, rack_of
@@ -134,7 +134,7 @@ def test_warming_a_rack_is_done_by_the_rack_tier(small: Files, tmp_path: Path) -
     with Daemon(tmp_path / "data", "--socket", str(tmp_path / "s"), origins=[small.folder]) as daemon:
         manifest = small.opened()
         session = Session(manifest, parse_cache(daemon.url), "off", introduce=True)
-        assert session.bring(plan_shards(manifest, np.arange(manifest.shard_count))) == {}
+        assert session.fill(plan_shards(manifest, np.arange(manifest.shard_count))) == {}
         assert daemon.status()["shards"] == manifest.shard_count
         session.close()
 
@@ -398,6 +398,7 @@ def test_a_silent_socket_costs_one_bounded_stall_and_one_warning(
         begun = time.monotonic()
         assert read_over_tcp(made, small) < 3
         assert time.monotonic() - begun < 4, "one stall, and not one a batch"
+        until(lambda: caplog.records)  # the thread that looks for daemons may end its wait a moment after the batch
         assert len(caplog.records) == 1
         assert "TCP" in caplog.records[0].message
         made.close()
@@ -666,7 +667,7 @@ def test_a_service_that_comes_back_with_another_dynamic_user_is_found_again(tmp_
             if former is not None:
                 with pytest.raises(Forbidden):
                     former.client.held([])
-                former.failed()  # as the tier says of one that cannot be asked
+                former.mark_unresponsive()  # as the tier says of one that cannot be asked
             found.look(ring)
             former = found.at("http://me:1")
             assert former is not None
@@ -679,7 +680,7 @@ def test_a_daemon_that_comes_back_is_found_again(
     dataset: Make, small: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(handoff_module, "TIDY_SECONDS", 0.1)
-    monkeypatch.setattr(local_module, "SILENT_SECONDS", 0.2)
+    monkeypatch.setattr(local_module, "UNRESPONSIVE_SECONDS", 0.2)
     flags = ("--socket", str(tmp_path / "s"), "--node-id", "me")
     with Daemon(tmp_path / "data", *flags, origins=[small.folder]) as daemon:
         fill([daemon], small)

@@ -12,7 +12,7 @@ from quiver.sizes import format_size
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
-from quiver_client.fetched import open_manifest
+from quiver_client.manifest_download import open_manifest
 from quiver_client.session import Session
 
 SHARDS_AT_ONCE = 32  # enough to keep every daemon of a rack busy
@@ -36,7 +36,7 @@ def command(manifest: str, cache: CacheConfig, *, as_json: bool) -> None:
                 progress.start(int(opened.tables.shard_sizes.sum()))
             for first in range(0, opened.shard_count, SHARDS_AT_ONCE):
                 shards = np.arange(first, min(first + SHARDS_AT_ONCE, opened.shard_count))
-                failed |= session.bring(plan_shards(opened, shards))
+                failed |= session.fill(plan_shards(opened, shards))
                 if progress is not None:
                     progress.advance(int(opened.tables.shard_sizes[shards].sum()))
     finally:

@@ -1,9 +1,9 @@
-"""The two loops over a batch's samples that are worth native code, and when there is none.
+"""The loops over a batch's samples in native code, ``pieces.c``; ``pieces`` is ``None`` where it cannot be used.
 
-Copying and hashing 256 images are 256 calls that each give up the interpreter's lock and fight for it with the training
-loop; 1,024 samples of 4 kB spend more on the calls than on the bytes. ``pieces.c`` is one call a batch, without the
-lock. It is built when this is installed, if there is a C compiler (``hatch_build.py``); without it, or with
-``QUIVER_NATIVE=0``, ``pieces`` is ``None`` and the callers do the same in Python.
+Copying and hashing 256 images in Python are 256 calls that each release the GIL and contend for it with the training
+loop; 1,024 samples of 4 kB spend more on the calls than on the bytes. ``pieces.c`` takes one call per batch, without
+the GIL. It is compiled at installation, if there is a C compiler (``hatch_build.py``); without it, or with
+``QUIVER_NATIVE=0``, ``quiver_client.buffers`` does the same in Python.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import xxhash
 LIBRARY: Final = Path(__file__).with_name("_pieces.so")
 VERSION: Final = 3  # of the functions in pieces.c
 NATIVE_VARIABLE: Final = "QUIVER_NATIVE"
-# The second is the one that looks for vector instructions when it runs; not every build of the library has it.
+# The first detects vector instructions when it runs; not every build of the library exports it.
 HASHES: Final = ("XXH3_64bits_dispatch", "XXH3_64bits")
-PROVED_WITH: Final = (0, 1, 8, 16, 17, 128, 129, 240, 241, 1024, 5000)  # a size for each of XXH3's ways
+PROVED_WITH: Final = (0, 1, 8, 16, 17, 128, 129, 240, 241, 1024, 5000)  # a size for each branch of XXH3
 
 U8 = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -31,17 +31,17 @@ U64 = npt.NDArray[np.uint64]
 I64 = npt.NDArray[np.int64]
 
 
-# A new object that nobody else has may be written to: this is how C extensions make bytes.
+# A new bytes object may be written to while nothing else refers to it: this is how C extensions make bytes.
 _new_bytes = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t)(
     ("PyBytes_FromStringAndSize", ctypes.pythonapi)
 )
 
 
 class Pieces:
-    """Pieces of memory by address. Nothing here is checked: an address that is wrong ends the process.
+    """Copies and hashes pieces of memory by address. Nothing is checked here: a wrong address ends the process.
 
-    Mapped memory that cannot be read, since its file became shorter or its disk fails, is marked in ``torn (n,)``, and
-    what is returned for it means nothing.
+    Mapped memory that cannot be read, since its file was truncated or its disk fails, is marked in ``torn (n,)``, and
+    what is returned for it is undefined.
     """
 
     def __init__(self, library: ctypes.CDLL, hash_function: ctypes.c_void_p) -> None:
@@ -52,7 +52,7 @@ class Pieces:
         self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer, pointer), None
         self._join = library.quiver_join
         self._join.argtypes, self._join.restype = (number, *[pointer] * 6), None
-        # With the GIL: of one sample, to give it up and to wait for it takes longer than to copy it.
+        # With the GIL: to release it and take it again takes longer than to copy one sample.
         kind = ctypes.PYFUNCTYPE(number, number, number, ctypes.c_char_p, number)
         self._take = kind(ctypes.cast(library.quiver_take, pointer).value or 0)
 
@@ -74,7 +74,7 @@ class Pieces:
     def join(self, addresses: I64, sizes: I64, offsets: I64, ends: I64, torn: Mask) -> bytes:
         """Return ``sizes (n,)`` bytes from each address, each at its offset: the sums of the sizes before it.
 
-        Torn is a piece, too, if the 8 bytes before its ``ends (n,)`` are all 0 when all pieces were copied.
+        A piece is also torn if the 8 bytes before its ``ends (n,)`` are all 0 once all pieces were copied.
         """
         addresses, sizes = np.ascontiguousarray(addresses, np.int64), np.ascontiguousarray(sizes, np.int64)
         offsets, ends = np.ascontiguousarray(offsets, np.int64), np.ascontiguousarray(ends, np.int64)
@@ -90,7 +90,7 @@ class Pieces:
 
 
 def load(library: Path = LIBRARY) -> Pieces | None:
-    """Return what was built, if it is of this version, copies rightly and hashes as ``xxhash`` does."""
+    """Return the built library if it is of this version, copies correctly and hashes as ``xxhash`` does."""
     try:
         built = ctypes.CDLL(str(library))
         built.quiver_pieces_version.restype = ctypes.c_int64

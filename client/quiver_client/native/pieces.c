@@ -1,11 +1,11 @@
-/* What is done to each sample of a batch, without the interpreter and its lock: copied to its row, or hashed.
+/* The loops over the samples of a batch, without the GIL: copy each to its place, or hash it.
  *
- * Plain C without Python's headers, called by ctypes, which lets go of the lock meanwhile. The hash is not here: it is
- * the XXH3 of the library `xxhash`, handed over as a pointer. Addresses were checked by the caller.
+ * Plain C without Python's headers, called by ctypes, which releases the GIL meanwhile. The hash is not here: it is the
+ * XXH3 of the library `xxhash`, passed as a pointer. The caller has checked the addresses.
  *
- * Samples lie in mapped files. Where a file became shorter, or its disk fails, the kernel answers a read of its memory
- * with SIGBUS, which ends the process. So each loop here is guarded: a piece that cannot be read is marked as torn, and
- * the loop goes on with the next. A SIGBUS of anything else is left to whoever handled it before. */
+ * Samples lie in mapped files. If a file was truncated, or its disk fails, the kernel answers a read of its memory with
+ * SIGBUS, which ends the process. So each loop here is guarded: a piece that cannot be read is marked as torn, and the
+ * loop goes on with the next. Any other SIGBUS goes to the handler that was installed before. */
 
 #define _DEFAULT_SOURCE 1
 
@@ -30,16 +30,16 @@ _Static_assert(sizeof(uintptr_t) == 8 && sizeof(size_t) == 8, "addresses and siz
 
 typedef uint64_t (*Hash)(const void *data, size_t size);
 
-/* Raised when a signature changes, so that a library that was built from another version of this file is not used. */
+/* Incremented when a signature changes, so that a library built from another version of this file is not used. */
 EXPORTED int64_t quiver_pieces_version(void) { return 3; }
 
-/* Where the guarded loop of this thread goes on after a SIGBUS. Of few bytes, so that they fit in what the loader keeps
- * for libraries that come late: a handler must not be the first to touch a thread's variable, which may allocate. */
+/* Where the guarded loop of this thread goes on after a SIGBUS. Small, so that it fits into the space that the loader
+ * reserves for libraries opened late: a handler must not be the first to touch a thread's variable, which may allocate. */
 static _Thread_local sigjmp_buf *volatile guard __attribute__((tls_model("initial-exec")));
 static struct sigaction before;
 static volatile sig_atomic_t passed_on;
 
-/* The compiler must not move reads to where nobody watches over them. */
+/* The compiler must not move reads out of the guarded region. */
 #define WATCH(place)                               \
     do {                                           \
         atomic_signal_fence(memory_order_seq_cst); \
@@ -54,7 +54,7 @@ static void on_bus(int number, siginfo_t *info, void *context) {
         guard = NULL;
         siglongjmp(*to, 1);
     }
-    /* Not ours. Whoever handles it may end by calling us, where it remembers us as the one before it: that is the end. */
+    /* Not ours. The handler that we replaced may in turn call us, as the one that it replaced: then end the process. */
     struct sigaction ending = {.sa_handler = SIG_DFL};
     sigaction(number, passed_on ? &ending : &before, NULL);
     passed_on = 1;
@@ -62,7 +62,7 @@ static void on_bus(int number, siginfo_t *info, void *context) {
         raise(number); /* else the same read raises it again */
 }
 
-/* Be the one who handles SIGBUS. Others may have come since the last time: torch in its workers, faulthandler. */
+/* Install our handler of SIGBUS. Others may have replaced it since the last time: torch in its workers, faulthandler. */
 static void stand_guard(void) {
     struct sigaction now, ours = {.sa_sigaction = on_bus, .sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER};
     if (sigaction(SIGBUS, NULL, &now) || ((now.sa_flags & SA_SIGINFO) && now.sa_sigaction == on_bus))
@@ -72,7 +72,7 @@ static void stand_guard(void) {
     sigaction(SIGBUS, &ours, NULL);
 }
 
-/* Samples lie where a shuffle put them: the processor guesses what comes next within one, and never the next one. */
+/* Samples are in random order: the processor prefetches within a sample, and never the next sample. */
 static void prefetch(uintptr_t address, size_t size) {
     size_t end = size < AHEAD_BYTES_MAX ? size : AHEAD_BYTES_MAX;
     for (size_t at = 0; at < end; at += LINE_BYTES)
@@ -96,12 +96,12 @@ EXPORTED void quiver_copy(int64_t count, const uintptr_t *addresses, int64_t siz
     WATCH(NULL);
 }
 
-/* Copy `sizes[i]` bytes from each of `count` addresses to `out + offsets[i]`; then look at the eight bytes before each
- * `ends[i]`. A piece whose eight are all 0 is as torn as one that cannot be read: its file became shorter. */
+/* Copy `sizes[i]` bytes from each of `count` addresses to `out + offsets[i]`; then check the eight bytes before each
+ * `ends[i]`. A piece whose eight are all 0 is torn like one that cannot be read: its file was truncated. */
 EXPORTED void quiver_join(int64_t count, const uintptr_t *addresses, const int64_t *sizes, const int64_t *offsets,
                           const uintptr_t *ends, uint8_t *out, uint8_t *torn) {
     sigjmp_buf here;
-    volatile int64_t at = 0; /* a piece to be copied, or past those, an end to be looked at */
+    volatile int64_t at = 0; /* the piece to be copied, or past those, count + the end to be checked */
     stand_guard();
     if (sigsetjmp(here, 0))
         torn[at++ % count] = 1;
@@ -112,7 +112,7 @@ EXPORTED void quiver_join(int64_t count, const uintptr_t *addresses, const int64
             prefetch(addresses[i + AHEAD], (size_t)sizes[i + AHEAD]);
         memcpy(out + offsets[i], (const void *)addresses[i], (size_t)sizes[i]);
     }
-    atomic_signal_fence(memory_order_seq_cst); /* an end says something of what was read before it */
+    atomic_signal_fence(memory_order_seq_cst); /* an end vouches only for what was read before it */
     for (int64_t i = at < count ? 0 : at - count; i < count; i++) {
         uint64_t tail;
         at = count + i;
@@ -131,7 +131,7 @@ EXPORTED int64_t quiver_take(uintptr_t address, int64_t size, uint8_t *out, uint
         return 0;
     WATCH(&here);
     memcpy(out, (const void *)address, (size_t)size);
-    atomic_signal_fence(memory_order_seq_cst); /* the tail says something of what was read before it */
+    atomic_signal_fence(memory_order_seq_cst); /* the tail vouches only for what was read before it */
     memcpy(&tail, (const void *)(end - sizeof tail), sizeof tail);
     WATCH(NULL);
     return tail != 0;

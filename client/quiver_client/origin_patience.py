@@ -1,14 +1,13 @@
-"""Waiting for an origin that does not answer: for minutes, with full jitter, said once; and then a clear error.
+"""Waiting for an origin that does not answer: for minutes, with jitter and one warning, and then a clear error.
 
-Only who needs a sample now waits here. What is fetched ahead gives up at once and is tried again later, so that what
-is resident goes on being handed out, and no thread, lock or room is held by an origin that is down (docs/adr/0014).
+Only reads of samples that are needed now wait here. Prefetches fail at once and are retried later, so that resident
+samples are still handed out, and no thread, lock or space is held by an origin that is down (docs/adr/0014).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import random
 import re
 import select
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from typing import Final
 
 from quiver import forks
+from quiver.backoff import Backoff
 from quiver.errors import Misconfigured, Unavailable
 from quiver.origin.base import READ_SECONDS
 from quiver.origin.isolated import parent_of_worker
@@ -23,18 +23,19 @@ from quiver.origin.isolated import parent_of_worker
 log = logging.getLogger("quiver_client")
 
 VARIABLE: Final = "QUIVER_ORIGIN_PATIENCE"
-PATIENCE_SECONDS: Final = 300.0  # a store that throttles or is restarted is back by then; a pass of no progress is not
+PATIENCE_SECONDS: Final = 300.0  # a store that throttles or restarts is back by then; one that is gone is not
 PATIENCE_SECONDS_MAX: Final = 7 * 86400.0
-PAUSE_SECONDS: Final = 0.5  # up to so long before the first repetition, and up to twice as long before each further one
-PAUSE_SECONDS_MAX: Final = 5.0  # what is missing may come into the cache meanwhile: look now and then
+PAUSE_SECONDS: Final = 0.5  # at most, before the first retry; doubled before each further one
+PAUSE_SECONDS_MAX: Final = 5.0  # meanwhile others may fill the cache, so it is asked again this often
+PAUSE_JITTER: Final = 7 / 8  # of each pause is drawn at random: many readers meet the same outage
 READ_SECONDS_MIN: Final = 1.0
-LOOK_SECONDS: Final = 0.5  # how often a worker looks whether its parent still is
+LOOK_SECONDS: Final = 0.5  # how often a worker checks that its parent still runs
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 
 
 def patience_seconds() -> float:
-    """Return for how long an origin that does not answer is waited for. Raises ``Misconfigured``."""
+    """Return how long to wait for an origin that does not answer. Raises ``Misconfigured``."""
     text = os.environ.get(VARIABLE, "").strip().lower()
     if not text:
         return PATIENCE_SECONDS
@@ -45,70 +46,68 @@ def patience_seconds() -> float:
     return seconds
 
 
-class Waiting:
-    """One read, which may have to wait."""
+class Wait:
+    """The waiting of one read: until when, and the retries so far."""
 
-    __slots__ = ("failures", "until")
+    __slots__ = ("backoff", "until")
 
     def __init__(self, until: float) -> None:
         self.until = until
-        self.failures = 0
+        self.backoff = Backoff(PAUSE_SECONDS, PAUSE_SECONDS_MAX, jitter=PAUSE_JITTER)
 
 
-class Patience:
-    """Of one process with one origin. Safe from threads."""
+class OriginPatience:
+    """How long one process waits for one origin. Safe from threads."""
 
     def __init__(self, origin: str, seconds: float) -> None:
         self._origin = origin
         self._seconds = seconds
         self._closing = forks.event()
         self._lock = forks.lock()
-        self._since = 0.0  # when it was said that the origin does not answer; 0: it does
+        self._silent_since = 0.0  # when the warning that the origin does not answer was logged; 0: it answers
 
     @property
     def read_seconds(self) -> float:
-        """How long one read may take: the cache is asked, the origin for the cache, the origin, and all of it again."""
+        """The deadline of one read, so that several fit: by the cache, by this process, and both once more."""
         return min(READ_SECONDS, max(self._seconds / 3, READ_SECONDS_MIN))
 
-    def begin(self) -> Waiting:
-        """Begin a read: this is when its patience begins as well."""
-        return Waiting(time.monotonic() + self._seconds)
+    def begin(self) -> Wait:
+        """Begin a read, and its patience."""
+        return Wait(time.monotonic() + self._seconds)
 
-    def wait(self, waiting: Waiting, error: Unavailable, missing: Callable[[], str]) -> None:
-        """Wait before a read is repeated. Raises ``Unavailable`` where that does not help, or not any more."""
+    def wait(self, waiting: Wait, error: Unavailable, missing: Callable[[], str]) -> None:
+        """Wait before a read is retried. Raises ``Unavailable`` if a retry cannot help, or patience has run out."""
         if error.lasting or self._closing.is_set():
             raise error
         left = waiting.until - time.monotonic()
         if left <= 0:
             raise self._given_up(error, missing()) from error
         self.say(error, missing())
-        waiting.failures += 1
-        most = min(PAUSE_SECONDS * 2.0 ** min(waiting.failures - 1, 16), PAUSE_SECONDS_MAX)
-        self._pause(min(random.uniform(most / 8, most), left))  # noqa: S311
+        self._pause(min(waiting.backoff.fail(), left))
         if self._closing.is_set():
             raise error
 
     def answered(self) -> None:
-        """The origin delivered something: the next time that it does not is another one, to be said again."""
-        if self._since:
+        """Note that the origin answered: its next silence gets a warning of its own."""
+        if self._silent_since:
             with self._lock:
-                since, self._since = self._since, 0.0
+                since, self._silent_since = self._silent_since, 0.0
             if since:
                 log.info("%s answers again, after %.0f s", self._origin, time.monotonic() - since)
 
     def close(self) -> None:
-        """Let nobody wait any longer."""
+        """End all waits."""
         self._closing.set()
 
     def say(self, error: Unavailable, missing: str) -> None:
-        """Say once what is waited for."""
+        """Log once that the origin is waited for, and for what."""
         with self._lock:
-            if self._since:
+            if self._silent_since:
                 return
-            self._since = time.monotonic()
-        after = f" It asks to be left alone for {error.retry_after_seconds:.0f} s." if error.retry_after_seconds else ""
+            self._silent_since = time.monotonic()
+        after = f" It asked not to retry for {error.retry_after_seconds:.0f} s." if error.retry_after_seconds else ""
         log.warning(
-            "%s\nWaiting for the origin, up to %.0f s (%s): %s are not in the cache.%s What is resident goes on.",
+            "%s\nWaiting for the origin, up to %.0f s (%s): %s are not in the cache.%s Resident samples go on.",
             error,
             self._seconds,
             VARIABLE,
@@ -130,7 +129,7 @@ class Patience:
         )
 
     def _pause(self, seconds: float) -> None:
-        """Wait, though not in a worker of a DataLoader whose parent is gone: it has nobody to read for, and ends."""
+        """Wait. A DataLoader worker whose parent is gone ends instead: nobody waits for its samples."""
         until = time.monotonic() + seconds
         with parent_of_worker() as parent:
             while (left := until - time.monotonic()) > 0 and not self._closing.wait(min(left, LOOK_SECONDS)):

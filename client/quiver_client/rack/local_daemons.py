@@ -1,8 +1,8 @@
-"""The daemons of the ring that run on this host: found by their sockets, believed when they say who they are.
+"""The daemons of the ring that run on this host: found by their Unix sockets, identified by what they say there.
 
-Every machine of a rack may use the same path, and a ring can hold anything. So a path of the ring is a candidate; the
-daemon behind it says its node id, and only then is it that member. A ring that was given (``--peers``) tells of no
-socket but that of the daemon that was asked: so the seeds and what else has an address of this host are asked as well.
+Every machine of a rack may use the same path, and a ring may contain anything. So a path in the ring is a candidate:
+the daemon behind it says its node id, and only then is it that member. A static ring (``--peers``) contains no socket
+but that of the daemon that told it, so the seeds and the members with an address of this host are asked as well.
 """
 
 from __future__ import annotations
@@ -16,43 +16,47 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from quiver import forks
+from quiver.backoff import Backoff
 from quiver.errors import QuiverError
+from quiver.expiring import Expiring
 from quiver.ring import Member, Ring
 from quiver.transport.handoff import HandoffClient, is_this_host
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
 
 LOCAL_MAX: Final = 8  # daemons of one host
-PATHS_MAX: Final = 64  # looked at: a ring has 20 to 30 members
-ASKED_MAX: Final = 16  # daemons asked what their sockets are
-ASK_SECONDS: Final = 60.0
-SILENT_SECONDS: Final = 5.0
-SILENT_SECONDS_MAX: Final = 60.0
-SERVICE_UIDS: Final = (range(1, 1000), range(61184, 65520))  # SYS_UID_MAX; and what systemd gives to DynamicUser=
+PATHS_MAX: Final = 64  # tried: a ring has 20 to 30 members
+ASKED_MAX: Final = 16  # daemons asked for the paths of their sockets
+ASK_SECONDS: Final = 60.0  # between two such questions to one daemon
+UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that failed is left alone; doubled at each failure
+UNRESPONSIVE_SECONDS_MAX: Final = 60.0
+SERVICE_UIDS: Final = (range(1, 1000), range(61184, 65520))  # up to SYS_UID_MAX; and systemd's DynamicUser=
 
 
 class LocalDaemon:
-    """A daemon on this host, and whether it is worth asking just now. Safe from threads."""
+    """A daemon on this host, and whether it responds. Safe from threads."""
 
     def __init__(self, client: HandoffClient) -> None:
         self.client = client
         self.heard_at = time.monotonic()
-        self._pause_seconds = 0.0
-        self._silent_until = 0.0
+        self._lock = forks.lock()
+        self._backoff = Backoff(UNRESPONSIVE_SECONDS, UNRESPONSIVE_SECONDS_MAX)
 
     @property
-    def is_silent(self) -> bool:
-        return time.monotonic() < self._silent_until
+    def is_unresponsive(self) -> bool:
+        """Whether it failed so recently that it is left alone."""
+        return self._backoff.is_waiting
 
     def answered(self) -> None:
-        self.heard_at = time.monotonic()
-        self._pause_seconds = 0.0
+        with self._lock:
+            self.heard_at = time.monotonic()
+            self._backoff.succeed()
 
-    def failed(self) -> None:
-        """Do not ask it for a while, and for longer each time."""
-        if not self.is_silent:
-            self._pause_seconds = min(max(self._pause_seconds * 2, SILENT_SECONDS), SILENT_SECONDS_MAX)
-            self._silent_until = time.monotonic() + self._pause_seconds
+    def mark_unresponsive(self) -> None:
+        """Leave it alone for a while, and for longer after each failure in a row."""
+        with self._lock:
+            if not self._backoff.is_waiting:  # else another thread has counted this failure
+                self._backoff.fail()
 
 
 class LocalDaemons:
@@ -62,25 +66,25 @@ class LocalDaemons:
         self._members = members
         self._seeds = seeds
         self._stats = stats
-        self._sockets: dict[str, str] = {}  # node id -> socket, as daemons told of themselves
-        self._asked: dict[str, float] = {}  # url -> when
+        self._sockets: dict[str, str] = {}  # node id -> path, as daemons told it of themselves
+        self._asked: Expiring[str, None] = Expiring()  # URLs of daemons that were asked for their paths
         self._here: dict[str, bool] = {}  # host -> whether it is this one
-        self._found: dict[str, LocalDaemon] = {}  # by socket
-        self._paused: dict[str, LocalDaemon] = {}  # sockets that could not be used, by path
+        self._found: dict[str, LocalDaemon] = {}  # by path
+        self._unusable: dict[str, LocalDaemon] = {}  # by path, what is behind sockets that cannot be used
         self._by_url: dict[str, LocalDaemon] = {}
         self._lock = forks.lock()
         self._closed = False
 
     def at(self, url: str) -> LocalDaemon | None:
-        """Return the daemon of the ring at this URL if it is on this host and answers."""
+        """Return the daemon of the ring at this URL if it is on this host and responds."""
         found = self._by_url.get(url)
-        return None if found is None or found.is_silent else found
+        return None if found is None or found.is_unresponsive else found
 
     def __bool__(self) -> bool:
         return bool(self._by_url)
 
     def look(self, ring: Ring) -> None:
-        """Find the daemons of this host. May wait for the system and for daemons, though not for long."""
+        """Find the daemons of this host. Blocks for a short time on name resolution and on daemons."""
         self._ask_for_sockets(ring)
         told = {member.id: member.socket or self._sockets.get(member.id, "") for member in ring.members}
         named: dict[str, set[str]] = {}
@@ -105,15 +109,15 @@ class LocalDaemons:
             daemon.client.close()
 
     def _greet(self, path: str, ids: set[str]) -> None:
-        """Hear who is behind a path, if that is not known, and keep it if it is one of whom the ring says so."""
-        known, paused = self._found.get(path), self._paused.get(path)
+        """Ask the unknown daemon behind a path for its node id, and keep it if the ring has that node there."""
+        known, unusable = self._found.get(path), self._unusable.get(path)
         if known is not None and known.client.node not in ids:
             known = None
-        if (known is not None and not known.is_silent) or (paused is not None and paused.is_silent):
+        if (known is not None and not known.is_unresponsive) or (unusable is not None and unusable.is_unresponsive):
             return
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
-            return  # nobody whom one would ask, or the one who is known and silent, and not one who took its place
+            return  # no trusted daemon; or the known one, which does not respond, and not one that replaced it
         daemon = LocalDaemon(HandoffClient(path, [owner]))
         try:
             if daemon.client.hello() in ids:
@@ -124,9 +128,9 @@ class LocalDaemons:
             failure = str(error)
         daemon.client.close()
         self._stats.warn("socket", f"{failure}; reading over TCP")
-        paused = paused or daemon
-        paused.failed()
-        self._paused[path] = paused
+        unusable = unusable or daemon
+        unusable.mark_unresponsive()
+        self._unusable[path] = unusable
 
     def _keep(self, path: str, daemon: LocalDaemon) -> None:
         with self._lock:
@@ -139,11 +143,12 @@ class LocalDaemons:
             former.client.close()
 
     def _owner(self, path: str) -> int | None:
-        """Return whose socket is there, unless just anybody put it there. That he listens is seen on connecting.
+        """Return the user id of the socket's owner, ``None`` if that account is not trusted.
 
-        Who passes a file can change it after it was checked here, which nobody finds, and shorten it while it is
-        mapped, which ends this process. So whoever runs the daemon is trusted as the machine's administrator is: he is
-        root, this user, or a system account whose folder it is. Any other account may have made a folder of its own.
+        Whoever passes a file can modify it after it was verified here, undetected, and can truncate it while it is
+        mapped, which ends this process by SIGBUS. So the account that runs the daemon must be as trusted as the
+        machine's administrator: root, this user, or a system account that owns the folder. Any other account may have
+        made a folder of its own. ``HandoffClient`` checks on connecting that this account listens.
         """
         try:
             found, folder = os.lstat(path), Path(path).parent.stat()
@@ -162,21 +167,20 @@ class LocalDaemons:
         return None
 
     def _ask_for_sockets(self, ring: Ring) -> None:
-        """Ask daemons that may be here, and of whom no socket is known, what theirs is."""
-        # A ring that was given knows no capacities. In one that a registry keeps, who names no socket has none.
+        """Ask daemons that may run here, and whose socket is unknown, for its path."""
+        # A static ring has no capacities. In a ring kept in etcd, a member without a path has no socket.
         unknown = [member for member in ring.members if not member.socket and member.weight <= 1]
         if not unknown:
             return
-        now = time.monotonic()
         urls = dict.fromkeys([*self._seeds, *(member.url for member in unknown if self._is_here(member))])
         for url in list(urls)[:ASKED_MAX]:
-            if now - self._asked.get(url, -ASK_SECONDS) < ASK_SECONDS or self._members.is_down(url):
+            if url in self._asked or self._members.is_unresponsive(url):
                 continue
-            self._asked[url] = now
+            self._asked.set(url, None, ASK_SECONDS)
             try:
                 told, _ = self._members.peer(url).ring().ring()
             except QuiverError:
-                continue  # who reads from it will say so
+                continue  # whoever reads from it logs why
             self._sockets.update({member.id: member.socket for member in told.members if member.socket})
 
     def _is_here(self, member: Member) -> bool:

@@ -19,13 +19,14 @@ from quiver.errors import BadRequest, Unavailable
 from quiver.need import Report
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
-from quiver_client import pool as pool_module
-from quiver_client.needs import rack as rack_module
-from quiver_client.needs import watch as watch_module
-from quiver_client.needs.rack import RackNeeds
-from quiver_client.needs.watch import Watch
-from quiver_client.pool import DaemonPool
+from quiver_client import needs_reporter as watch_module
+from quiver_client import thread_pool as pool_module
+from quiver_client.needs_reporter import NeedsReporter
+from quiver_client.rack import needs as rack_module
+from quiver_client.rack.needs import RackNeeds
+from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
+from quiver_client.thread_pool import ThreadPool
 from tests.support.data import Files
 from tests.support.residency import Clock, Rack, alive
 from tests.support.waiting import until
@@ -56,12 +57,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     until(lambda: not alive("quiver-needs"), what="the thread ends")
 
 
-# -- Watch ------------------------------------------------------------------------------------------------------------
+# -- NeedsReporter ----------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_resident_until_something_answered() -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert watch.view.resident.all()
     watch.close()
@@ -69,7 +70,7 @@ def test_nothing_is_resident_until_something_answered() -> None:
     blocked = threading.Event()
     slow = Rack(4)
     slow.report = lambda report, leaving=False: blocked.wait(20) and slow.seen  # type: ignore[method-assign,assignment,misc]
-    watch = Watch(4, slow, consumer.report)
+    watch = NeedsReporter(4, slow, consumer.report)
     watch.first_answer(0.01)
     assert not watch.view.resident.any()
     blocked.set()
@@ -79,7 +80,7 @@ def test_nothing_is_resident_until_something_answered() -> None:
 def test_an_answer_says_what_is_resident_and_how_many_others_need_it() -> None:
     rack, consumer = Rack(4, resident=False), Consumer()
     rack.seen[:] = [0, 1, 3, 255]
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert watch.view.resident.tolist() == [False, True, True, True]
     assert watch.view.others.tolist() == [0, 0, 2, 254]
@@ -88,7 +89,7 @@ def test_an_answer_says_what_is_resident_and_how_many_others_need_it() -> None:
 
 def test_arrivals_are_counted_and_keep_their_order() -> None:
     rack, consumer = Rack(4, resident=False), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert watch.arrivals == 0
     seen = []
@@ -105,11 +106,11 @@ def test_arrivals_are_counted_and_keep_their_order() -> None:
 
 def test_it_reports_when_it_said_it_would_and_sooner_if_nudged() -> None:
     rack, often, seldom = Rack(4), Consumer(pause=0.0), Consumer()
-    watch = Watch(4, rack, often.report)
+    watch = NeedsReporter(4, rack, often.report)
     until(lambda: often.said >= 5)
     watch.close()
     rack = Rack(4)
-    watch = Watch(4, rack, seldom.report)
+    watch = NeedsReporter(4, rack, seldom.report)
     watch.first_answer(20)
     for said in (1, 2, 3):
         until(lambda said=said: seldom.said == said)  # type: ignore[misc]
@@ -120,7 +121,7 @@ def test_it_reports_when_it_said_it_would_and_sooner_if_nudged() -> None:
 
 def test_who_waits_hears_of_the_next_answer() -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     told = len(rack.reports)
     watch.wait(20)
@@ -130,7 +131,7 @@ def test_who_waits_hears_of_the_next_answer() -> None:
 
 def test_closing_takes_the_needs_back_once_and_wakes_who_waits() -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     watch.close()
     watch.close()
@@ -142,7 +143,7 @@ def test_closing_takes_the_needs_back_once_and_wakes_who_waits() -> None:
 
 def test_it_ends_with_its_consumer() -> None:
     rack, consumer = Rack(4), Consumer(pause=0.0)
-    Watch(4, rack, consumer.report)
+    NeedsReporter(4, rack, consumer.report)
     until(lambda: rack.reports)
     del consumer
     gc.collect()
@@ -154,7 +155,7 @@ def test_who_never_said_anything_has_nothing_to_take_back() -> None:
     rack, consumer = Rack(4), Consumer()
     method = consumer.report
     del consumer
-    watch = Watch(4, rack, method)
+    watch = NeedsReporter(4, rack, method)
     del method
     watch.close()
     assert rack.closed
@@ -167,7 +168,7 @@ def test_a_report_that_fails_is_tried_again_and_what_was_seen_counts_for_a_momen
     monkeypatch.setattr(watch_module, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(watch_module, "STALE_SECONDS", NEVER)
     rack, consumer = Rack(4), Consumer(pause=0.0)
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     told = rack.report
     failures: list[Exception] = []
@@ -203,7 +204,7 @@ def test_a_consumer_that_fails_to_say_what_it_needs_is_asked_again(
             return a_report(), self.pause
 
     rack, consumer = Rack(4), Clumsy()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert consumer.said == 3
     watch.close()
@@ -212,7 +213,7 @@ def test_a_consumer_that_fails_to_say_what_it_needs_is_asked_again(
 
 def test_leaving_that_fails_ends_the_thread_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
 
     def fail(report: Report, *, leaving: bool = False) -> Any:
@@ -248,7 +249,7 @@ class Peer:
 
 
 class Members:
-    """The daemons of a rack, as ``tiers.members`` knows them."""
+    """The daemons of a rack, as ``rack.members`` knows them."""
 
     def __init__(self, **peers: Peer) -> None:
         self.peers = peers
@@ -258,10 +259,10 @@ class Members:
     def refresh(self) -> Ring | None:
         return Ring("rack", tuple(Member(url, url) for url in sorted(self.peers))) if self.reached else None
 
-    def is_down(self, url: str) -> bool:
+    def is_unresponsive(self, url: str) -> bool:
         return url in self.down
 
-    def is_silent(self, url: str) -> None:
+    def mark_unresponsive(self, url: str) -> None:
         self.down.add(url)
 
     def answered(self, url: str) -> None: ...
@@ -274,21 +275,20 @@ class Members:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(rack_module, "time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
-def needs_of(files: Files, members: Members) -> tuple[RackNeeds, Stats]:
+def needs_of(files: Files, members: Members, clock: Clock) -> tuple[RackNeeds, Stats]:
     stats = Stats()
     manifest: Any = SimpleNamespace(digest=files.opened().digest, shard_count=4)
     manifest.tables = SimpleNamespace(shard_digests=files.opened().tables.shard_digests[:4])
-    return RackNeeds(manifest, members, lambda: None, stats), stats  # type: ignore[arg-type,return-value]
+    uploads = Uploads(manifest, lambda: pytest.fail("nothing is uploaded here"), stats)
+    return RackNeeds(manifest, members, uploads, stats, clock.monotonic), stats  # type: ignore[arg-type]
 
 
 def test_the_answers_of_all_daemons_are_put_together(files: Files, clock: Clock) -> None:
-    needs, _ = needs_of(files, Members(a=Peer([0, 1, 3, 0]), b=Peer([0, 2, 1, 1])))
+    needs, _ = needs_of(files, Members(a=Peer([0, 1, 3, 0]), b=Peer([0, 2, 1, 1])), clock)
     assert needs.report(a_report()).tolist() == [0, 2, 3, 1]
     needs.close()
 
@@ -298,7 +298,7 @@ def test_a_daemon_that_is_slow_holds_nobody_up_and_counts_for_a_while(
 ) -> None:
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
     slow, quick = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0])
-    needs, _ = needs_of(files, Members(slow=slow, quick=quick))
+    needs, _ = needs_of(files, Members(slow=slow, quick=quick), clock)
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
     assert needs.report(a_report()).tolist() == [1, 1, 0, 0]
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
@@ -316,7 +316,7 @@ def test_a_daemon_that_is_slow_holds_nobody_up_and_counts_for_a_while(
 def test_what_a_daemon_that_is_gone_held_does_not_count(files: Files, clock: Clock) -> None:
     gone, there = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0])
     members = Members(gone=gone, there=there)
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     assert needs.report(a_report()).tolist() == [1, 1, 0, 0]
     assert [needs.orphaned] == [None]
     gone.error = Unavailable("gone", "connection refused")
@@ -343,7 +343,7 @@ def test_a_daemon_that_refuses_is_not_taken_for_gone(files: Files, clock: Clock)
     old = Peer([1, 1, 1, 1])
     old.error = BadRequest("no such path")
     members = Members(old=old, new=Peer([0, 1, 0, 0]))
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     assert needs.report(a_report()).tolist() == [0, 1, 0, 0]
     assert not members.down
     needs.close()
@@ -352,14 +352,14 @@ def test_a_daemon_that_refuses_is_not_taken_for_gone(files: Files, clock: Clock)
 def test_a_daemon_without_the_manifest_gets_it_and_is_asked_again(files: Files, clock: Clock) -> None:
     peer = Peer([1, 0, 0, 1])
     peer.statuses = [NeedsStatus.NO_MANIFEST]
-    needs, _ = needs_of(files, Members(peer=peer))
+    needs, _ = needs_of(files, Members(peer=peer), clock)
     assert needs.report(a_report()).tolist() == [1, 0, 0, 1]
     assert (peer.manifests, len(peer.told)) == (1, 2)
     needs.close()
 
 
 def test_an_answer_about_other_shards_is_left_out(files: Files, clock: Clock) -> None:
-    needs, _ = needs_of(files, Members(peer=Peer([1, 1]), other=Peer([0, 1, 0, 0])))
+    needs, _ = needs_of(files, Members(peer=Peer([1, 1]), other=Peer([0, 1, 0, 0])), clock)
     assert needs.report(a_report()).tolist() == [0, 1, 0, 0]
     needs.close()
 
@@ -368,7 +368,7 @@ def test_leaving_tells_every_daemon_that_answers(files: Files, clock: Clock, mon
     a, b, down = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0]), Peer([0, 0, 1, 0])
     members = Members(a=a, down=down, b=b)
     members.down = {"down"}
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     needs.report(a_report(), leaving=True)
     assert not a.told, "who never said anything has nothing to take back"
     needs.report(a_report())
@@ -385,9 +385,9 @@ def test_leaving_tells_every_daemon_that_answers(files: Files, clock: Clock, mon
 def test_nothing_waits_for_daemons_that_stand_still(
     files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stopped = {f"stopped{number}": Peer([1, 0, 0, 0]) for number in range(rack_module.TELLERS - 2)}
+    stopped = {f"stopped{number}": Peer([1, 0, 0, 0]) for number in range(rack_module.REPORTS_AT_ONCE - 2)}
     there = Peer([0, 1, 0, 0])
-    needs, _ = needs_of(files, Members(**stopped, there=there))
+    needs, _ = needs_of(files, Members(**stopped, there=there), clock)
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
     needs.report(a_report())
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 0.05)
@@ -407,7 +407,7 @@ def test_nothing_waits_for_daemons_that_stand_still(
 def test_a_ring_that_does_not_come_holds_nobody_up(files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rack_module, "ANSWER_SECONDS", 20.0)
     members = Members(a=Peer([1, 0, 0, 0]))
-    needs, _ = needs_of(files, members)
+    needs, _ = needs_of(files, members, clock)
     assert needs.report(a_report()).tolist() == [1, 0, 0, 0]
     ring, comes, asked = members.refresh(), threading.Event(), []
     monkeypatch.setattr(members, "refresh", lambda: asked.append(1) or (ring if comes.wait(20) else None))
@@ -420,11 +420,11 @@ def test_a_ring_that_does_not_come_holds_nobody_up(files: Files, clock: Clock, m
     needs.close()
 
 
-# -- DaemonPool -------------------------------------------------------------------------------------------------------
+# -- ThreadPool -------------------------------------------------------------------------------------------------------
 
 
 def test_a_pool_does_what_it_is_given_by_no_more_threads_than_it_may_have() -> None:
-    pool = DaemonPool(3, "quiver-pooled")
+    pool = ThreadPool(3, "quiver-pooled")
     assert list(pool.map(lambda number: number * 2, range(50))) == list(range(0, 100, 2))
     assert 1 <= len(alive("quiver-pooled")) <= 3
     failing = pool.submit(lambda: 1 // 0)
@@ -437,7 +437,7 @@ def test_a_pool_does_what_it_is_given_by_no_more_threads_than_it_may_have() -> N
 
 
 def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
-    pool = DaemonPool(2, "quiver-pooled")
+    pool = ThreadPool(2, "quiver-pooled")
     assert pool.submit(int).result(20) == 0
     del pool
     until(lambda: not alive("quiver-pooled"))
@@ -445,7 +445,7 @@ def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
 
 def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "END_SECONDS", 0.05)
-    pool, gate = DaemonPool(1, "quiver-pooled"), threading.Event()
+    pool, gate = ThreadPool(1, "quiver-pooled"), threading.Event()
     wedged, waiting = pool.submit(gate.wait, 20), pool.submit(int)
     until(wedged.running)
     pool.shutdown(cancel_futures=True)
@@ -458,8 +458,8 @@ def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.M
 def test_the_end_of_the_process_waits_for_no_thread_of_a_pool() -> None:
     script = """
         import threading
-        from quiver_client.pool import DaemonPool
-        pools = [DaemonPool(2, "stuck") for _ in range(8)]
+        from quiver_client.thread_pool import ThreadPool
+        pools = [ThreadPool(2, "stuck") for _ in range(8)]
         for pool in pools:
             for _ in range(3):
                 pool.submit(threading.Event().wait)

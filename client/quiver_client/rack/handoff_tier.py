@@ -1,8 +1,8 @@
-"""The host tier in front of a rack: shards of the daemon on this host, mapped from the files that it passes.
+"""The host tier in front of a rack: shards of the daemons on this host, mapped from open files that they pass.
 
-The daemon stays the owner: it decides what is held, and brings in what is missing when the rack tier asks for it. What
-it has is mapped here instead of received, so that all processes of the machine share one copy, the page cache. Nothing
-here is needed: without a socket, or with one that is silent or lies, the rack tier reads the same over TCP.
+The daemon stays the owner: it decides what is resident, and fills what is missing when the rack tier asks for it. Its
+files are mapped here instead of received, so that all processes of the machine share one copy, the page cache. This
+tier saves copies only: without a socket, or with one that is silent or lies, the rack tier reads the same over TCP.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from typing import Final, NamedTuple, TypeVar
 import numpy as np
 
 from quiver import forks
+from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, OverCapacity, QuiverError
+from quiver.expiring import Expiring
 from quiver.manifest import Manifest
 from quiver.ring import Ring
 from quiver.transport.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver_client import process_exit
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
+from quiver_client.batch import Batch, Positions
+from quiver_client.buffers import Buffer
+from quiver_client.rack.local_daemons import LocalDaemon, LocalDaemons
+from quiver_client.rack.members import Members
+from quiver_client.shard_maps import TIDY_SECONDS, ShardMaps
 from quiver_client.stats import Stats
-from quiver_client.tiers.local import LocalDaemon, LocalDaemons
-from quiver_client.tiers.maps import TIDY_SECONDS, Maps
-from quiver_client.tiers.members import Members
 
 T = TypeVar("T")
 
-FIRST_LOOK_SECONDS: Final = 1.0  # that the first batch waits for the daemon on this host to be found
-FETCH_SECONDS_MAX: Final = 1.0  # that a batch spends here; what was not had by then comes over TCP
-SLOW_SECONDS: Final = 0.5  # an answer that takes so long is as good as none: reading over TCP is faster
-AVOID_SECONDS: Final = 30.0  # a shard of which something was wrong
-KEEP_SECONDS: Final = 60.0  # maps of a daemon that is not heard of: whether it still wants their room cannot be known
+FIRST_LOOK_SECONDS: Final = 1.0  # that the first batch waits until the daemons on this host are found
+FETCH_SECONDS_MAX: Final = 1.0  # that a batch spends here; the rest comes over TCP
+SLOW_SECONDS: Final = 0.5  # a daemon that takes so long to answer is left alone: reading over TCP is faster
+AVOID_SECONDS: Final = 30.0  # that a shard with wrong bytes is read over TCP
+KEEP_SECONDS: Final = 60.0  # that maps of a silent daemon are kept: it cannot say whether it evicted their shards
 CLOSE_SECONDS: Final = 1.5  # more than one request to a daemon takes
 
 
-class _From(NamedTuple):
-    """Where a map is from: asked by these whether to keep it."""
+class _Source(NamedTuple):
+    """Which daemon passed a mapped file, and the edition by which that daemon says whether it still holds it."""
 
     daemon: LocalDaemon
     edition: int
@@ -55,8 +57,8 @@ class HandoffTier:
         self._members = members
         self._stats = stats
         self._locals = LocalDaemons(members, seeds, stats)
-        self._maps: Maps[_From] = Maps()
-        self._avoided: dict[int, float] = {}  # shard -> until when
+        self._maps: ShardMaps[_Source] = ShardMaps()
+        self._avoided: Expiring[int, None] = Expiring()  # shards of which something was wrong
         self._ring: Ring | None = None
         self._lock = forks.lock()
         self._thread: threading.Thread | None = None
@@ -64,21 +66,23 @@ class HandoffTier:
         self._closing = forks.event()
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
 
-    def fetch(self, delivery: Delivery) -> None:
+    def fetch(self, batch: Batch) -> None:
         ring = self._members.refresh()
         if ring is not None:
             self._attend(ring)
-        missing = delivery.missing()
-        shards = delivery.plan.by_shard(missing)[0].tolist()
+        if not self._locals and not len(self._maps):
+            return
+        missing = batch.not_verified()
+        shards = batch.plan.by_shard(missing)[0].tolist()
         here = self._maps.get_all(shards)
         if self._locals and len(here) < len(shards):
             here.update(self._mapped([shard for shard in shards if shard not in here]))
-        delivery.put_mapped(missing, here)
+        batch.put_mapped(missing, here)
 
-    def blame(self, delivery: Delivery, bad: Positions) -> None:
-        """Let go of the maps, have the daemon verify the files, and read these shards over TCP for a while."""
-        for shard in np.unique(delivery.plan.shards[bad]).tolist():
-            self._avoided[shard] = time.monotonic() + AVOID_SECONDS
+    def blame(self, batch: Batch, bad: Positions) -> None:
+        """Release the maps, have the daemon verify the files, and read these shards over TCP for a while."""
+        for shard in np.unique(batch.plan.shards[bad]).tolist():
+            self._avoided.set(shard, None, AVOID_SECONDS)
             source = self._maps.note(shard)
             self._maps.drop(shard)
             if source is not None:
@@ -96,17 +100,17 @@ class HandoffTier:
     # -- what is mapped -----------------------------------------------------------------------------------------------
 
     def _mapped(self, shards: list[int]) -> dict[int, Buffer]:
-        """Return those of the shards that the daemons on this host own and have, mapped now."""
+        """Map those of the shards that the daemons on this host own and hold."""
         wanted: dict[LocalDaemon, list[int]] = {}
         for shard, ranked in zip(shards, self._members.ranked(np.asarray(shards)), strict=True):
             daemon = self._locals.at(ranked[0]) if ranked else None
-            if daemon is not None and time.monotonic() >= self._avoided.get(shard, 0.0):
+            if daemon is not None and shard not in self._avoided:
                 wanted.setdefault(daemon, []).append(shard)
         deadline = time.monotonic() + FETCH_SECONDS_MAX
         found: dict[int, Buffer] = {}
         for daemon, of_it in wanted.items():
             for some in _parts(of_it, FILES_MAX):
-                if time.monotonic() < deadline and not daemon.is_silent:
+                if time.monotonic() < deadline and not daemon.is_unresponsive:
                     found.update(self._handed(daemon, some))
         self._stats.add("misses_host", sum(map(len, wanted.values())) - len(found))
         return found
@@ -114,51 +118,52 @@ class HandoffTier:
     def _handed(self, daemon: LocalDaemon, shards: Sequence[int]) -> dict[int, Buffer]:
         begun = time.monotonic()
         try:
-            handed = daemon.client.files([self._manifest.shard_digest(shard) for shard in shards])
+            names = self._manifest.tables.shard_digests[np.asarray(shards)].tobytes()
+            handed = daemon.client.files(Digest.many(names))
         except QuiverError as error:
-            self._passed_over(daemon, error)
+            self._pass_over(daemon, error)
             return {}
         if time.monotonic() - begun < SLOW_SECONDS:
             daemon.answered()
         else:
-            daemon.failed()
+            daemon.mark_unresponsive()
         found = {}
         for shard, it in zip(shards, handed, strict=True):
-            buffer = self._taken(shard, it, daemon)
+            buffer = self._map(shard, it, daemon)
             if buffer is not None:
                 found[shard] = buffer
         return found
 
-    def _taken(self, shard: int, it: Handed, daemon: LocalDaemon) -> Buffer | None:
+    def _map(self, shard: int, it: Handed, daemon: LocalDaemon) -> Buffer | None:
         if it.file is None:
             return None
         size_bytes = int(self._manifest.tables.shard_sizes[shard])
         if it.file.size_bytes != size_bytes:
             self._stats.add("corruptions")
-            self._avoided[shard] = time.monotonic() + AVOID_SECONDS
+            self._avoided.set(shard, None, AVOID_SECONDS)
             what = f"{daemon.client.path}: a file of {it.file.size_bytes} bytes for a shard of {size_bytes}"
             self._stats.warn("socket", f"{what}; reading it over TCP")
             return None
         try:
-            return self._maps.put(shard, it.file.map(), _From(daemon, it.edition))
+            return self._maps.put(shard, it.file.map(), _Source(daemon, it.edition))
         except DiskFailed as error:
             self._stats.warn("socket", f"{error}; reading it over TCP")
             return None
 
-    def _passed_over(self, daemon: LocalDaemon, error: QuiverError) -> None:
-        if isinstance(error, OverCapacity):  # it is busy, and says so at once
+    def _pass_over(self, daemon: LocalDaemon, error: QuiverError) -> None:
+        if isinstance(error, OverCapacity):  # busy, not broken
             self._stats.add("overloads")
             return
         if isinstance(error, Corrupt):
             self._stats.add("corruptions")
-        daemon.failed()
+        daemon.mark_unresponsive()
         if not self._closing.is_set():
             self._stats.warn("socket", f"{error}; reading over TCP")
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _attend(self, ring: Ring) -> None:
-        """Have the thread know the ring; the first time, wait a moment for what it finds."""
+        """Give the thread the ring; the first time, start it and wait a moment for what it finds."""
         self._ring = ring
         if self._looked.is_set():
             return
@@ -169,15 +174,15 @@ class HandoffTier:
         self._looked.set()
 
     def attend(self) -> None:
-        """Find the daemons of this host, and let go of what they dropped. By the thread, every ``TIDY_SECONDS``."""
+        """Find the daemons of this host, and release what they evicted. The thread calls it every ``TIDY_SECONDS``."""
         if self._ring is not None:
             self._locals.look(self._ring)
         self._looked.set()
-        self._tidy()
+        self._release_evicted()
 
-    def _tidy(self) -> None:
-        """Let go of the maps of what made way: until then its room is not free. What is used is said to be in use."""
-        asked: dict[tuple[LocalDaemon, bool], list[tuple[int, _From]]] = {}
+    def _release_evicted(self) -> None:
+        """Unmap what the daemons evicted, whose room on disk is free only then; tell them which maps were used."""
+        asked: dict[tuple[LocalDaemon, bool], list[tuple[int, _Source]]] = {}
         for shard, source, used in self._maps.mapped():
             asked.setdefault((source.daemon, used), []).append((shard, source))
         for (daemon, used), maps in asked.items():
@@ -189,12 +194,12 @@ class HandoffTier:
                         self._maps.drop(shard, source)
 
     def _held(self, daemon: LocalDaemon, held: list[Held], flags: int) -> list[bool]:
-        """Return which of its files a daemon still holds. One that is silent is taken to hold them, for a while."""
-        if not daemon.is_silent:
+        """Return which of these files a daemon still holds. While it is silent: all of them, for ``KEEP_SECONDS``."""
+        if not daemon.is_unresponsive:
             try:
                 answer = daemon.client.held(held, flags)
             except QuiverError as error:
-                self._passed_over(daemon, error)
+                self._pass_over(daemon, error)
             else:
                 daemon.answered()
                 return answer
@@ -207,7 +212,7 @@ def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def _attend(tier: weakref.ref[HandoffTier], closing: threading.Event) -> None:
-    """Attend to a tier until it is closed or nobody has it any more."""
+    """Attend to a tier until it is closed, or garbage."""
     while not closing.is_set():
         attended = tier()
         if attended is None:

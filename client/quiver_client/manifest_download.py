@@ -1,8 +1,8 @@
-"""A manifest by its path or URL. What lies at a URL is brought to this machine once per version, and kept.
+"""Opens a manifest by its path or URL. One at a URL is downloaded to this machine once per version, and kept.
 
-By a process of its own, as all that is remote: this one may fork, and Ctrl-C must end it whatever the server does. A
-kept file is named by where it is from, its version there, and the digest of what came. It is compared with that each
-time: one that a crash or a disk has spoiled is fetched again.
+A process of its own downloads, as for all remote reads: this one may fork, and Ctrl-C must end it whatever the server
+does. A kept file is named by its URL, its version there, and the digest of its content, with which it is compared each
+time it is opened: a file damaged by a crash or a disk is downloaded again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quiver.manifest import SUFFIX, Manifest
 from quiver.origin import split_url
 from quiver.origin.isolated import IsolatedStore
 from quiver_client.config import cache_home
-from quiver_client.patience import Patience, patience_seconds
+from quiver_client.origin_patience import OriginPatience, patience_seconds
 
 log = logging.getLogger("quiver_client")
 
@@ -37,7 +37,7 @@ def open_manifest(location: str) -> Manifest:
         before = set(folder.iterdir())
         path = _downloaded(location, folder)
         if path in before:
-            kept = _kept(path, location)
+            kept = _opened_again(path, location)
             if kept is not None:
                 return kept
             path = _downloaded(location, folder)
@@ -46,7 +46,7 @@ def open_manifest(location: str) -> Manifest:
     try:
         return Manifest.open(path, _digest(path))
     except QuiverError as error:
-        path.unlink(missing_ok=True)  # it is what came: to fetch it again is all that may help
+        path.unlink(missing_ok=True)  # the next attempt downloads it again
         raise type(error)(f"{location}: {error}") if isinstance(error, BadRequest) else error from error
 
 
@@ -54,23 +54,23 @@ def _digest(path: Path) -> Digest:
     return Digest.parse(path.name.removesuffix(SUFFIX).rpartition(".")[2])
 
 
-def _kept(path: Path, location: str) -> Manifest | None:
-    """Return the manifest that was fetched once, or remove what is not that any more."""
+def _opened_again(path: Path, location: str) -> Manifest | None:
+    """Return the manifest that was downloaded before; if the file is damaged, remove it and return ``None``."""
     try:
         return Manifest.open(path, _digest(path))
-    except NotFound:  # another process found it spoiled just then, or it is a link to nowhere
+    except NotFound:  # another process removed it meanwhile, or it is a dangling link
         path.unlink(missing_ok=True)
         return None
     except (BadRequest, Corrupt, DiskFailed) as error:
-        log.warning("%s is fetched again: %s", location, error)
+        log.warning("%s is downloaded again: %s", location, error)
         path.unlink(missing_ok=True)
         return None
 
 
 def _downloaded(location: str, folder: Path) -> Path:
-    """Return where the object is in the folder, after it came if it was not there in this version."""
+    """Return the path of the object in the folder, downloaded if this version of it was not there."""
     base, _, name = location.rpartition("/")
-    patience = Patience(location, patience_seconds())
+    patience = OriginPatience(location, patience_seconds())
     waiting = patience.begin()
     with contextlib.closing(IsolatedStore(base)) as store:
         while True:

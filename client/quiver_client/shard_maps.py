@@ -1,10 +1,10 @@
-"""The shards that a process has mapped: bounded, the least recently used let go first, and none of them in a child.
+"""The shards that a process has mapped: bounded, the least recently used unmapped first, none inherited by a fork.
 
-A file that made way keeps its room on disk for as long as somebody maps it, so who keeps maps also looks now and then
-which of them to let go of (``mapped``, ``drop``). A view that was given out keeps its own map for as long as it lives.
+An evicted file occupies the disk as long as any process maps it. So the keeper of maps regularly finds out which of
+them to release (``mapped``, ``drop``). A view that was handed out keeps its own mapping alive.
 
-A batch of small samples asks for hundreds of shards at once. So a map is found by one look into one dictionary, and
-what is asked for seldom (notes, which were used) stands apart.
+A batch of small samples asks for hundreds of shards at once. So a map is found by one look-up in one dictionary, and
+what is asked for seldom (notes, which maps were used) is kept apart.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Final, Generic, TypeVar
 
-from quiver_client.gather import Buffer
+from quiver_client.buffers import Buffer
 
 N = TypeVar("N")
 
 MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold no descriptors
-TIDY_SECONDS: Final = 2.0  # a file that made way keeps its room while it is mapped: how long it may
+TIDY_SECONDS: Final = 2.0  # an evicted file occupies the disk while it is mapped: for how long, at most
 
 
-class Maps(Generic[N]):
-    """Views of whole shards by number, each with a note of its keeper's. Safe from threads."""
+class ShardMaps(Generic[N]):
+    """Mapped shards by number, each with a note that means something to its keeper. Safe from threads."""
 
     _lock: threading.Lock
     _buffers: OrderedDict[int, Buffer]  # the least recently used first
     _notes: dict[int, N]
-    _used: set[int]  # since ``mapped`` was last asked
+    _used: set[int]  # since ``mapped`` was last called
 
     def __init__(self, at_most: int | None = None) -> None:
         self._at_most = MAPS_MAX if at_most is None else at_most
@@ -47,7 +47,7 @@ class Maps(Generic[N]):
         return self.get_all([shard]).get(shard)
 
     def get_all(self, shards: Iterable[int]) -> dict[int, Buffer]:
-        """Return those that are mapped, for ``Delivery.put_mapped``."""
+        """Return those that are mapped, for ``Batch.put_mapped``."""
         with self._lock:
             look, used = self._buffers.get, self._buffers.move_to_end
             found = {shard: buffer for shard in shards if (buffer := look(shard)) is not None}
@@ -59,7 +59,7 @@ class Maps(Generic[N]):
     def put(self, shard: int, view: memoryview, note: N) -> Buffer:
         """Keep a map, in place of an older one of the shard; return it as ``get`` does."""
         buffer = Buffer.of(view, mapped=True)
-        gone: list[Buffer | None] = []  # ends outside the lock: to unmap takes the kernel a while
+        gone: list[Buffer | None] = []  # unmapped outside the lock: it takes the kernel a while
         with self._lock:
             gone.append(self._buffers.pop(shard, None))
             self._buffers[shard] = buffer
@@ -70,7 +70,7 @@ class Maps(Generic[N]):
         return buffer
 
     def drop(self, shard: int, note: N | None = None) -> None:
-        """Let go of a map; given a note, only if it is the map with this note: there may be a newer one."""
+        """Release a map; given a note, only if the map has this note: there may be a newer one."""
         gone = None
         with self._lock:
             if shard in self._buffers and (note is None or self._notes[shard] == note):
@@ -81,7 +81,7 @@ class Maps(Generic[N]):
         return self._notes.get(shard)
 
     def mapped(self) -> list[tuple[int, N, bool]]:
-        """Return what is mapped, with the notes, and whether it was used since this was last asked."""
+        """Return what is mapped, with the notes, and whether it was used since the last call."""
         with self._lock:
             found = [(shard, self._notes[shard], shard in self._used) for shard in self._buffers]
             self._used.clear()
@@ -100,14 +100,14 @@ class Maps(Generic[N]):
         return self._buffers.pop(shard)
 
     def _forget(self) -> None:
-        """Know of no map. In a child that was forked: of none of its parent's, which would keep room on disk."""
-        self._lock = threading.Lock()  # a thread of the parent's may have held it
+        """Begin without maps. A forked child must not keep its parent's maps, which occupy the disk."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
         self._buffers = OrderedDict()
         self._notes = {}
         self._used = set()
 
 
-_all: weakref.WeakSet[Maps[Any]] = weakref.WeakSet()
+_all: weakref.WeakSet[ShardMaps[Any]] = weakref.WeakSet()
 
 
 def _forget_parents() -> None:

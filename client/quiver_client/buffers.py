@@ -1,9 +1,11 @@
-"""Samples that lie anywhere in memory, copied into one array or hashed by one call.
+"""Buffers that samples lie in, and what is done with pieces of them: copied together, copied one by one, hashed.
 
-A batch's samples lie in as many buffers as it has shards and peers. An index into an array reaches one buffer; an
-address reaches them all, so that a batch of small samples costs the same out of one mapped file or out of a hundred.
-Native code does it by address, without the interpreter's lock (``quiver_client.native``). Without that, small samples
-are copied by an index into the address space, and larger ones, or hashes, are taken one by one.
+A batch's samples lie in as many buffers as it has shards and peers. Native code (``quiver_client.native``) reaches all
+of them by address, in one call per batch and without the GIL, so that a batch of small samples costs the same from one
+mapped file as from a hundred. Without native code the same is done in Python, piece by piece.
+
+Invariant: every piece is compared with the bounds of its buffer before it is touched, and a mapped file that was
+truncated is reported, not read: a plain read of it would end the process by SIGBUS.
 """
 
 from __future__ import annotations
@@ -25,16 +27,15 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
-GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
+SMALL_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
 JOINED_BYTES: Final = 256 << 10  # of small samples: copied by one call, and cut apart while the CPU's cache holds them
 JOINED_MIN: Final = 24  # fewer are copied one by one as fast
-ARRAY_BYTES_MAX: Final = 1 << 62  # of any array: with rows of 16 KiB it reaches 2^48 bytes, which is all that there are
 
 
 class Buffer(NamedTuple):
-    """Bytes in memory, and where they are. Whoever holds it keeps them there.
+    """Bytes in memory and their address. Holding it keeps them there.
 
-    What is ``mapped`` is a file, which may become shorter: nothing reads it but the functions here.
+    ``mapped``: they are a mapped file, which may be truncated, so only the functions here read them.
     """
 
     view: memoryview
@@ -43,24 +44,24 @@ class Buffer(NamedTuple):
 
     @classmethod
     def of(cls, data: Any, *, mapped: bool = False) -> Buffer:
-        """Return the buffer of anything that has one: a mapping, an array, bytes."""
+        """Return the buffer of an object that supports the buffer protocol: a mapping, an array, bytes."""
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         address = int(np.frombuffer(view, np.uint8).__array_interface__["data"][0]) if len(view) else 0
         return cls(view, address, mapped)
 
     @property
     def is_whole(self) -> bool:
-        """Whether a mapped shard's file is still as long as it was: then what was read of it before is what it held.
+        """Whether a mapped shard's file has not been truncated: then all that was read of it was its content.
 
-        Where a file ends now, the rest of the page reads as zeros. A shard ends in its count of samples, never 0.
+        Past the end of a file, the rest of its last page reads as zeros. A shard ends in its count of samples, never 0.
         """
         if not self.mapped:
             return True
         start = max(len(self.view) - COUNT_BYTES, 0)
-        return self.take(start, len(self.view)) is not None
+        return self.copy(start, len(self.view)) is not None
 
-    def take(self, start: int, end: int) -> bytes | None:
-        """Return a copy of some bytes; ``None`` if they are not what they were, or cannot be read."""
+    def copy(self, start: int, end: int) -> bytes | None:
+        """Return a copy of some bytes; ``None`` if they cannot be read, or the file was truncated."""
         if not self.mapped or start == end:
             return bytes(self.view[start:end])
         ends = self.address + len(self.view)
@@ -72,44 +73,36 @@ class Buffer(NamedTuple):
         return data if reaches(ends) and any(self.view[-COUNT_BYTES:]) else None
 
 
-def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:
-    """Return ``(n, length)`` uint8: ``length`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on, copied.
+def copy_rows(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:
+    """Copy ``length`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on into an array ``(n, length)`` uint8.
 
-    And ``(n,)``, which of them could not be read. Raises ``IndexError`` if any is outside its buffer: nothing below
-    would notice.
+    Return it, and ``(n,)`` which rows could not be read. Raises ``IndexError`` if a piece is outside its buffer.
     """
-    addresses = _addresses(buffers, which, starts, np.full(len(which), length, np.int64))
-    torn = np.zeros(len(which), bool)
+    lengths = np.full(len(which), length, np.int64)
+    addresses = _addresses(buffers, which, starts, lengths)
     if not length or not len(which):
-        return np.empty((len(which), length), np.uint8), torn
+        return np.empty((len(which), length), np.uint8), np.zeros(len(which), bool)
     if native.pieces is not None:
+        torn = np.zeros(len(which), bool)
         return native.pieces.copy(addresses, length, torn), torn
-    torn = _torn(buffers, which, addresses, np.full(len(which), length))
-    if torn.any():
-        rows = np.zeros((len(which), length), np.uint8)
-        rows[~torn] = gather(buffers, which[~torn], starts[~torn], length)[0]
-        return rows, torn
-    if length > GATHERED_BYTES_MAX:
-        rows = np.empty((len(which), length), np.uint8)
-        views = [buffer.view for buffer in buffers]
-        for row, at, start in zip(rows, which.tolist(), starts.tolist(), strict=True):
+    torn = _torn(buffers, which, addresses, lengths)
+    rows = np.zeros((len(which), length), np.uint8)
+    views = [buffer.view for buffer in buffers]
+    for row, at, start, is_torn in zip(rows, which.tolist(), starts.tolist(), torn.tolist(), strict=True):
+        if not is_torn:
             row[:] = np.frombuffer(views[at], np.uint8, length, start)
-        return rows, torn
-    lowest = int(addresses.min())
-    found: npt.NDArray[np.void] = _Memory(np.dtype(f"V{length}"), lowest).array[addresses - lowest]
-    together: U8 = found.view(np.uint8).reshape(len(which), length)
-    return together, torn
+    return rows, torn
 
 
-def take(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
-    """Yield a copy of ``lengths (n,)`` bytes of each piece, as ``Buffer.take`` when its turn comes.
+def copy_each(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
+    """Yield a copy of ``lengths (n,)`` bytes of each piece, made by ``Buffer.copy`` when its turn comes.
 
-    ``None`` if they are torn, or if the length is negative. Small pieces of mapped files are copied some ahead.
+    ``None`` for a piece that is torn, and for a negative length. Small pieces of mapped files are copied some ahead.
     """
     joins = np.zeros(len(which), bool)
     if native.pieces is not None and len(which) >= JOINED_MIN:
         mapped = np.asarray([buffer.mapped and len(buffer.view) >= COUNT_BYTES for buffer in buffers], bool)
-        joins = mapped[which] & (lengths > 0) & (lengths <= GATHERED_BYTES_MAX)
+        joins = mapped[which] & (lengths > 0) & (lengths <= SMALL_BYTES_MAX)
     joined = _joined(buffers, which[joins], starts[joins], lengths[joins])
     if joins.all():
         yield from joined
@@ -122,13 +115,13 @@ def take(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) ->
         elif length < 0:
             yield None
         elif (view := views[at]) is None:
-            yield buffers[at].take(start, start + length)
+            yield buffers[at].copy(start, start + length)
         else:
             yield bytes(view[start : start + length])
 
 
 def _joined(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
-    """Yield copies of pieces of mapped files, read by one native call for some of them, and cut out of what it read."""
+    """Yield copies of pieces of mapped files: one native call reads a run of them, from which they are cut."""
     if native.pieces is None or not len(which):
         return
     addresses = _addresses(buffers, which, starts, lengths)
@@ -147,7 +140,7 @@ def _joined(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64)
 def xxh3_64(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> tuple[U64, Mask]:
     """Return the XXH3-64 ``(n,)`` of ``lengths (n,)`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on.
 
-    And ``(n,)``, which of them could not be read. Raises ``IndexError`` if any of them is outside its buffer.
+    And ``(n,)``, which of them could not be read. Raises ``IndexError`` if a piece is outside its buffer.
     """
     addresses = _addresses(buffers, which, starts, lengths)
     torn = np.zeros(len(which), bool)
@@ -172,30 +165,13 @@ def _torn(buffers: Sequence[Buffer], which: Places, addresses: I64, lengths: npt
 
 
 def _addresses(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> I64:
-    """Return where pieces begin ``(n,)``, all of them int64 and inside their buffers: nobody asks after this."""
+    """Return where pieces begin ``(n,)`` int64, all inside their buffers: nothing checks bounds after this."""
     if not which.shape == starts.shape == lengths.shape == (len(which),):
-        raise IndexError(f"pieces of unlike numbers: {which.shape}, {starts.shape}, {lengths.shape}")
+        raise IndexError(f"arrays of unequal lengths: {which.shape}, {starts.shape}, {lengths.shape}")
     if not starts.dtype == lengths.dtype == np.int64:
         raise TypeError(f"starts and lengths are int64, not {starts.dtype} and {lengths.dtype}")
     sizes = np.asarray([len(buffer.view) for buffer in buffers], np.int64)
-    # The sum of a start and a length could wrap.
+    # Not by the sum of start and length, which could overflow.
     if (which < 0).any() or ((starts < 0) | (lengths < 0) | (starts > sizes[which] - lengths)).any():
         raise IndexError("bytes outside a buffer")
     return np.asarray([buffer.address for buffer in buffers], np.int64)[which] + starts
-
-
-class _Memory:
-    """All memory from an address on, as an array of overlapping rows that begin at each byte."""
-
-    def __init__(self, kind: np.dtype[Any], address: int) -> None:
-        self.__array_interface__ = {
-            "version": 3,
-            "data": (address, True),
-            "typestr": kind.str,
-            "shape": (ARRAY_BYTES_MAX // kind.itemsize,),
-            "strides": (1,),
-        }
-
-    @property
-    def array(self) -> npt.NDArray[np.void]:
-        return np.asarray(self)

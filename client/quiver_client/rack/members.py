@@ -1,7 +1,7 @@
-"""The rack as this process knows it: the ring, asked of any daemon and believed as a hint, and who is silent.
+"""The rack as this process knows it: the ring, which any daemon tells and which is a hint, and which daemons respond.
 
-A training process never talks to etcd (gRPC does not survive a fork). It asks a daemon for the ring now and then; while
-none answers, the last ring stays.
+A training process never talks to etcd (gRPC does not survive a fork). It asks a daemon for the ring every few seconds;
+while none answers, the last ring stays.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver import forks
+from quiver.backoff import Backoff
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
+from quiver.expiring import Expiring
 from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
@@ -22,20 +24,20 @@ from quiver.ring import Ring
 from quiver.transport.liveness import IN_RACK, is_alive
 from quiver_client.stats import Stats
 
-RING_SECONDS: Final = 5.0  # half of the lease's time: a dead daemon is off this ring within a lease and a half
-SILENT_SECONDS: Final = 5.0
-SILENT_SECONDS_MAX: Final = 60.0
-PROBE_SECONDS: Final = 1.0  # before the pause of a silent daemon ends, it is asked whether it is back
+RING_SECONDS: Final = 5.0  # half of the lease's TTL: a dead daemon is off this ring within one and a half TTLs
+UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that did not answer is left alone; doubled at each failure
+UNRESPONSIVE_SECONDS_MAX: Final = 60.0
+PROBE_SECONDS: Final = 1.0  # so long before that pause ends, a health check finds out whether the daemon is back
 RUNNERS_UP: Final = 2
-WHY_SECONDS: Final = 10.0
+FAULTS_SECONDS: Final = 10.0  # between two questions to one daemon what keeps it from caching
 FAULTS_MAX: Final = 64
-ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may be all lies
+ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may list only such
 RACK_MEMBERS_MAX: Final = 64
 UNKNOWN: Final = -2
 
 
 class Members:
-    """Who is in the rack. Safe from threads."""
+    """The daemons of the rack, and the ring that they are in. Safe from threads."""
 
     def __init__(self, manifest: Manifest, seeds: Sequence[str], stats: Stats) -> None:
         self._manifest = manifest
@@ -43,11 +45,11 @@ class Members:
         self._stats = stats
         self._lock = forks.lock()
         self._peers: dict[str, PeerClient] = {}
-        self._silent: dict[str, tuple[float, float]] = {}  # url -> until when it is not asked, for how long that was
+        self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer when they were last asked
         self._probing: set[str] = set()
-        self._asked = -RING_SECONDS
-        self._asked_why: dict[str, float] = {}  # url -> until when not again
-        self._faults: set[str] = set()  # that were warned of
+        self._asked_at = -RING_SECONDS  # when the ring was asked for
+        self._asked_for_faults: Expiring[str, None] = Expiring()
+        self._faults: set[str] = set()  # a warning of each was logged
         self._putting = forks.lock()
         self._told_by = self._seeds[0]
         self._set_ring(None)
@@ -67,39 +69,39 @@ class Members:
     @property
     def is_stale(self) -> bool:
         """Whether it is time to ask for the ring again."""
-        return time.monotonic() - self._asked >= RING_SECONDS
+        return time.monotonic() - self._asked_at >= RING_SECONDS
 
     def refresh(self, *, opening: bool = False) -> Ring | None:
-        """Ask for the ring if it was long ago; return the ring, ``None`` while nobody ever answered.
+        """Ask for the ring if it is stale; return it, or ``None`` if no daemon ever answered.
 
-        ``opening``: without a ring the dataset is not opened, so nothing is said of the origin being read instead.
+        ``opening``: without a ring the dataset does not open, so no warning says that the origin is read instead.
         """
         if not self.is_stale:
             return self._ring
-        self._asked = time.monotonic()
+        self._asked_at = time.monotonic()
         known = [member.url for member in self._ring.members] if self._ring else []
-        to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_down(url)]
+        to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_unresponsive(url)]
         for url in to_ask[:ASKED_MAX]:
             try:
                 ring, ignored = self.peer(url).ring().ring()
             except (Unavailable, Corrupt, BadRequest, NotFound) as error:
-                self.is_silent(url)
+                self.mark_unresponsive(url)
                 self._stats.warn(f"ring {url}", f"no ring from a daemon: {error}")
                 continue
             if ignored:
-                self._stats.warn("ring", f"{ignored} entries of the ring that {url} answered cannot be daemons")
+                self._stats.warn("ring", f"{ignored} malformed members in the ring from {url} were ignored")
             if ring.members and ring != self._ring:
                 self._set_ring(ring)
             self._told_by = url
             break
         if self._ring is None and not opening:
-            self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; asking the origin instead")
+            self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin instead")
         return self._ring
 
     def choices(self, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
-        """Return whom to ask for each shard: ``(shards, n)`` positions in the URLs, best first, -1 where there is none.
+        """Return which daemons to ask for each shard: ``(shards, n)`` positions in the URLs, best first, -1 for none.
 
-        First its owners, then the runners-up.
+        The shard's owners come first, then the runners-up.
         """
         ring, ranks, urls = self._view
         if ring is None:
@@ -117,7 +119,7 @@ class Members:
     def _set_ring(self, ring: Ring | None) -> None:
         width = (ring.replicas if ring else 1) + RUNNERS_UP
         urls = tuple(member.url for member in ring.members) if ring else self._seeds
-        # Replaced as one: a thread that reads must not see the one ring's ranks with another ring's members.
+        # Replaced as one value: no thread may see the ranks of one ring with the members of another.
         self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
     @property
@@ -129,60 +131,61 @@ class Members:
     def _ring(self) -> Ring | None:
         return self._view[0]
 
-    # -- who is silent ------------------------------------------------------------------------------------------------
+    # -- which daemons respond ----------------------------------------------------------------------------------------
 
-    def is_down(self, url: str) -> bool:
-        return time.monotonic() < self._silent.get(url, (0.0, 0.0))[0]
+    def is_unresponsive(self, url: str) -> bool:
+        """Whether a daemon did not answer, so recently that it is left alone."""
+        backoff = self._backoffs.get(url)
+        return backoff is not None and backoff.is_waiting
 
-    def is_silent(self, url: str) -> None:
-        """Do not ask this daemon for a while, and for longer each time."""
-        if self.is_down(url):
-            return  # several threads met the same silence
-        self._pause(url)
+    def mark_unresponsive(self, url: str) -> None:
+        """Leave a daemon alone for a while, and for longer after each failure in a row."""
+        with self._lock:
+            backoff = self._backoffs.setdefault(url, Backoff(UNRESPONSIVE_SECONDS, UNRESPONSIVE_SECONDS_MAX))
+            if not backoff.is_waiting:  # else another thread has counted this failure
+                backoff.fail()
 
     def answered(self, url: str) -> None:
-        self._silent.pop(url, None)
+        """Forget that a daemon did not respond."""
+        self._backoffs.pop(url, None)
 
-    def returning(self) -> list[str]:
-        """Return the silent daemons that will soon be asked for samples again: each is to be probed before."""
-        soon = time.monotonic() + PROBE_SECONDS
-        found = [url for url, (until, _) in list(self._silent.items()) if until < soon and url not in self._probing]
-        self._probing.update(found)
+    def begin_probes(self) -> list[str]:
+        """Return the daemons for which ``probe`` is to be called: their pause ends soon, and nobody probes them yet."""
+        with self._lock:
+            due = [url for url, it in self._backoffs.items() if it.left_seconds < PROBE_SECONDS]
+            found = [url for url in due if url not in self._probing]
+            self._probing.update(found)
         return found
 
     def lives(self, url: str) -> bool:
-        """Whether a daemon answers a health check, just now."""
+        """Whether a daemon answers a health check now."""
         return is_alive(url, IN_RACK.alive_seconds)
 
     def probe(self, url: str) -> None:
-        """Find out whether a silent daemon is back. Blocks for a moment: not for the path of a batch."""
+        """Find out whether an unresponsive daemon is back. Blocks for a moment, so not on the path of a batch."""
         try:
             if self.lives(url):
                 self.answered(url)
-            elif url in self._silent:
-                self._pause(url)
+            else:
+                backoff = self._backoffs.get(url)
+                if backoff is not None:
+                    backoff.fail()
         finally:
             self._probing.discard(url)
 
-    def _pause(self, url: str) -> None:
-        _, before = self._silent.get(url, (0.0, SILENT_SECONDS / 2))
-        pause = min(before * 2, SILENT_SECONDS_MAX)
-        self._silent[url] = (time.monotonic() + pause, pause)
+    def warn_of_faults(self, peer: PeerClient) -> None:
+        """Ask a daemon that does not fill what keeps it from caching, and log a warning of each new fault.
 
-    def ask_why(self, peer: PeerClient) -> None:
-        """A daemon does not fill: if it says what keeps it from caching, warn of that, once.
-
-        A rack that caches nothing would look healthy otherwise, and only be slow.
+        Without it a rack that caches nothing would look healthy, and only be slow.
         """
-        now = time.monotonic()
         with self._lock:
-            if now < self._asked_why.get(peer.url, 0.0):
+            if peer.url in self._asked_for_faults:
                 return
-            self._asked_why[peer.url] = now + WHY_SECONDS
+            self._asked_for_faults.set(peer.url, None, FAULTS_SECONDS)
         try:
             faults = [shown(fault, 400) for fault in peer.status().faults]
         except QuiverError:
-            return  # and why it does not answer is said elsewhere
+            return  # whoever reads from it logs why it does not answer
         with self._lock:
             new = [fault for fault in faults if fault not in self._faults][: FAULTS_MAX - len(self._faults)]
             self._faults.update(new)
@@ -192,23 +195,24 @@ class Members:
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def put_manifest(self, peer: PeerClient, manifest: Manifest) -> None:
-        """Give a daemon the manifest, unless it has it by now."""
-        with self._putting:  # threads of one process need not all send it
+        """Put the manifest into a daemon that does not have it."""
+        with self._putting:  # one thread of a process sends it, the others wait
             if not peer.has_manifest(manifest.digest):
                 peer.put_manifest(manifest.digest, manifest.content)
 
     def introduce(self, manifest: Manifest) -> None:
-        """Put the manifest where the daemons will look for it first.
+        """Put the manifest into an owner of its digest, where the other daemons look for it first.
 
-        Raises ``Unavailable`` if no daemon answers. One that answers and cannot take it costs speed, and a warning.
+        Raises ``Unavailable`` if no daemon answers. If those that answer do not take it, reads are slower, and a
+        warning says so.
         """
         ring = self.refresh(opening=True)
         if ring is None:
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
-        for url in dict.fromkeys([*owners, self._told_by]):  # whoever told the ring is there, whatever the ring says
-            if self.is_down(url):
+        for url in dict.fromkeys([*owners, self._told_by]):  # which told the ring, and so responds
+            if self.is_unresponsive(url):
                 continue
             try:
                 self.put_manifest(self.peer(url), manifest)
@@ -216,22 +220,22 @@ class Members:
             except QuiverError as error:
                 failure = error
                 if isinstance(error, Unavailable):
-                    self.is_silent(url)
+                    self.mark_unresponsive(url)
         if failure is None or isinstance(failure, Unavailable):
             raise failure or Unavailable(", ".join(self._seeds), "the ring has no member that is up")
         self._stats.warn("manifest", f"no daemon took the manifest: {failure}")
 
     def too_small(self, largest_bytes: int) -> str:
-        """Return the node whose capacity is below one shard, if any. One that does not answer is not judged."""
+        """Return a node whose capacity is below one shard, "" if there is none. Those that do not answer pass."""
         for member in self._ring.members[:RACK_MEMBERS_MAX] if self._ring else ():
             capacity_bytes = member.weight
-            if capacity_bytes <= 1:  # a ring that was given and not kept in etcd does not know capacities
-                if self.is_down(member.url):
+            if capacity_bytes <= 1:  # a ring given by --peers, not kept in etcd, has no capacities
+                if self.is_unresponsive(member.url):
                     continue
                 try:
                     capacity_bytes = self.peer(member.url).status().capacity_bytes
                 except QuiverError:
-                    self.is_silent(member.url)
+                    self.mark_unresponsive(member.url)
                     continue
             if capacity_bytes < largest_bytes:
                 return member.id

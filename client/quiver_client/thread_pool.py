@@ -1,9 +1,8 @@
-"""Threads for work that may wait for somebody else, and for which neither the end of the process nor ``close`` does.
+"""A pool of threads for calls that may block for long, and that neither ``close`` nor the exit waits for.
 
-The interpreter joins every thread of a ``ThreadPoolExecutor`` before it ends, and takes nothing new from then on: one
-request to a daemon that stands still would hold Ctrl-C up, and a last word could not be said. Here threads are daemons.
-At the interpreter's end what runs has a moment, with all other threads (``process_exit``); what waits for others for
-longer is left where it is.
+At its exit the interpreter joins every thread of a ``ThreadPoolExecutor``, and accepts no more work: one request to a
+stopped daemon would delay Ctrl-C, and needs could not be withdrawn. The threads here are daemon threads. At exit they
+get a moment to finish, with all other threads (``process_exit``); those that block for longer are abandoned.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ T = TypeVar("T")
 END_SECONDS: Final = 1.0  # how long ``shutdown`` waits
 
 
-class DaemonPool(Executor):
-    """``ThreadPoolExecutor`` that is not waited for. Safe from threads; of no use in a child that was forked."""
+class ThreadPool(Executor):
+    """``ThreadPoolExecutor`` that nothing waits for at exit. Safe from threads; useless in a forked child."""
 
     def __init__(self, workers_max: int, thread_name_prefix: str) -> None:
         self._workers_max = workers_max
@@ -36,11 +35,11 @@ class DaemonPool(Executor):
         self._work: _Work = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._closed = False
-        weakref.finalize(self, self._work.put, None).atexit = False  # its threads end without it
+        weakref.finalize(self, self._work.put, None).atexit = False  # once the pool is garbage, its threads end
         process_exit.call_at_exit(self.stop, process_exit.Phase.POOLS)
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        """Have a thread do it. Raises ``RuntimeError`` if the pool is closed, or if there is no thread to be had."""
+        """Call ``fn`` in a thread. Raises ``RuntimeError`` if the pool is closed, or if no thread can be started."""
         future: Future[T] = Future()
         with self._lock:
             if self._closed:
@@ -51,7 +50,7 @@ class DaemonPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Take nothing more. ``wait`` for what runs, but no longer than ``END_SECONDS``."""
+        """Accept no more work. ``wait`` for running calls, but no longer than ``END_SECONDS``."""
         with self._lock:
             self._closed = True
             if cancel_futures:
@@ -61,13 +60,13 @@ class DaemonPool(Executor):
             process_exit.join(self._threads, END_SECONDS)
 
     def stop(self) -> None:
-        """Do nothing more than what runs."""
+        """Cancel everything but the running calls."""
         self.shutdown(wait=False, cancel_futures=True)
 
     def _start(self) -> None:
         try:
             thread = process_exit.start(_serve, f"{self._name}_{len(self._threads)}", self._work, self._idle)
-        except RuntimeError:  # there are too many, or the interpreter ends: those that run do it all
+        except RuntimeError:  # too many threads, or the interpreter exits: the pool's other threads do the work
             if not self._threads:
                 raise
         else:
@@ -92,9 +91,9 @@ def _do(future: Future[Any], call: Callable[[], Any]) -> None:
         return
     try:
         result = call()
-    except BaseException as error:  # noqa: BLE001 - whoever asks for the result gets it
+    except BaseException as error:  # noqa: BLE001 - raised to whoever asks for the result
         future.set_exception(error)
-        del future  # which has the exception, which has this frame
+        del future  # which refers to the exception, which refers to this frame
     else:
         future.set_result(result)
 

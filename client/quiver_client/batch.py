@@ -1,0 +1,223 @@
+"""A batch on its way in: which samples arrived, from where, and the one door at which they are verified.
+
+A tier says in which buffer a sample lies and at which offset; only what passes ``check`` counts as received. What fails
+is removed again, so that the next try or the next tier delivers it. Nothing is copied on the way, with one exception:
+small samples of one size are first copied into one array, since such a batch is wanted as one array, and the bytes that
+were hashed are then the bytes that are handed out.
+
+A mapped file may be truncated, or its disk fail, at any moment. Bytes that cannot be read fail the check; bytes that
+cannot be read later, when they are copied, are requested from the tiers once more, for those samples alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Literal
+
+import blake3
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import Unavailable
+from quiver.plan import Ints, Plan
+from quiver_client.buffers import SMALL_BYTES_MAX, Buffer, Mask, copy_each, copy_rows, xxh3_64
+
+Verify = Literal["fast", "full", "off"]
+Positions = npt.NDArray[np.intp]
+COPIES_MAX: Final = 3  # attempts to copy a sample whose file was truncated, each from another delivery
+
+
+class Batch:
+    """The bytes of a plan's samples; position i is the plan's sample i. Tiers may put from several threads."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        verify: Verify,
+        on_torn: Callable[[Batch, Positions], None] = lambda batch, positions: None,
+    ) -> None:
+        """``on_torn`` delivers anew samples that were verified, and whose file was then truncated."""
+        self.plan = plan
+        self.verified = np.zeros(len(plan), bool)
+        self._verify = verify
+        self._lock = threading.Lock()
+        self._buffers: list[Buffer] = []
+        self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: none, it was not received
+        self._at = np.zeros(len(plan), np.int64)  # and at which byte of it
+        self._whole: npt.NDArray[np.uint8] | None = None  # all samples, copied together in order
+        self._on_torn = on_torn
+
+    # -- what a tier does ---------------------------------------------------------------------------------------------
+
+    def not_verified(self) -> Positions:
+        """Return the positions of samples that no tier has delivered right."""
+        return np.flatnonzero(~self.verified)
+
+    def not_received(self) -> Positions:
+        """Return the positions that nothing was put for, or only what failed the last check."""
+        return np.flatnonzero(self._in < 0)
+
+    def put(self, positions: Positions, buffer: Buffer, offsets: Ints) -> None:
+        """Put the samples at ``positions``, which begin at ``offsets`` of a buffer; ignore those that end past it."""
+        inside = (offsets >= 0) & (offsets <= len(buffer.view) - self.plan.sizes[positions])
+        if not inside.all():
+            positions, offsets = positions[inside], offsets[inside]
+        self._put(positions, [buffer], 0, offsets)
+
+    def put_mapped(self, positions: Positions, shards: Mapping[int, Buffer]) -> None:
+        """Put those of the samples at ``positions`` that lie in these whole shards, given by number."""
+        if not shards:
+            return
+        plan, wanted = self.plan, self.plan.shards[positions]
+        numbers = np.fromiter(shards, np.int64, len(shards))
+        order = np.argsort(numbers)
+        rank = np.searchsorted(numbers, wanted, sorter=order)
+        which = order[np.minimum(rank, len(order) - 1)]
+        sizes = np.asarray([len(buffer.view) for buffer in shards.values()], np.int64)
+        offsets = plan.offsets[positions]
+        here = (numbers[which] == wanted) & (offsets >= 0) & (offsets <= sizes[which] - plan.sizes[positions])
+        if not here.all():
+            positions, which, offsets = positions[here], which[here], offsets[here]
+        self._put(positions, list(shards.values()), which, offsets)
+
+    def check(self) -> Positions:
+        """Verify what was put since the last call; return the positions that were wrong, which were removed again."""
+        new = np.flatnonzero((self._in >= 0) & ~self.verified)
+        if not len(new):
+            return new
+        right = self._right(new)
+        self.verified[new[right]] = True
+        bad = new[~right]
+        if len(bad):
+            self._in[bad], self._whole = -1, None
+        return bad
+
+    def bytes_at(self, positions: Positions) -> int:
+        return int(self.plan.sizes[positions].sum())
+
+    # -- what a reader takes ------------------------------------------------------------------------------------------
+
+    def views(self, field: int) -> list[memoryview | None]:
+        """Return a byte field of each sample, the field counted from the plan's first; ``None`` where it is absent.
+
+        Nothing is copied: a view keeps the mapping or the answer that it is part of in memory. It is read-only, since
+        two samples may share bytes. It was readable when it was verified; if its file is truncated afterwards, touching
+        it ends the process by SIGBUS.
+        """
+        starts, lengths = self._cuts(slice(None), field)
+        ends = (starts + np.maximum(lengths, 0)).tolist()
+        cuts = zip(self._in.tolist(), starts.tolist(), ends, lengths.tolist(), strict=True)
+        buffers = [buffer.view.toreadonly() for buffer in self._buffers]
+        return [buffers[which][start:end] if length >= 0 else None for which, start, end, length in cuts]
+
+    def copies(self, field: int) -> Iterator[bytes | None]:
+        """Yield the bytes of a byte field of each sample, as ``views`` does, copied when their turn comes."""
+        at = tries = 0
+        while tries < COPIES_MAX:
+            starts, lengths = self._cuts(slice(at, None), field)
+            copied = copy_each(self._buffers, self._in[at:], starts, lengths)
+            for data, length in zip(copied, lengths.tolist(), strict=True):
+                if data is None and length >= 0:
+                    break
+                yield data
+                at, tries = at + 1, 0
+            else:
+                return
+            tries += 1
+            torn = self._truncated(slice(at, None))
+            torn[0] = True
+            self._fetch_again(at + np.flatnonzero(torn))
+        raise Unavailable("the cache", "a sample cannot be read: the file of its shard was truncated again and again")
+
+    def rows(self, field: int, skip: int = 0) -> npt.NDArray[np.uint8] | None:
+        """Return a field of all samples as one array ``(n, bytes)``, without the first ``skip`` bytes of each.
+
+        ``None`` if they are not of one size, or if some sample lacks the field. The array may be written to; views of
+        small samples may share its memory.
+        """
+        starts, lengths = self._cuts(slice(None), field)
+        if not len(lengths) or (lengths != lengths[0]).any() or lengths[0] < skip:
+            return None
+        length = int(lengths[0]) - skip
+        firsts = self.plan.starts[:, field]
+        if self._whole is not None and (firsts == firsts[0]).all():
+            start = int(firsts[0]) + skip
+            return np.ascontiguousarray(self._whole[:, start : start + length])
+        for _ in range(COPIES_MAX):
+            rows, torn = self._copied(starts + skip, slice(None), length)
+            torn |= self._truncated(slice(None))
+            if not torn.any():
+                return rows
+            self._fetch_again(np.flatnonzero(torn))
+            starts, _ = self._cuts(slice(None), field)
+        raise Unavailable("the cache", "samples cannot be read: files of shards were truncated again and again")
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _put(self, positions: Positions, buffers: list[Buffer], which: Positions | int, offsets: Ints) -> None:
+        """Put in one step: a thread must not find one sample's buffer with another's offset."""
+        with self._lock:
+            self._at[positions] = offsets
+            self._in[positions] = len(self._buffers) + which
+            self._buffers += buffers
+
+    def _cuts(self, positions: Positions | slice, field: int) -> tuple[Ints, Ints]:
+        plan = self.plan
+        return self._at[positions] + plan.starts[positions, field], plan.lengths[positions, field]
+
+    def _copied(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
+        return copy_rows(self._buffers, self._in[positions], starts, length)
+
+    def _truncated(self, positions: Positions | slice) -> Mask:
+        """Return which samples lie in files that were truncated."""
+        used = self._in[positions]
+        return np.isin(used, [at for at in np.unique(used).tolist() if not self._buffers[at].is_whole])
+
+    def _fetch_again(self, positions: Positions) -> None:
+        """Have samples delivered anew whose file was truncated."""
+        self.verified[positions], self._in[positions], self._whole = False, -1, None
+        self._on_torn(self, positions)
+        if not self.verified.all():
+            raise Unavailable("the cache", f"{len(positions)} samples cannot be read: files of shards were truncated")
+
+    def _right(self, new: Positions) -> npt.NDArray[np.bool_]:
+        plan = self.plan
+        fields = plan.lengths.shape[1]
+        if self._verify == "off" or not fields:
+            return np.ones(len(new), bool)
+        tables, blobs = plan.manifest.tables, plan.blobs[new]
+        if self._verify == "full":
+            same: npt.NDArray[np.bool_] = (self._blake3(new) == tables.digests[blobs]).all(axis=1)
+            return same
+        self._copy_together(new)
+        expected = tables.xxh3[blobs, plan.first_field : plan.first_field + fields]
+        right = np.ones(len(new), bool)
+        for field in range(fields):
+            starts, lengths = self._cuts(new, field)
+            found, torn = xxh3_64(self._buffers, self._in[new], starts, np.maximum(lengths, 0))
+            right &= (lengths < 0) | ((found == expected[:, field]) & ~torn)
+        return right
+
+    def _copy_together(self, new: Positions) -> None:
+        """Copy small samples of one size into an array, in which they lie from now on; torn ones are zeros there."""
+        sizes = self.plan.sizes[new]
+        size = int(sizes[0])
+        if not 0 < size <= SMALL_BYTES_MAX or len(new) < 2 or (sizes != size).any():
+            return
+        together, torn = self._copied(self._at[new], new, size)
+        together[torn] = 0
+        self.put(new, Buffer.of(together), np.arange(len(new)) * size)
+        self._whole = together if len(new) == len(self.plan) else None
+
+    def _blake3(self, positions: Positions) -> npt.NDArray[np.uint8]:
+        """Return the BLAKE3 of the samples, ``(n, 32)``. Beside hashing, calls and copies cost nothing."""
+        starts, sizes = self._at[positions], self.plan.sizes[positions]
+        cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
+        digests = b"".join([_digest(self._buffers[which], start, end) for which, start, end in cuts])
+        return np.frombuffer(digests, np.uint8).reshape(-1, 32)
+
+
+def _digest(buffer: Buffer, start: int, end: int) -> bytes:
+    data = buffer.copy(start, end) if buffer.mapped else buffer.view[start:end]
+    return bytes(32) if data is None else blake3.blake3(data).digest()

@@ -1,0 +1,43 @@
+"""A dataset of whole batches: ``Dataset`` read by collated columns, where nothing is to be done with each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.utils.data
+
+from quiver_client.dataset import Dataset
+
+
+class CollatedDataset(torch.utils.data.Dataset[Any]):
+    """A dataset without a transform whose ``__getitems__`` is the collated batch: a dictionary of columns.
+
+    An array field of one shape is a tensor ``(batch, *shape)``; other bytes, and a field that some sample lacks, are a
+    list. Scalars are what ``default_collate`` makes of them: int64, float64 or bool. A ``.npy`` file is its array here,
+    and its bytes in ``dataset[i]``.
+    """
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._dataset = dataset
+
+    @staticmethod
+    def can_read(dataset: Dataset) -> bool:
+        """Whether nothing is to be done with each sample: no transform, and no override by a subclass."""
+        kind = type(dataset)
+        own = kind.__getitem__ is Dataset.__getitem__ and kind.__getitems__ is Dataset.__getitems__
+        return own and dataset.transform is None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+        return self._dataset.columns(indices)
+
+
+def collated(batch: Any) -> Any:
+    """Return a batch as it is: a collate function for batches that are collated already."""
+    return batch

@@ -1,0 +1,156 @@
+"""The needs of a consumer, reported to every daemon of a rack, and their answers, merged.
+
+No report waits long for a daemon that is slow or gone: its last answer counts for ``STALE_SECONDS``, then it expires.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import QuiverError, Unavailable
+from quiver.expiring import Expiring
+from quiver.manifest import Manifest
+from quiver.need import Report
+from quiver.peer import PeerClient
+from quiver.reporting import NeedsReport, NeedsStatus
+from quiver.ring import Ring
+from quiver_client.rack.members import Members
+from quiver_client.rack.uploads import Uploads
+from quiver_client.stats import Stats
+from quiver_client.thread_pool import ThreadPool
+
+REPORTS_AT_ONCE: Final = 8
+UPLOADS_AT_ONCE: Final = 2  # each holds a shard in memory
+ANSWER_SECONDS: Final = 0.25  # that a report waits for answers; later ones count in the next report
+LEAVE_SECONDS: Final = 0.75
+STALE_SECONDS: Final = 5.0
+
+U8 = npt.NDArray[np.uint8]
+Mask = npt.NDArray[np.bool_]
+
+
+class RackNeeds:
+    """``NeedsChannel`` with the daemons of a rack. Used by one thread."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        members: Members,
+        uploads: Uploads,
+        stats: Stats,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._manifest = manifest
+        self._members = members
+        self._uploads = uploads
+        self._stats = stats
+        self._pool = ThreadPool(REPORTS_AT_ONCE, "quiver-tell")
+        self._uploaders = ThreadPool(UPLOADS_AT_ONCE, "quiver-upload")
+        self._ring: Ring | None = None
+        self._refreshing: Future[Ring | None] | None = None
+        self._telling: dict[str, Future[None]] = {}  # by URL, the report on its way
+        self._seen: Expiring[str, U8] = Expiring(clock=clock)  # by URL, the last answer
+        self._uploading: set[int] = set()
+        self.orphaned: Mask | None = None
+        self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
+
+    def report(self, report: Report, *, leaving: bool = False) -> U8:
+        """Report to all daemons that respond; return what the rack holds, as of the last answers."""
+        told = NeedsReport(self._manifest.digest, report, leaving)
+        if leaving:
+            self._leave(told)
+            return np.zeros(self._manifest.shard_count, np.uint8)
+        ring = self._refreshed()
+        urls = [member.url for member in ring.members] if ring is not None else []
+        for url in urls:
+            before = self._telling.get(url)
+            if (before is None or before.done()) and not self._members.is_unresponsive(url):
+                self._telling[url] = self._pool.submit(self._tell, url, told)
+        wait(list(self._telling.values()), ANSWER_SECONDS)
+        self._telling = {url: telling for url, telling in self._telling.items() if url in urls}
+        self.orphaned = self._orphaned(ring) if ring is not None else None
+        seen = np.zeros(self._manifest.shard_count, np.uint8)
+        for url, answer in self._seen.items():
+            if url not in urls or self._members.is_unresponsive(url):
+                self._seen.pop(url)
+            else:
+                np.maximum(seen, answer, out=seen)
+        return seen
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._uploaders.shutdown(wait=False, cancel_futures=True)
+
+    def _refreshed(self) -> Ring | None:
+        """Return the ring, refreshed in the background; the last one while no daemon answers."""
+        refreshing = self._refreshing
+        if refreshing is None or refreshing.done():
+            if refreshing is not None:
+                self._ring = refreshing.result()
+            refreshing = self._refreshing = self._pool.submit(self._members.refresh)
+            wait([refreshing], ANSWER_SECONDS)
+        if refreshing.done():
+            self._ring = refreshing.result()
+        return self._ring
+
+    def _leave(self, told: NeedsReport) -> None:
+        """Withdraw the needs from all daemons that heard them, at once. Elsewhere the lease expires."""
+        ring, before = self._ring, {url: telling for url, telling in self._telling.items() if not telling.cancel()}
+        urls = [member.url for member in ring.members if not self._members.is_unresponsive(member.url)] if ring else []
+        # The daemons that have answered come first: each of the others may block a thread.
+        urls.sort(key=lambda url: url in before and not before[url].done())
+        wait([self._pool.submit(self._tell_last, url, told, before.get(url)) for url in urls], LEAVE_SECONDS)
+
+    def _tell_last(self, url: str, told: NeedsReport, before: Future[None] | None) -> None:
+        if before is not None:
+            wait([before], LEAVE_SECONDS)  # an earlier report that arrives later would undo this one
+        self._tell(url, told)
+
+    def _orphaned(self, ring: Ring) -> Mask | None:
+        """Return the shards whose owner does not respond: a daemon fetches only its own shards."""
+        down = [at for at, member in enumerate(ring.members) if self._members.is_unresponsive(member.url)]
+        if not down:
+            return None
+        if self._owned is None or self._owned[0] is not ring:
+            self._owned = ring, ring.rank(self._manifest.tables.shard_digests, 1)[:, 0]
+        orphaned: Mask = np.isin(self._owned[1], down)
+        return orphaned
+
+    def _tell(self, url: str, told: NeedsReport) -> None:
+        peer = self._members.peer(url)
+        try:
+            answer = peer.needs(told)
+            if answer.status is NeedsStatus.NO_MANIFEST and not told.leaving:
+                self._members.put_manifest(peer, self._manifest)
+                answer = peer.needs(told)
+        except QuiverError as error:
+            if isinstance(error, Unavailable):
+                self._members.mark_unresponsive(url)
+            self._stats.warn(f"needs {url}", f"a daemon did not receive what this job needs: {error}")
+            return
+        self._members.answered(url)
+        if answer.status is NeedsStatus.TAKEN and len(answer.seen) == self._manifest.shard_count:
+            self._seen.set(url, answer.seen, STALE_SECONDS)
+            for shard in answer.uploads:
+                self._begin_upload(peer, shard)
+
+    def _begin_upload(self, peer: PeerClient, shard: int) -> None:
+        if shard not in self._uploading:
+            self._uploading.add(shard)
+            with contextlib.suppress(RuntimeError):  # the pool is closed
+                self._uploaders.submit(self._upload, peer, shard)
+
+    def _upload(self, peer: PeerClient, shard: int) -> None:
+        try:
+            self._uploads.upload(peer, shard)
+        except QuiverError as error:
+            self._stats.warn("upload", f"a shard was not uploaded: {error}")
+        finally:
+            self._uploading.discard(shard)

@@ -1,0 +1,335 @@
+"""The rack tier: one request per daemon and batch, each answered into one buffer.
+
+The ring says which daemon has what, and is a hint: a daemon that is down, slow or wrong is passed over for the next,
+and what no daemon delivers is left to the origin tier. Invariant: nothing that a ring or a daemon says can do more than
+cost time. Every wait here is bounded, by ``FILL_SECONDS_MAX`` per shard.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver import forks
+from quiver.backoff import Backoff
+from quiver.digest import Bytes, Digest
+from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
+from quiver.manifest import Manifest
+from quiver.peer import PeerClient
+from quiver.plan import Ints
+from quiver.wire import RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
+from quiver_client import process_exit
+from quiver_client.batch import Batch, Positions
+from quiver_client.buffers import Buffer
+from quiver_client.rack.members import Members
+from quiver_client.rack.uploads import Uploads
+from quiver_client.stats import Stats
+from quiver_client.thread_pool import ThreadPool
+
+FILL_SECONDS_MAX: Final = 60.0  # for one shard, while nothing of it arrives; then the origin is read directly
+WAIT_MS: Final = 2000  # that a daemon waits for a fill before it answers that it is still filling
+PAUSE_SECONDS: Final = 0.04  # between two rounds in which nothing arrived
+PAUSE_SECONDS_MAX: Final = 0.5
+RETRY_SECONDS_MAX: Final = 1.0
+REQUESTS_AT_ONCE: Final = 16
+READ_BYTES_MAX: Final = 256 << 20  # per request: a huge batch is several
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one request asks of one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
+
+    peer: PeerClient
+    positions: Positions
+    shards: Ints
+    which: Ints
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """The state of one ``fetch``. Its threads write to it without a lock: each statement is one step of the GIL."""
+
+    batch: Batch
+    tried: dict[int, set[str]] = field(default_factory=dict)  # shard -> daemons that were passed over for it
+    left_to_origin: set[int] = field(default_factory=set)  # shards
+    fallbacks: set[int] = field(default_factory=set)  # shards whose owner was unresponsive, and was not asked
+    waiting_on: dict[int, str] = field(default_factory=dict)  # shard -> the daemon that fills it, or is busy
+    delivered_at: dict[str, float] = field(default_factory=dict)  # by daemon, when it last delivered something
+    manifest_put: set[tuple[str, int]] = field(default_factory=set)  # daemon, and shard that it lacked it for
+    began: float = field(default_factory=time.monotonic)  # moved on by the time that uploads took this process
+    progress_at: dict[int, float] = field(default_factory=dict)  # by shard, when something of it last arrived
+    retry_at: float = 0.0  # a daemon without capacity said not to retry before
+    origin_silent: bool = False  # it did not answer this process
+    moved: bool = False  # in this round something arrived, or a daemon was passed over
+
+    def pending(self) -> Positions:
+        """Return the positions that daemons may still deliver."""
+        pending = self.batch.not_received()
+        if not self.left_to_origin:
+            return pending
+        left = np.fromiter(self.left_to_origin, np.int64, len(self.left_to_origin))
+        return pending[~np.isin(self.batch.plan.shards[pending], left)]
+
+    def received(self, peer: PeerClient, shards: Ints) -> None:
+        """Note that something of these shards arrived from a daemon."""
+        now, self.moved = time.monotonic(), True
+        self.delivered_at[peer.url] = now
+        self.progress_at.update(dict.fromkeys(shards.tolist(), now))
+
+    def leave_to_origin(self, shard: int) -> None:
+        self.left_to_origin.add(shard)
+        self.moved = True
+
+
+class RackTier:
+    """Samples from the daemons of a rack. One per process and dataset; its threads belong to the process."""
+
+    name = "rack"
+
+    def __init__(self, manifest: Manifest, members: Members, uploads: Uploads, stats: Stats) -> None:
+        self._manifest = manifest
+        self._members = members
+        self._uploads = uploads
+        self._stats = stats
+        self._pool = ThreadPool(REQUESTS_AT_ONCE, "quiver-rack")
+        self._suspects: set[int] = set()  # shards of which wrong bytes came, to be verified by whoever answers next
+        self._rechecked: dict[int, str] = {}  # shard -> the daemon that verified it and answered since
+        self._refused: dict[int, tuple[int, str]] = {}  # shard -> status and URL of the daemon that did not fill it
+        self._failures: dict[int, QuiverError] = {}  # shard -> why this process could not upload it
+        self._closing = forks.event()
+        process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
+        self._lock = forks.lock()
+
+    def fetch(self, batch: Batch) -> None:
+        self._refresh_members()
+        if self._refused or self._failures:
+            for shard in (self._refused.keys() | self._failures.keys()) & set(batch.plan.shards.tolist()):
+                self._refused.pop(shard, None)
+                self._failures.pop(shard, None)
+        state = _Fetch(batch)
+        backoff = Backoff(PAUSE_SECONDS, PAUSE_SECONDS_MAX)
+        while len(positions := state.pending()):
+            begun, state.moved = time.monotonic(), False
+            if late := self._late(state, positions, begun):
+                self._stats.warn("fill", f"{len(late)} shards were not filled in {FILL_SECONDS_MAX:.0f} s")
+                state.left_to_origin.update(late)
+                continue
+            self._ask_all(state, self._parts(state, positions))
+            if state.moved:
+                backoff.succeed()
+                continue
+            # A daemon waits while it fills, so rounds are slow. One that answers at once is not asked in a busy loop.
+            if self._closing.wait(max(begun + backoff.fail(), state.retry_at) - time.monotonic()):
+                return
+
+    def blame(self, batch: Batch, bad: Positions) -> None:
+        """Have the daemons verify these shards before they answer again; avoid one that did and was wrong."""
+        shards = np.unique(batch.plan.shards[bad]).tolist()
+        with self._lock:
+            wrong_again = {self._rechecked.pop(shard, "") for shard in shards} - {""}
+            self._suspects.update(shards)
+        for url in wrong_again:
+            self._members.mark_unresponsive(url)
+
+    def why(self, shard: int) -> QuiverError | None:
+        """See ``Cache``. Sends a request to the daemon, so not for the path of a batch."""
+        status, url = self._refused.get(shard, (0, ""))
+        if shard in self._failures or not status:
+            return self._failures.get(shard)
+        if status == RangeStatus.NO_ROOM:
+            return OverCapacity(f"{url} has no room for it", 0.0)
+        try:
+            disk = self._members.peer(url).status().disk
+        except QuiverError as error:
+            return error
+        why = "the origin does not answer it, or lost samples: its log says which"
+        return DiskFailed(f"{url}: {disk}") if disk != "ok" else NotFound(f"{url} could not fill it; {why}")
+
+    def close(self) -> None:
+        self._closing.set()
+        self._pool.shutdown(cancel_futures=True)
+        self._members.close()
+
+    def _refresh_members(self) -> None:
+        """Refresh the ring and probe unresponsive daemons, in threads: a dead daemon must not hold up a batch."""
+        if self._members.is_stale:
+            if self._members.knows_ring:
+                self._pool.submit(self._members.refresh)
+            else:
+                self._members.refresh()
+        for url in self._members.begin_probes():
+            self._pool.submit(self._members.probe, url)
+
+    def _late(self, state: _Fetch, positions: Positions, now: float) -> set[int]:
+        """Return the shards that were waited for long enough; avoid the daemons that delivered nothing meanwhile."""
+        if now - state.began <= FILL_SECONDS_MAX:
+            return set()
+        shards = np.unique(state.batch.plan.shards[positions]).tolist()
+        late = {shard for shard in shards if now - max(state.progress_at.get(shard, 0), state.began) > FILL_SECONDS_MAX}
+        for url in {state.waiting_on[shard] for shard in late if shard in state.waiting_on}:
+            if now - state.delivered_at.get(url, state.began) > FILL_SECONDS_MAX:
+                self._members.mark_unresponsive(url)  # so that the next batch does not wait as long for it
+        return late
+
+    # -- which daemon is asked for what -------------------------------------------------------------------------------
+
+    def _parts(self, state: _Fetch, positions: Positions) -> list[_Part]:
+        """Group positions by the best daemon not yet tried for their shard, cut into requests of bounded size."""
+        plan = state.batch.plan
+        shards, which = plan.by_shard(positions)
+        peers, urls = self._choose(state, shards)
+        peer_of = peers[which]
+        numbers = np.empty(len(shards), np.int64)  # of each shard among its daemon's
+        parts = []
+        for at in sorted(set(peers[peers >= 0].tolist())):
+            owned = np.flatnonzero(peers == at)
+            numbers[owned] = np.arange(len(owned))
+            run = np.flatnonzero(peer_of == at)
+            peer, its_shards = self._members.peer(urls[at]), shards[owned]
+            pieces = _cut(run, plan.sizes[positions[run]])
+            if len(pieces) == 1:
+                parts.append(_Part(peer, positions[run], its_shards, numbers[which[run]]))
+                continue
+            for piece in pieces:
+                named, of_named = np.unique(which[piece], return_inverse=True)
+                parts.append(_Part(peer, positions[piece], shards[named], of_named))
+        return parts
+
+    def _choose(self, state: _Fetch, shards: Ints) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
+        """Return for each of these distinct shards the daemon to ask, as a position in the URLs; -1: the origin."""
+        rows, urls = self._members.choices(shards)
+        down = np.asarray([self._members.is_unresponsive(url) for url in urls], bool)
+        if not (state.tried or down.any() or (rows[:, 0] < 0).any()):
+            return rows[:, 0], urls
+        usable = (rows >= 0) & ~down[rows]
+        passed_over = ~usable[:, 0]
+        for at in np.flatnonzero(np.isin(shards, list(state.tried))).tolist() if state.tried else ():
+            tried = state.tried[int(shards[at])]
+            usable[at] &= [urls[peer] not in tried for peer in rows[at].tolist()]
+            passed_over[at] = False  # it was counted when the daemon was passed over
+        for shard in shards[passed_over].tolist():
+            if shard not in state.fallbacks:
+                state.fallbacks.add(shard)
+                self._stats.add("fallbacks")
+        peers = np.where(usable.any(axis=1), np.take_along_axis(rows, usable.argmax(axis=1)[:, None], 1)[:, 0], -1)
+        state.left_to_origin.update(shards[peers < 0].tolist())
+        return peers, urls
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _ask_all(self, state: _Fetch, parts: list[_Part]) -> None:
+        """Send all requests at once, the last by this thread."""
+        if not parts:
+            return
+        others = [self._pool.submit(self._ask, state, part) for part in parts[:-1]]
+        self._ask(state, parts[-1])
+        for other in others:
+            other.result()
+
+    def _ask(self, state: _Fetch, part: _Part) -> None:
+        plan, peer, shards = state.batch.plan, part.peer, part.shards
+        ranges = np.zeros(len(part.positions), RANGE)
+        ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
+        ranges["length"] = plan.sizes[part.positions]
+        suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
+        names = Digest.many(self._manifest.tables.shard_digests[shards].tobytes())
+        request = ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, RECHECK if suspects else 0)
+        try:
+            statuses, data = peer.read(request)
+        except OverCapacity as error:  # overloaded, not broken: a runner-up would have to fill what this one holds
+            state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
+            state.waiting_on.update(dict.fromkeys(shards.tolist(), peer.url))
+            self._stats.add("overloads")
+            return
+        except QuiverError as error:
+            self._pass_over(state, peer, shards, error)
+            return
+        if suspects:
+            with self._lock:
+                self._suspects -= suspects
+                self._rechecked.update(dict.fromkeys(suspects, peer.url))
+        self._members.answered(peer.url)
+        absent = np.flatnonzero(statuses != RangeStatus.PRESENT)
+        if not len(absent):
+            self._put(state, part.positions, data)
+            state.received(peer, shards)
+            return
+        self._stats.add("misses_rack", len(absent))
+        present = statuses == RangeStatus.PRESENT
+        if present.any():
+            self._put(state, part.positions[present], data)
+            state.received(peer, shards[np.unique(part.which[present])])
+        missing = shards[part.which[absent]].tolist()
+        for shard, status in dict(zip(missing, statuses[absent].tolist(), strict=True)).items():
+            self._absent(state, peer, shard, status)
+
+    def _put(self, state: _Fetch, positions: Positions, data: npt.NDArray[np.uint8]) -> None:
+        sizes = state.batch.plan.sizes[positions]
+        state.batch.put(positions, Buffer.of(data), np.cumsum(sizes) - sizes)
+
+    def _absent(self, state: _Fetch, peer: PeerClient, shard: int, status: int) -> None:
+        """Act on the status of a shard that did not come. ``FILLING`` needs no action: the shard is asked for again."""
+        if status in (RangeStatus.UPLOAD, RangeStatus.FAILED):
+            self._members.warn_of_faults(peer)
+        if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
+            self._refused[shard] = status, peer.url
+            state.leave_to_origin(shard)
+        elif status == RangeStatus.FILLING:
+            state.waiting_on[shard] = peer.url
+        elif status == RangeStatus.UPLOAD:
+            self._upload(state, peer, shard)
+        elif status == RangeStatus.NO_MANIFEST and (peer.url, shard) not in state.manifest_put:
+            state.manifest_put.add((peer.url, shard))
+            try:
+                self._members.put_manifest(peer, self._manifest)
+            except QuiverError as error:
+                self._pass_over(state, peer, np.asarray([shard]), error)
+        else:
+            self._pass_over(state, peer, np.asarray([shard]), Corrupt(f"status {status} for a range", peer.name))
+
+    def _upload(self, state: _Fetch, peer: PeerClient, shard: int) -> None:
+        """Upload a shard that the daemon may not read itself, and take this batch's part of it."""
+
+        def received(data: Bytes) -> None:
+            state.batch.put_mapped(state.batch.not_received(), {shard: Buffer.of(data)})
+            state.progress_at[shard], state.moved = time.monotonic(), True
+
+        begun = time.monotonic()
+        try:
+            if state.origin_silent:  # one deadline is enough: the origin tier asks for all samples at once
+                self._uploads.forgo(peer, shard)
+                raise Unavailable(self._manifest.header.base, "does not answer")
+            self._uploads.upload(peer, shard, received)
+        except QuiverError as error:
+            self._failures[shard] = error
+            state.origin_silent |= isinstance(error, Unavailable)
+            state.leave_to_origin(shard)  # the origin tier will fail likewise, and name the sample
+        finally:
+            state.began += time.monotonic() - begun  # in which no other shard could arrive
+
+    def _pass_over(self, state: _Fetch, peer: PeerClient, shards: Ints, error: QuiverError) -> None:
+        """Ask the next daemon for these shards."""
+        for shard in shards.tolist():
+            state.tried.setdefault(shard, set()).add(peer.url)
+        state.moved = True
+        self._stats.add("fallbacks", len(shards))
+        if isinstance(error, Corrupt):
+            self._stats.add("corruptions")
+        if isinstance(error, Unavailable) and not (isinstance(error, BrokenOff) and self._members.lives(peer.url)):
+            self._members.mark_unresponsive(peer.url)
+        self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
+
+
+def _cut(positions: Positions, sizes: Ints) -> list[Positions]:
+    """Cut what is asked of one daemon into requests of bounded size."""
+    ends = np.cumsum(sizes)
+    if len(positions) <= RANGES_MAX and ends[-1] <= READ_BYTES_MAX:
+        return [positions]
+    cuts = np.searchsorted(ends, np.arange(READ_BYTES_MAX, int(ends[-1]), READ_BYTES_MAX), "right")
+    at_most = np.arange(RANGES_MAX, len(positions), RANGES_MAX)
+    parts = np.split(positions, np.unique(np.concatenate([cuts, at_most])))
+    return [part for part in parts if len(part)]
