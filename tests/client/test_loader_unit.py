@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quiver.substitution import View
 from quiver_client.loader.epoch import Drawn, Epoch, Layout, _entries_of
-from quiver_client.loader.pace import Pace
+from quiver_client.loader.loop_rate import Pace
 from quiver_client.loader.threads import ThreadedBatches
 from tests.support.residency import Clock, alive
 from tests.support.waiting import until

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.errors import BadRequest
 from quiver.substitution import Mask
-from quiver_client.loader.record import VARINT_BYTES_MAX, decode_batch, encode_batch, inflate, number_at, varint
+from quiver_client.loader.batch_encoding import VARINT_BYTES_MAX, decode_batch, encode_batch, inflate, number_at, varint
 
 __all__ = ["LedgerReader", "LedgerWriter", "Run", "decode_batch", "encode_batch"]
 

@@ -27,16 +27,16 @@ from quiver.need import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
-from quiver_client.loader.agreement import Agreement
 from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, Layout
-from quiver_client.loader.given import GivenOrder, place_given
-from quiver_client.loader.history import History
 from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.pace import Idle, Pace
-from quiver_client.loader.place import Place
+from quiver_client.loader.loop_rate import Idle, Pace
+from quiver_client.loader.rank import Place
+from quiver_client.loader.rank_agreement import Agreement
+from quiver_client.loader.recording import History
 from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
 from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.user_sampler import GivenOrder, place_given
 from quiver_client.needs.watch import Watch
 
 log = logging.getLogger("quiver_client")

@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
-from quiver_client.loader.place import Place
+from quiver_client.loader.rank import Place
 from tests.support.data import Files
 
 SAMPLES = 150

@@ -10,9 +10,9 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order
+from quiver_client.loader.batch_encoding import decode_batch, encode_batch
 from quiver_client.loader.epoch import Deal, Epoch, Layout
 from quiver_client.loader.ledger import LedgerReader, LedgerWriter, Run, check_run
-from quiver_client.loader.record import decode_batch, encode_batch
 
 log = logging.getLogger("quiver_client")
 
