@@ -21,6 +21,8 @@ from torch.utils.data import DistributedSampler
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
+from quiver_client.loader import consumer as consumer_module
+from quiver_client.loader import draw_wait
 from quiver_client.loader import sampler as sampler_module
 from quiver_client.loader.ledger import LedgerWriter
 from tests.support.data import Files, make_files
@@ -197,7 +199,7 @@ def test_a_sampler_decides_the_order_and_the_length(keys: Dataset) -> None:
 
 
 def shards_of(order: BatchSampler, rows: list[int]) -> set[int]:
-    return {int(order._layout.shard_of[row]) for row in rows}
+    return {int(order._passes.layout.shard_of[row]) for row in rows}
 
 
 def test_what_is_resident_comes_first_and_the_rest_in_the_same_epoch(
@@ -209,12 +211,12 @@ def test_what_is_resident_comes_first_and_the_rest_in_the_same_epoch(
     here = list(range(0, keys.manifest.shard_count, 3))
     watches[0].holds(here)
     first = []
-    while order.ready(epoch):
+    while order.poll(epoch):
         drawn = order.draw(epoch)
         assert drawn is not None
         first += drawn.rows.tolist()
         assert shards_of(order, drawn.rows.tolist()) <= set(here)
-    resident = [row for row in range(SAMPLES) if int(order._layout.shard_of[row]) in here]
+    resident = [row for row in range(SAMPLES) if int(order._passes.layout.shard_of[row]) in here]
     assert len(first) == len(resident) // 10 * 10
     assert 0 < keys.stats()["substitutions"] <= len(first)
     watches[0].holds(range(keys.manifest.shard_count))
@@ -288,7 +290,7 @@ def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch:
     silent = np.ones(keys.manifest.shard_count, bool)
     silent[3] = False
     watches[0].now = watches[0].now._replace(orphaned=silent)
-    assert not order.ready(epoch), "shard 3 may come"
+    assert not order.poll(epoch), "shard 3 may come"
     watches[0].now = watches[0].now._replace(orphaned=np.ones_like(silent))
     rows = []
     while (drawn := order.draw(epoch)) is not None:
@@ -312,7 +314,7 @@ def test_what_comes_and_goes_and_is_of_no_use_does_not_lengthen_the_wait(
 
     watches[0].when_waiting = other_jobs_shard
     assert order.draw(epoch) is not None
-    assert clock.now - begun <= sampler_module.PATIENCE_SECONDS_MAX + 1
+    assert clock.now - begun <= draw_wait.WAIT_SECONDS_MAX + 1
     order.close()
 
 
@@ -322,7 +324,7 @@ def test_with_nothing_resident_a_batch_waits_for_the_first_that_arrives(
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 4, seed=1)
     epoch = order.begin()
-    assert not order.ready(epoch)
+    assert not order.poll(epoch)
     watches[0].when_waiting = lambda watch: watch.holds([7]) if watch.waits == 3 else None
     drawn = order.draw(epoch)
     assert drawn is not None
@@ -335,28 +337,30 @@ def test_a_wait_is_bounded_by_how_long_nothing_arrives(keys: Dataset, monkeypatc
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 30, seed=1)
     epoch = order.begin()
-    assert not order.ready(epoch)
-    clock.now += sampler_module.PATIENCE_SECONDS - 0.1
-    assert not order.ready(epoch)
+    assert not order.poll(epoch)
+    clock.now += draw_wait.PATIENCE_SECONDS - 0.1
+    assert not order.poll(epoch)
     watches[0].holds([3])  # not enough for a batch, but something: patience begins anew
-    assert not order.ready(epoch)
-    clock.now += sampler_module.PATIENCE_SECONDS - 0.1
-    assert not order.ready(epoch)
+    assert not order.poll(epoch)
+    clock.now += draw_wait.PATIENCE_SECONDS - 0.1
+    assert not order.poll(epoch)
     clock.now += 0.1
     drawn = order.draw(epoch)
     assert drawn is not None
     assert watches[0].waits == 0
     assert len(drawn.rows) == 30
     resident = [row for row in drawn.rows.tolist() if shards_of(order, [row]) == {3}]
-    assert len(resident) == int(order._layout.counts[3])  # what is resident is in it, and the rest is read anyway
+    assert len(resident) == int(
+        order._passes.layout.counts[3]
+    )  # what is resident is in it, and the rest is read anyway
     # What was not worth waiting for is waited for half as long, until something arrives in time again.
-    assert not order.ready(epoch)
-    clock.now += sampler_module.PATIENCE_SECONDS / 2
-    assert order.ready(epoch)
+    assert not order.poll(epoch)
+    clock.now += draw_wait.PATIENCE_SECONDS / 2
+    assert order.poll(epoch)
     assert order.draw(epoch) is not None
     for _ in range(2):
         watches[0].holds([])
-        assert not order.ready(epoch)
+        assert not order.poll(epoch)
         watches[0].holds(range(keys.manifest.shard_count))
         assert order.draw(epoch) is not None
     order.close()
@@ -370,8 +374,8 @@ def test_a_batch_takes_nothing_from_beyond_its_lookahead(keys: Dataset, monkeypa
     here = [0, 1, 2, 3]
     watches[0].holds(here)
     for _ in range(len(order)):
-        if not order.ready(epoch):
-            clock.now += sampler_module.PATIENCE_SECONDS
+        if not order.poll(epoch):
+            clock.now += draw_wait.PATIENCE_SECONDS
         window = pending[:25]
         resident = [row for row in window if shards_of(order, [row]) <= set(here)]
         drawn = order.draw(epoch)
@@ -389,9 +393,9 @@ def test_a_batch_that_is_ready_is_not_held_back_by_one_that_is_waited_for(
     _, watches = still(monkeypatch)
     loader = DataLoader(keys, 4, shuffle=True, num_workers=2)
     here = [0, 1]
-    monkeypatch.setattr(sampler_module.Watch, "first_answer", _holding(here))  # type: ignore[attr-defined]
+    monkeypatch.setattr(consumer_module.Watch, "first_answer", _holding(here))  # type: ignore[attr-defined]
     batches = iter(loader)
-    counts = loader.order._layout.counts
+    counts = loader.order._passes.layout.counts
     ready = int(counts[here].sum()) // 4
     got = [next(batches) for _ in range(ready)]
     assert watches[0].waits == 0
@@ -453,7 +457,7 @@ def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 5, seed=2, substitute=False)
     epoch = order.begin()
-    expected = list(dict.fromkeys(int(order._layout.shard_of[row]) for row in permutation(SAMPLES, 2, 0)))
+    expected = list(dict.fromkeys(int(order._passes.layout.shard_of[row]) for row in permutation(SAMPLES, 2, 0)))
     report, again = watches[0].report()
     assert report.ordered
     assert list(report.soon) == expected
@@ -462,7 +466,7 @@ def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
     report, _ = watches[0].report()
     assert list(report.soon) == expected[3:]
     assert report.ahead_bytes == pytest.approx(
-        sum(order._layout.sample_bytes[shard] * order._layout.counts[shard] for shard in expected[:3])
+        sum(order._passes.layout.sample_bytes[shard] * order._passes.layout.counts[shard] for shard in expected[:3])
     )
     drawn = order.draw(epoch)
     assert drawn is not None
@@ -482,7 +486,7 @@ def test_every_loader_of_a_job_is_a_consumer_of_its_own(
         monkeypatch.setattr(sampler_module, "_made", Counter())  # as in a process that has just begun
         made = [BatchSampler(ds, 1, job="j", rank=rank, world_size=2) for ds in (keys, ds) for rank in (0, 1)]
         made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, say
-        return [order._consumer for order in made]
+        return [order._consumer_name for order in made]
 
     assert len(set(names())) == 5
     assert names() == names(), "started again it takes its own place"
@@ -565,8 +569,8 @@ def test_no_more_than_prefetch_factor_batches_are_ahead_of_the_loop(
     batches = iter(loader)
     for taken in range(4):
         until(lambda taken=taken: gate.samples == 10 * (taken + ahead))  # type: ignore[misc]
-        assert loader.order._epoch is not None
-        assert loader.order._epoch.drawn == taken + ahead
+        assert loader.order._passes.current is not None
+        assert loader.order._passes.current.drawn == taken + ahead
         next(batches)
     loader.close()
     assert gate.samples <= 10 * (4 + ahead)
@@ -837,7 +841,7 @@ def test_a_loader_warns_of_batches_that_are_not_mixed(
     shard = 0
     with caplog.at_level(logging.WARNING, "quiver_client"):
         for _ in range(60):
-            while not order.ready(epoch):
+            while not order.poll(epoch):
                 shard += 1
                 watches[0].holds(range(max(shard - 2, 0), shard))
             drawn = order.draw(epoch)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quiver_client import BatchSampler, DataLoader, Dataset
-from quiver_client.loader.arguments import job_of, place_of
+from quiver_client.loader.arguments import job_of, rank_and_world_size
 from tests.support.data import Files, make_files, random_files
 
 Loader = Callable[..., DataLoader]
@@ -130,15 +130,15 @@ def test_integers_of_numpy_and_torch_are_integers(loader: Loader) -> None:
 def test_rank_and_world_size_come_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert place_of(None, None) == (0, 1)
+    assert rank_and_world_size(None, None) == (0, 1)
     monkeypatch.setenv("RANK", "2")
-    assert place_of(None, None) == (0, 1)
+    assert rank_and_world_size(None, None) == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert place_of(None, None) == (2, 4)
-    assert place_of(0, 1) == (0, 1)
+    assert rank_and_world_size(None, None) == (2, 4)
+    assert rank_and_world_size(0, 1) == (0, 1)
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(ValueError, match=r"^rank=4"):
-        place_of(None, None)
+        rank_and_world_size(None, None)
 
 
 def test_a_job_has_the_name_that_is_given_or_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

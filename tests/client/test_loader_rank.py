@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
-from quiver_client.loader.rank import Place
+from quiver_client.loader.rank import SettledRank
 from tests.support.data import Files
 
 SAMPLES = 150
@@ -70,7 +70,7 @@ def test_a_rank_that_changed_since_the_first_pass_is_refused(keys: Dataset, grou
     assert len(rows_of(keys, loader)) == SAMPLES
     group(0, 2)
     assert len(loader) == 3  # what was taken stays
-    with pytest.raises(ValueError, match=r"^rank: the first pass was rank 0's of 1, and .* rank 0 of 2"):
+    with pytest.raises(ValueError, match=r"^rank: the first pass read the share of rank 0 of 1, and .* rank 0 of 2"):
         iter(loader)
     loader.close()
 
@@ -117,7 +117,7 @@ def test_torchruns_variables_are_compared_with_the_process_group(
     loader = DataLoader(keys, 10)
     assert len(rows_of(keys, loader)) == SAMPLES // 2
     group(0, 2)
-    with pytest.raises(ValueError, match="the first pass was rank 1's of 2"):
+    with pytest.raises(ValueError, match="the first pass read the share of rank 1 of 2"):
         iter(loader)
     loader.close()
 
@@ -133,12 +133,12 @@ def test_a_world_without_a_rank_is_no_world_of_one(keys: Dataset, monkeypatch: p
 
 
 def test_a_place_says_whether_it_is_open() -> None:
-    place = Place(None, None)
-    assert repr(place) == "Place(rank=0, world_size=1, open)"
+    place = SettledRank(None, None)
+    assert repr(place) == "SettledRank(rank=0, world_size=1, open)"
     assert not place.is_known
     place.settle()
     assert place.is_known
-    assert repr(place) == "Place(rank=0, world_size=1, settled)"
+    assert repr(place) == "SettledRank(rank=0, world_size=1, settled)"
 
 
 def test_a_state_loaded_before_there_is_a_process_group_is_that_of_the_rank_to_come(
@@ -237,12 +237,12 @@ def test_torchs_distributed_sampler_is_gone_on_with_by_its_own_rank_alone(keys: 
     again.load_state_dict(state)
     assert rows_of(keys, again) == list(range(20, SAMPLES, 2))
     for other in (loader(1), DataLoader(keys, 10)):
-        with pytest.raises(ValueError, match=r"^state: .*sampler's"):
+        with pytest.raises(ValueError, match=r"^state: .*a sampler"):
             other.load_state_dict(state)
         other.close()
-    with pytest.raises(ValueError, match=r"^states: their order is a sampler's"):
+    with pytest.raises(ValueError, match=r"^states: a sampler gave each rank its own order"):
         merge_states([state, {**state, "rank": 1}])
-    with pytest.raises(ValueError, match=r"^sampler: it is of rank 1 of 2"):
+    with pytest.raises(ValueError, match=r"^sampler: it is that of rank 1 of 2"):
         DataLoader(keys, 10, sampler=DistributedSampler(keys, 2, 1), rank=0, world_size=2)
     first.close()
     again.close()
@@ -282,8 +282,8 @@ def test_gathered_metrics_that_count_samples_twice_are_reported_once(
         assert loader.remainder == 0
         loader.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has as many; give the loader"
-        " drop_last=True, or tell samples apart by __key__"
+        "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has the same number; give the"
+        " loader drop_last=True, or tell samples apart by __key__"
     ]
 
 
@@ -336,7 +336,7 @@ def test_an_epoch_that_was_set_on_a_given_sampler_is_kept_to(keys: Dataset) -> N
 
 def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Dataset) -> None:
     for given in ([1.5, 2.0], ["1"], [None]):
-        with pytest.raises(ValueError, match=r"^sampler: it is to give integers"):
+        with pytest.raises(ValueError, match=r"^sampler: it must give integers"):
             iter(DataLoader(keys, 10, sampler=given))  # type: ignore[arg-type]
     assert rows_of(keys, DataLoader(keys, 10, sampler=[torch.tensor(3), 4])) == [3, 4]  # type: ignore[list-item]
     once = DataLoader(keys, 10, sampler=iter(range(SAMPLES)))
@@ -350,7 +350,7 @@ def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Da
 def test_a_rank_that_is_no_number_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "x")
-    with pytest.raises(ValueError, match=r"^RANK='x': it is set and is no number"):
+    with pytest.raises(ValueError, match=r"^RANK='x': it is set but is not a number"):
         DataLoader(keys, 10)
 
 
@@ -359,7 +359,7 @@ def test_only_an_order_that_is_the_same_in_the_next_process_may_be_skipped_into(
         order = BatchSampler(keys, 10, sampler=sampler)
         if epoch is not None:
             order.set_epoch(epoch)
-        return order._is_known
+        return order._passes.is_reproducible
 
     dealt = DistributedSampler(keys, 2, 0)
     assert [known(each) for each in ([1], (1,), range(5), SequentialSampler(keys))] == [True] * 4
@@ -387,7 +387,7 @@ def test_an_epoch_that_others_began_is_as_long_as_what_was_read_and_what_is_left
     assert len(last) == 13 + 2
     assert len(rows_of(keys, last)) == 50
     assert len(last) == 4
-    with pytest.raises(ValueError, match="batches are not possible"):
+    with pytest.raises(ValueError, match="batches out of range"):
         last.load_state_dict({**first.state_dict(), "before": -1})
     for each in (first, again, other, last):
         each.close()

@@ -204,9 +204,11 @@ def test_a_state_is_that_of_joining_it_with_nobody(keys: Dataset, monkeypatch: p
         resumed.load_state_dict(order.state_dict())
         for _ in itertools.islice(resumed, 4):
             pass
-        epoch = resumed._epoch
+        epoch = resumed._passes.current
         assert epoch is not None
-        slow = make_state(str(keys.manifest.digest), resumed.deal, 0, epoch.batches, resumed._done, epoch.consumed)
+        slow = make_state(
+            str(keys.manifest.digest), resumed.deal, 0, epoch.batches, resumed._passes.done, epoch.consumed
+        )
         assert resumed.state_dict() == merge_states([{**slow, "before": 3}])
 
 
@@ -373,15 +375,15 @@ def test_a_state_of_something_else_is_refused_with_the_reason(keys: Dataset, tmp
             other.load_state_dict(state)
         assert other.state_dict()["batches"] == 0
     wrong: list[tuple[str, Any]] = [
-        (r"version 2 where .* version 1", {**state, "version": 2}),
+        (r"version 2, .* version 1", {**state, "version": 2}),
         (r"'own' is missing", {name: value for name, value in state.items() if name != "own"}),
-        (r"'done' is missing or no bytes", {**state, "done": "x"}),
-        (r"'rank' is missing or no int", {**state, "rank": True}),
+        (r"'done' is missing or not bytes", {**state, "done": "x"}),
+        (r"'rank' is missing or not int", {**state, "rank": True}),
         (r"rank, world_size", {**state, "rank": 1}),
         (r"rank, world_size", {**state, "batch_size": 0}),
         (r"epoch or batches", {**state, "epoch": -1}),
-        (r"a dictionary made by", [1]),
-        (r"a dictionary made by", None),
+        (r"give a dictionary made by", [1]),
+        (r"give a dictionary made by", None),
         (r"of a dataset of 149", {**state, "samples": 149}),
     ]
     for reason, each in wrong:

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quiver.substitution import View
-from quiver_client.loader.epoch import Drawn, Epoch, Layout, _entries_of
-from quiver_client.loader.loop_rate import Pace
+from quiver_client.loader.epoch import Drawn, Epoch, ShardLayout, _entries_of
+from quiver_client.loader.loop_rate import LoopRate
 from quiver_client.loader.threads import ThreadedBatches
 from tests.support.residency import Clock, alive
 from tests.support.waiting import until
 
-# -- Pace -------------------------------------------------------------------------------------------------------------
+# -- LoopRate ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -28,71 +28,71 @@ def clock() -> Clock:
     return Clock()
 
 
-def reading(pace: Pace, clock: Clock, batches: int, seconds: float, waited: float = 0.0) -> None:
+def reading(rate: LoopRate, clock: Clock, batches: int, seconds: float, waited: float = 0.0) -> None:
     for _ in range(batches):
         clock.now += seconds
-        pace.consumed(100.0, waited)
+        rate.consumed(100.0, waited)
 
 
 def test_a_loops_pace_is_its_bytes_by_its_seconds(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)  # how long the first one took says nothing
-    assert pace.rate == 0.0
-    reading(pace, clock, 5, 0.125)
-    assert pace.rate == 800.0
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)  # how long the first one took says nothing
+    assert rate.value == 0.0
+    reading(rate, clock, 5, 0.125)
+    assert rate.value == 800.0
 
 
 def test_a_loop_that_waits_because_nothing_is_resident_is_no_slower(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
     for _ in range(4):
-        pace.starved(9.0)
-        reading(pace, clock, 1, 9.125, waited=9.0)
-    assert pace.rate == 800.0
+        rate.starved(9.0)
+        reading(rate, clock, 1, 9.125, waited=9.0)
+    assert rate.value == 800.0
 
 
 def test_a_draw_that_waited_while_the_loop_computed_takes_nothing_off_its_time(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
     for _ in range(4):
-        pace.starved(9.0)
-        reading(pace, clock, 1, 0.25, waited=0.125)  # it had to wait for but half of that time itself
-    assert pace.rate == 800.0
+        rate.starved(9.0)
+        reading(rate, clock, 1, 0.25, waited=0.125)  # it had to wait for but half of that time itself
+    assert rate.value == 800.0
 
 
 def test_waiting_for_a_slow_transform_is_the_loops_own_pace(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
-    reading(pace, clock, 4, 0.125, waited=0.125)
-    assert pace.rate == 800.0
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
+    reading(rate, clock, 4, 0.125, waited=0.125)
+    assert rate.value == 800.0
 
 
 def test_a_pause_between_epochs_says_nothing_of_the_pace(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
-    reading(pace, clock, 4, 0.125)
-    pace.paused()
-    reading(pace, clock, 1, 3600.0)
-    reading(pace, clock, 4, 0.125)
-    assert pace.rate == 800.0
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
+    reading(rate, clock, 4, 0.125)
+    rate.pause()
+    reading(rate, clock, 1, 3600.0)
+    reading(rate, clock, 4, 0.125)
+    assert rate.value == 800.0
 
 
 def test_a_new_pace_is_learned_by_and_by(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
-    reading(pace, clock, 4, 0.125)
-    reading(pace, clock, 2, 0.25)
-    assert 400.0 < pace.rate < 800.0
-    reading(pace, clock, 40, 0.25)
-    assert pace.rate == pytest.approx(400.0, rel=0.01)
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
+    reading(rate, clock, 4, 0.125)
+    reading(rate, clock, 2, 0.25)
+    assert 400.0 < rate.value < 800.0
+    reading(rate, clock, 40, 0.25)
+    assert rate.value == pytest.approx(400.0, rel=0.01)
 
 
 # -- Epoch ------------------------------------------------------------------------------------------------------------
 
 
-def layout(shard_of: list[int]) -> Layout:
+def layout(shard_of: list[int]) -> ShardLayout:
     counts = np.bincount(shard_of)
-    return Layout(np.array(shard_of), counts, np.full(len(counts), 10.0), 10.0 * float(counts.mean()))
+    return ShardLayout(np.array(shard_of), counts, np.full(len(counts), 10.0), 10.0 * float(counts.mean()))
 
 
 def an_epoch(share: list[int] | None = None, **more: Any) -> Epoch:

@@ -1,94 +1,76 @@
-"""A batch as a record: what it takes of an ``Order``, in a few bytes, and back.
+"""One drawn batch as bytes in a ledger, and back: how many entries it takes, or how many of each shard.
 
-A record means something only together with the order before the batch was taken. Any bytes are either a batch that this
-order could have had or refused: of each shard the next entries, and none that is not pending. How many entries a batch
-should have the order does not know; whoever reads a record compares.
+Of each shard a batch takes the next entries (``quiver.substitution``), so a count per shard is all there is to say, and
+a batch of the plain permutation is one number. The bytes have a meaning only together with the ``Order`` before the
+batch was taken. Invariant: any bytes decode to a batch that this order could have drawn, or are refused. The ledger
+deflates many batches together (``quiver_client.loader.ledger_format``), so nothing is compressed here.
 """
 
 from __future__ import annotations
 
-import zlib
 from typing import Final
 
 import numpy as np
 
 from quiver.substitution import Ints, Order
 
-_PLAIN, _COUNTS, _BITMAP, _DEFLATED = range(4)
 VARINT_BYTES_MAX: Final = 9
-# A bitmap wins over the counts where it has fewer than 8 bits for each of their bytes, deflated perhaps up to 8 times
-# as many. Past that it is not tried: to look through all that is pending would cost more than the batch.
-_BITMAP_BITS_PER_COUNT_BYTE: Final = 64
+_SKIPPED, _BY_SHARD = 1, 2  # bits of the head
 
 
-def encode_batch(order: Order, entries: Ints) -> bytes:
-    """Return what ``decode_batch`` makes ``entries`` of again. Comes before ``order.take(entries)``.
+def encode_batch(order: Order, entries: Ints, batch_size: int) -> bytes:
+    """Return the bytes that ``decode_batch`` turns into ``entries`` again. Call it before ``order.take(entries)``.
 
-    ``entries``: sorted, and of each shard the next ones, as every batch of an ``Order`` is; ``ValueError`` otherwise.
+    ``entries``: sorted, at most ``batch_size``, and of each shard the next ones, as every batch of an ``Order`` is;
+    ``ValueError`` otherwise. The batch counts as consumed; see ``skipped``.
     """
+    if len(entries) > batch_size:
+        raise ValueError(f"a batch of {len(entries)} samples is larger than batch_size={batch_size}")
+    # By how much it is short of a full batch: so a full one of the permutation, the most common one, is a single byte.
+    head = (batch_size - len(entries)) << 2
     if np.array_equal(order.plain(len(entries)), entries):
-        return varint(len(entries) << 2 | _PLAIN)
+        return varint(head)
     shards, counts = np.unique(order.shards[entries], return_counts=True)
     if not np.array_equal(order.prefixes(shards, counts), entries):
         raise ValueError("a batch takes of each shard the next entries, in the order of the permutation")
-    parts = [varint(_COUNTS)]
-    previous = -1
-    for shard, count in zip(shards.tolist(), counts.tolist(), strict=True):
-        parts.append(varint((shard - previous - 1) << 1 | (count > 1)))
-        if count > 1:
-            parts.append(varint(count - 2))
-        previous = shard
-    record = b"".join(parts)
-    window = order.plain(len(record) * _BITMAP_BITS_PER_COUNT_BYTE)
-    if window[-1] < entries[-1]:
-        return record
-    window = window[: int(np.searchsorted(window, entries[-1])) + 1]
-    bitmap = np.packbits(np.isin(window, entries, assume_unique=True)).tobytes()
-    candidates = record, varint(_BITMAP) + bitmap, varint(_DEFLATED) + zlib.compress(bitmap, 9)
-    return min(candidates, key=len)
+    pairs = np.column_stack([np.diff(shards, prepend=-1) - 1, counts - 1])
+    return b"".join(map(varint, [head | _BY_SHARD, *pairs.ravel().tolist()]))
 
 
-def decode_batch(order: Order, record: bytes) -> Ints:
-    """Return the entries of a batch, sorted. ``ValueError`` for a record that does not fit what is pending."""
-    number, at = number_at(record, 0)
-    kind = number & 3
-    if kind == _PLAIN:
-        if at != len(record) or number >> 2 > len(order):
-            raise ValueError(f"a batch of {number >> 2} samples does not fit {len(order)} that are pending")
-        return order.plain(number >> 2)
-    if number >> 2:
-        raise ValueError("not a record of a batch")
-    if kind == _COUNTS:
-        shards, counts = _counts(record, at, order.left)
-        return order.prefixes(shards, counts)
-    bitmap = record[at:] if kind == _BITMAP else inflate(record[at:], -(-len(order) // 8))
-    bits = np.unpackbits(np.frombuffer(bitmap, np.uint8, count=min(len(bitmap), -(-len(order) // 8)))).astype(bool)
-    if len(bitmap) * 8 > len(bits) or bits[len(order) :].any():
-        raise ValueError(f"a bitmap of {len(bitmap)} bytes does not fit {len(order)} entries that are pending")
-    window = order.plain(len(bits))
-    entries: Ints = window[bits[: len(window)]]
-    shards, counts = np.unique(order.shards[entries], return_counts=True)
-    if not np.array_equal(order.prefixes(shards, counts), entries):
-        raise ValueError("a batch that leaves out entries of a shard between others does not fit")
-    return entries
+def skipped(batch: bytes) -> bytes:
+    """Return an encoded batch as one that was drawn and never consumed, since reading it failed."""
+    head, at = number_at(batch, 0)
+    return varint(head | _SKIPPED) + batch[at:]
 
 
-def _counts(record: bytes, at: int, left: Ints) -> tuple[Ints, Ints]:
-    """Return the shards and how many of each, checked against what is ``left`` of them ``(shards,)``."""
-    shards, counts = [], []
-    shard = -1
-    while at < len(record):
-        number, at = number_at(record, at)
-        shard += (number >> 1) + 1
-        count = 1
-        if number & 1:
-            more, at = number_at(record, at)
-            count = more + 2
-        if shard >= len(left) or count > int(left[shard]):
-            raise ValueError(f"{count} entries of shard {shard} do not fit what is pending")
-        shards.append(shard)
-        counts.append(count)
-    return np.asarray(shards, np.int64), np.asarray(counts, np.int64)
+def decode_batch(order: Order, batch: bytes, batch_size: int) -> tuple[Ints, bool]:
+    """Return a batch's entries, sorted, and whether it was skipped. ``ValueError`` if ``order`` has no such batch."""
+    head, at = number_at(batch, 0)
+    count = batch_size - (head >> 2)
+    if not 0 <= count <= len(order):
+        raise ValueError(f"a batch of {count} samples does not fit {len(order)} pending ones")
+    if head & _BY_SHARD:
+        return _by_shard(order, batch, at, count), bool(head & _SKIPPED)
+    if at != len(batch):
+        raise ValueError(f"{len(batch) - at} bytes follow a batch of the permutation")
+    return order.plain(count), bool(head & _SKIPPED)
+
+
+def _by_shard(order: Order, batch: bytes, at: int, count: int) -> Ints:
+    numbers = []
+    while at < len(batch):
+        number, at = number_at(batch, at)
+        numbers.append(number)
+    if len(numbers) % 2:
+        raise ValueError("a batch that ends with a shard and without its count")
+    gaps, more = np.array(numbers, np.int64).reshape(-1, 2).T
+    left = order.left
+    if (gaps >= len(left)).any() or (np.cumsum(gaps + 1) > len(left)).any():
+        raise ValueError(f"a batch of a shard that is not one of {len(left)}")
+    shards = np.cumsum(gaps + 1) - 1
+    if (more >= left[shards]).any() or int((more + 1).sum()) != count:
+        raise ValueError(f"a batch of {count} samples does not fit what is pending of its shards")
+    return order.prefixes(shards, more + 1)
 
 
 def varint(value: int) -> bytes:
@@ -104,22 +86,10 @@ def varint(value: int) -> bytes:
 
 
 def number_at(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at ``at`` and where the next thing begins."""
+    """Return the varint at ``at`` and the offset behind it. ``ValueError`` if ``data`` ends within it."""
     value = 0
     for shift, byte in enumerate(data[at : at + VARINT_BYTES_MAX]):
         value |= (byte & 0x7F) << 7 * shift
         if byte < 0x80:
             return value, at + shift + 1
     raise ValueError("a number that does not end")
-
-
-def inflate(data: bytes, size_max: int) -> bytes:
-    """Return what ``data`` deflates, at most ``size_max`` bytes of it."""
-    inflater = zlib.decompressobj()
-    try:
-        out = inflater.decompress(data, size_max + 1)
-    except zlib.error as error:
-        raise ValueError(f"a bitmap that cannot be inflated: {error}") from error
-    if len(out) > size_max or not inflater.eof or inflater.unused_data:
-        raise ValueError("a bitmap that ends too early or too late")
-    return out

@@ -1,8 +1,8 @@
-"""Which rank of how many a loader reads for: settled when its first pass begins, and the same ever after.
+"""Which rank of how many a loader reads for: settled when its first pass begins, and never changed after that.
 
 A trainer makes the process group long after the user made the loader, and tells processes apart by variables of its own
-until then. So a rank that was looked up when the loader was made may be everybody's. What is settled is compared with
-``torch.distributed`` whenever a pass begins: where they disagree, samples would be read twice or never.
+until then. So a rank that was looked up when the loader was made may be the same in all processes. What is settled is
+compared with ``torch.distributed`` whenever a pass begins: where they disagree, samples would be read twice or never.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import os
 
 import torch.distributed
 
-from quiver_client.loader.arguments import RANK_VARIABLES, place_of
+from quiver_client.loader.arguments import RANK_VARIABLES, rank_and_world_size
 
 
-class Place:
-    """Rank and world size, as given to the loader or else as the process finds them."""
+class SettledRank:
+    """Rank and world size, as given to the loader or else as this process has them."""
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         """Raises ``ValueError`` naming the argument."""
-        self._given = place_of(rank, world_size) if rank is not None or world_size is not None else None
+        self._given = rank_and_world_size(rank, world_size) if rank is not None or world_size is not None else None
         self._settled: tuple[int, int] | None = None
-        place_of(rank, world_size)
+        rank_and_world_size(rank, world_size)
 
     def __repr__(self) -> str:
         rank, world_size = self.current
-        return f"Place(rank={rank}, world_size={world_size}, {'settled' if self._settled else 'open'})"
+        return f"SettledRank(rank={rank}, world_size={world_size}, {'settled' if self._settled else 'open'})"
 
     @property
     def current(self) -> tuple[int, int]:
-        """Rank and world size; before the first pass those that it would have if it began now."""
-        return self._settled or self._given or place_of(None, None)
+        """Rank and world size; before the first pass, as if that began now."""
+        return self._settled or self._given or rank_and_world_size(None, None)
 
     @property
     def is_whole(self) -> bool:
@@ -39,13 +39,14 @@ class Place:
 
     @property
     def is_known(self) -> bool:
-        """Whether nothing that may still come changes them: no process group, and no variables."""
+        """Whether they are final: no process group and no variables that are set later can change them."""
         return bool(self._settled or self._given or _process_group()) or all(os.environ.get(n) for n in RANK_VARIABLES)
 
     def settle(self) -> tuple[int, int]:
-        """Return rank and world size, from now on the same.
+        """Fix rank and world size, and return them.
 
-        Raises ``ValueError`` naming ``rank`` if others would read this share as well, or nobody the rest.
+        Raises ``ValueError`` naming ``rank`` if other processes would read this share as well, or none would read
+        another.
         """
         rank, world_size = self.current
         group = _process_group()
@@ -56,30 +57,30 @@ class Place:
             )
         if group is not None and self._given is None and group != (rank, world_size):
             raise ValueError(
-                f"rank: the first pass was rank {rank}'s of {world_size}, and torch.distributed says now that this is"
-                f" rank {group[0]} of {group[1]}. Iterate the loader after torch.distributed.init_process_group, make a"
-                " new loader, or give it rank and world_size"
+                f"rank: the first pass read the share of rank {rank} of {world_size}, and torch.distributed now says"
+                f" that this is rank {group[0]} of {group[1]}. Iterate the loader after"
+                " torch.distributed.init_process_group, make a new loader, or give it rank and world_size"
             )
-        # Fewer shares than processes are right where several read the same: tensor or pipeline parallelism, validation.
+        # Fewer shares than processes are right where several read the same one: tensor or pipeline parallelism.
         if group is not None and (world_size > group[1] or (world_size == group[1] and rank != group[0])):
             raise ValueError(
                 f"rank={rank}, world_size={world_size}: torch.distributed says that this is rank {group[0]} of"
-                f" {group[1]}; leave both out, or give what is true"
+                f" {group[1]}; leave both out, or give these"
             )
         self._settled = rank, world_size
         return self._settled
 
     def refuse_whole(self) -> None:
-        """Raise ``ValueError`` if an order that is not dealt to ranks would be read by several, all of it by each.
+        """Raise ``ValueError`` if each of several ranks would read all of an order that is not dealt to them.
 
-        Whoever gave the loader ``rank=0, world_size=1`` means that.
+        A loader with ``rank=0, world_size=1`` is meant to.
         """
         if self.is_whole or self.current[1] < 2:
             return
         raise ValueError(
-            f"sampler: each of {self.current[1]} ranks would read all that it gives, since nobody deals its samples."
-            " Wrap the sampler in a DistributedSampler, or leave it out; if it deals them itself, or every rank is to"
-            " read all of it, give the loader rank=0, world_size=1"
+            f"sampler: each of {self.current[1]} ranks would read all of its samples, since nothing deals them to"
+            " ranks. Wrap the sampler in a DistributedSampler, or leave it out; if it deals them itself, or every rank"
+            " is to read all of it, give the loader rank=0, world_size=1"
         )
 
 

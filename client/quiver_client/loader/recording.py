@@ -1,149 +1,165 @@
-"""The order of a run, written down as it is taken, or read back: what ``ledger=`` and ``replay=`` do to a sampler."""
+"""What ``ledger=`` and ``replay=`` do for a sampler: ``Recorder`` writes the order down, ``Replay`` reads it back."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 
 from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order
-from quiver_client.loader.batch_encoding import decode_batch, encode_batch
-from quiver_client.loader.epoch import Deal, Epoch, Layout
-from quiver_client.loader.ledger import LedgerReader, LedgerWriter, Run, check_run
+from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped
+from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.ledger import LedgerReader, LedgerWriter, check_run
+from quiver_client.loader.ledger_format import Run
 
 log = logging.getLogger("quiver_client")
 
-TAKEN: Final = b"\x00"  # the first byte of a record
-SKIPPED: Final = b"\x01"  # drawn, and could not be read: its samples were left out
+
+def open_recording(
+    dataset: Digest, deal: Deal, ledger: str | None, replay: str | None
+) -> tuple[Recorder, Replay | None]:
+    """Return the recorder, which does nothing without a ``ledger``, and the replay if there is one.
+
+    Raises ``ValueError`` naming ``ledger`` or ``replay`` for a file that is not a ledger of this run.
+    """
+    run = Run(
+        dataset=str(dataset),
+        seed=deal.seed,
+        shuffle=deal.shuffle,
+        rank=deal.rank,
+        world_size=deal.world_size,
+        batch_size=deal.batch_size,
+        drop_last=deal.drop_last,
+    )
+    written = _path_of("ledger", ledger, run)
+    if written is not None:
+        check_run(written, run)
+    path = _path_of("replay", replay, run)
+    if path is None:
+        return Recorder(written, run), None
+    if path == written:
+        raise ValueError("replay: it is the ledger that is written; give ledger another name")
+    if not path.is_file():
+        raise ValueError(f"replay={str(path)!r}: no such file")
+    return Recorder(written, run), Replay(path, run)
 
 
-class History:
-    """Either, both or none of a ledger that is written and one that is read."""
+class Recorder:
+    """Writes consumed batches to a ledger, in the process that began it. A failing disk ends the recording only."""
 
-    def __init__(self, dataset: Digest, deal: Deal, ledger: str | None, replay: str | None) -> None:
-        """Raises ``ValueError`` naming ``replay`` if that is no ledger of such a run."""
-        self._deal = deal
-        self._run = Run(
-            dataset=dataset,
-            seed=deal.seed,
-            shuffle=deal.shuffle,
-            rank=deal.rank,
-            world_size=deal.world_size,
-            batch_size=deal.batch_size,
-            drop_last=deal.drop_last,
-        )
-        self._path = self._file("ledger", ledger)
-        if self._path is not None:
-            check_run(self._path, self._run)
+    def __init__(self, path: Path | None, run: Run) -> None:
+        self._path = path
+        self._run = run
         self._writer: LedgerWriter | None = None
-        self._written = False  # by this process: it goes on with its own
-        self._records: dict[int, bytes] = {}
-        path = self._file("replay", replay)
-        if path is not None and path == self._path:
-            raise ValueError("replay: it is the ledger that is written; give ledger another name")
-        if path is not None and not path.is_file():
-            raise ValueError(f"replay={str(path)!r}: no such file")
-        self._reader = LedgerReader(path, self._run) if path is not None else None
+        self._pid = os.getpid()
+        self._has_written = False  # then the ledger is this process's, and appended to
+        self._drawn: dict[int, bytes] = {}  # encoded batches by number, until they are consumed
 
     @property
-    def replaying(self) -> bool:
-        return self._reader is not None
-
-    @property
-    def writing(self) -> bool:
+    def is_recording(self) -> bool:
         return self._writer is not None
 
-    def order(self, epoch: int, layout: Layout) -> Ints:
-        """Return the samples of an epoch in the order in which the ledger has them.
-
-        Raises ``ValueError`` if the ledger has nothing of the epoch, or not such batches.
-        """
-        assert self._reader is not None
-        taken: list[Ints] = []
-        for done, records in self._reader.records(epoch):
-            before = np.zeros(self._deal.samples, bool) if done is None else done
-            if done is not None:  # dealt anew from a checkpoint: what was taken after it did not count
-                taken = [rows for rows in taken if done[rows].all()]
-            share, _ = self._deal.share(self._deal.order(epoch, before))
-            order = Order(layout.shard_of[share], len(layout.counts))
-            for record in records:
-                entries = decode_batch(order, record[1:])
-                if len(entries) > self._deal.batch_size:
-                    raise ValueError(
-                        f"replay: a batch of {len(entries)} samples where there can be {self._deal.batch_size}"
-                    )
-                order.take(entries)
-                if record[:1] == TAKEN:
-                    taken.append(share[entries])
-        if not taken:
-            raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
-        return np.concatenate(taken)
-
     def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
-        """A pass begins, of what was not ``done`` before its shares were dealt."""
+        """A pass begins, of the samples that were not ``done`` before its shares were dealt.
+
+        ``resumed``: the run goes on with another, and appends to its ledger.
+        """
+        if self._has_forked():
+            log.warning("ledger=%r: the process that began it writes it, and not this fork", str(self._path))
+            self._stop()
         if self._path is None:
             return
         if self._writer is None:
             try:
-                self._writer = LedgerWriter(self._path, self._run, resume=resumed or self._written)
+                self._writer = LedgerWriter(self._path, self._run, resume=resumed or self._has_written)
             except OSError as error:
                 raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
-        self._written = True
-        self._records.clear()
-        try:
-            self._writer.begin(epoch.number, done if done.any() else None, epoch.batches)
-        except OSError as error:
-            self._give_up(error)
+            self._has_written, self._pid = True, os.getpid()
+        self._drawn.clear()
+        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, epoch.batches))
 
     def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
-        """A batch is about to be drawn."""
+        """Remember a batch that is about to be drawn."""
         if self._writer is not None:
-            self._records[number] = encode_batch(epoch.order, entries)
+            self._drawn[number] = encode_batch(epoch.order, entries, self._run.batch_size)
 
     def consumed(self, number: int) -> None:
-        """A batch is about to be consumed. Those before it that were not have raised, and the loop went on."""
-        for earlier in [each for each in self._records if each < number]:
-            self._write(SKIPPED + self._records.pop(earlier))
-        if number in self._records:
-            self._write(TAKEN + self._records.pop(number))
+        """Write down a consumed batch. Batches before it that were not consumed raised, and the loop went on."""
+        for earlier in [each for each in self._drawn if each < number]:
+            self._write(skipped(self._drawn.pop(earlier)))
+        if number in self._drawn:
+            self._write(self._drawn.pop(number))
 
     def flush(self) -> None:
-        """Bring what was consumed to the file: a checkpoint must not be ahead of it."""
-        if self._writer is not None:
-            try:
-                self._writer.flush()
-            except OSError as error:
-                self._give_up(error)
-
-    def _write(self, record: bytes) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.batch(record)
-            except OSError as error:
-                self._give_up(error)
-
-    def _give_up(self, error: OSError) -> None:
-        """A disk that refuses the ledger is no reason to end the training, nor to refuse a checkpoint."""
-        log.warning("ledger=%r: %s; the order is not recorded from here on", str(self._path), error.strerror or error)
-        if self._writer is not None:
-            self._writer.give_up()
-        self._path = self._writer = None
-        self._records.clear()
+        """Hand what was consumed to the operating system: a checkpoint must not be ahead of the ledger."""
+        self._attempt(LedgerWriter.flush)
 
     def close(self) -> None:
-        if self._writer is not None:
-            try:
-                self._writer.close()
-                self._writer = None
-            except OSError as error:
-                self._give_up(error)
+        """Mark the ledger as complete. The next pass appends to it."""
+        self._attempt(LedgerWriter.close)
+        if not self._has_forked():
+            self._writer = None
 
-    def _file(self, name: str, path: str | None) -> Path | None:
-        if path is None:
-            return None
-        if not isinstance(path, str | Path) or not str(path):
-            raise ValueError(f"{name}={path!r}: give a file's path")
-        return Path(path if self._deal.world_size == 1 else f"{path}.{self._deal.rank}")
+    def _write(self, batch: bytes) -> None:
+        self._attempt(lambda writer: writer.batch(batch))
+
+    def _attempt(self, write: Callable[[LedgerWriter], None]) -> None:
+        if self._writer is None or self._has_forked():
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("ledger=%r: %s; the order is not recorded from here on", str(self._path), why)
+            self._stop()
+
+    def _has_forked(self) -> bool:
+        """Whether this is a fork of the process whose ledger it is, with a copy of what that one has yet to write."""
+        return self._has_written and self._pid != os.getpid()
+
+    def _stop(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        self._path = self._writer = None
+        self._drawn.clear()
+
+
+class Replay:
+    """The order that a ledger has, to be consumed again whatever is resident."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        self._reader = LedgerReader(path, run)
+
+    def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Ints:
+        """Return the samples of an epoch in the order in which they were consumed.
+
+        Raises ``ValueError`` if the ledger has nothing of the epoch, or batches that its order cannot have drawn.
+        """
+        consumed: list[Ints] = []
+        for done, batches in self._reader.batches(epoch):
+            before = np.zeros(deal.samples, bool) if done is None else done
+            if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
+                consumed = [rows for rows in consumed if done[rows].all()]
+            share, _ = deal.share(deal.order(epoch, before))
+            order = Order(layout.shard_of[share], len(layout.counts))
+            for batch in batches:
+                entries, was_skipped = decode_batch(order, batch, deal.batch_size)
+                order.take(entries)
+                if not was_skipped:
+                    consumed.append(share[entries])
+        if not consumed:
+            raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
+        return np.concatenate(consumed)
+
+
+def _path_of(name: str, path: str | None, run: Run) -> Path | None:
+    """Return the file of this rank."""
+    if path is None:
+        return None
+    if not isinstance(path, str | Path) or not str(path):
+        raise ValueError(f"{name}={path!r}: give a file's path")
+    return Path(path if run.world_size == 1 else f"{path}.{run.rank}")
