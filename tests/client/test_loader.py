@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import gc
-import itertools
 import logging
 import threading
 from collections import Counter
@@ -24,7 +22,6 @@ from quiver_client import BatchSampler, DataLoader, Dataset
 from quiver_client.loader import consumer as consumer_module
 from quiver_client.loader import draw_wait
 from quiver_client.loader import sampler as sampler_module
-from quiver_client.loader.ledger import LedgerWriter
 from tests.support.data import Files, make_files
 from tests.support.residency import Rack, alive, scripted, still, told
 from tests.support.waiting import until
@@ -683,147 +680,6 @@ def test_a_loader_says_what_torchs_says_of_itself(keys: Dataset) -> None:
     assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.prefetch_factor) == (8, True, 2, 3)
     assert loader.dataset is keys
     assert len(loader) == SAMPLES // 8
-
-
-# -- a ledger and its replay ------------------------------------------------------------------------------------------
-
-
-def test_a_replay_takes_the_same_order_under_another_residency(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    scripted(monkeypatch, 1)
-    run = DataLoader(keys, 16, shuffle=True, ledger=path)
-    taken = [rows_in(keys, run), rows_in(keys, run)]
-    run.close()
-    taken.append(rows_in(keys, run))  # closed in between, and gone on with
-    run.close()
-    assert taken[0] != [permutation(SAMPLES, 0, 0)[at : at + 16].tolist() for at in range(0, SAMPLES, 16)]
-    scripted(monkeypatch, 2)
-    for workers in (0, 2):
-        again = DataLoader(keys, 16, shuffle=True, replay=path, num_workers=workers)
-        assert [rows_in(keys, again) for _ in range(3)] == taken
-        with pytest.raises(ValueError, match=r"^replay: .*nothing of epoch 3"):
-            next(iter(again))
-        again.close()
-
-
-def test_a_disk_that_is_full_when_an_epoch_begins_ends_no_training(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(self: LedgerWriter, *_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(LedgerWriter, "begin", full)
-    run = DataLoader(keys, 16, shuffle=True, ledger=str(tmp_path / "run.ledger"))
-    for _ in range(2):
-        assert sorted(flat(rows_in(keys, run))) == list(range(SAMPLES))
-    run.close()
-    assert caplog.text.count("is not recorded from here on") == 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_replay_of_a_run_that_was_resumed_takes_what_counted(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    counted: list[list[list[int]]] = []
-    for rank in range(world_size):
-        place: dict[str, Any] = {"rank": rank, "world_size": world_size}
-        taken: list[list[int]] = []
-        state = None
-        for attempt in range(3):
-            scripted(monkeypatch, 10 * rank + attempt)
-            run = DataLoader(keys, 8, shuffle=True, ledger=path, **place)
-            if state is not None:
-                run.load_state_dict(state)
-            batches = iter(run)
-            taken += rows_in(keys, (next(batches) for _ in range(2)))
-            state = run.state_dict()
-            next(batches)  # of no account: the process dies after its checkpoint
-            run.close()
-        run = DataLoader(keys, 8, shuffle=True, ledger=path, **place)
-        assert state is not None
-        run.load_state_dict(state)
-        taken += rows_in(keys, run)
-        run.close()
-        counted.append(taken)
-    assert Counter(row for rank in counted for row in flat(rank)) == Counter(range(SAMPLES))
-    scripted(monkeypatch, 99)
-    for rank, taken in enumerate(counted):
-        again = DataLoader(keys, 8, shuffle=True, replay=path, rank=rank, world_size=world_size)
-        assert rows_in(keys, again) == taken
-        again.close()
-
-
-def test_a_batch_that_raised_is_not_in_the_replay_before_all_that_was_taken(
-    files: Files, dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    reads: list[int] = []
-
-    def once(sample: dict[str, Any]) -> dict[str, Any]:
-        reads.append(1)
-        if len(reads) == 20:
-            raise OSError("a bad moment")
-        return sample
-
-    ds = dataset(files.manifest, f"file://{tmp_path}/c?capacity=1GiB", fields=["__key__"], transform=once)
-    scripted(monkeypatch, 3)
-    run = DataLoader(ds, 16, shuffle=True, ledger=path, prefetch_factor=1)
-    batches, taken = iter(run), []
-    while True:
-        try:
-            taken += rows_in(ds, [next(batches)])
-        except OSError:
-            continue
-        except StopIteration:
-            break
-    run.close()
-    failed = sorted(set(range(SAMPLES)) - set(flat(taken)))
-    assert len(failed) == 16
-    scripted(monkeypatch, 4)
-    again = DataLoader(ds, 16, shuffle=True, replay=path)
-    replayed = flat(rows_in(ds, again))
-    again.close()
-    assert replayed[: SAMPLES - 16] == flat(taken)
-    assert sorted(replayed[SAMPLES - 16 :]) == failed
-
-
-def test_a_replay_of_an_epoch_that_was_broken_off_ends_with_the_rest_of_it(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    scripted(monkeypatch, 1)
-    run = DataLoader(keys, 16, shuffle=True, ledger=path)
-    taken = flat(rows_in(keys, itertools.islice(run, 3)))
-    run.close()
-    scripted(monkeypatch, 2)
-    again = DataLoader(keys, 16, shuffle=True, replay=path)
-    replayed = flat(rows_in(keys, again))
-    again.close()
-    assert replayed[:48] == taken
-    assert sorted(replayed) == list(range(SAMPLES))
-    assert "48 of 150" in caplog.text
-
-
-def test_a_disk_that_refuses_the_ledger_ends_no_training(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = DataLoader(keys, 16, shuffle=True, ledger=str(tmp_path / "run.ledger"))
-    batches = iter(run)
-    taken = rows_in(keys, [next(batches)])
-
-    def full(self: LedgerWriter, *record: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(LedgerWriter, "batch", full)
-    monkeypatch.setattr(LedgerWriter, "flush", full)
-    taken += rows_in(keys, batches)
-    assert sorted(flat(taken)) == list(range(SAMPLES))
-    assert run.state_dict()["epoch"] == 1
-    run.close()
-    assert caplog.text.count("is not recorded from here on") == 1
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
