@@ -413,10 +413,10 @@ def _uniform(deal: Deal, epochs: int, seed: int) -> Iterable[list[Ints]]:
 
 def warns(labels: Ints, batches: Iterable[Ints]) -> bool:
     """Whether a new ``LabelWatch`` warns of these batches."""
-    watch = LabelWatch.of_labels(labels)
+    watch = LabelWatch(labels)
     for rows in batches:
         watch.seen(rows)
-    return watch.warned
+    return watch.has_warned
 
 
 def measure_alarms(scale: Scale, seed: int) -> list[Alarms]:

@@ -1,4 +1,4 @@
-"""The ledger: any order survives it, and whatever is torn, flipped, foreign or made up is told from what was taken."""
+"""The ledger: it preserves any order, and tells torn tails, flipped bits, foreign and forged files from that."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Segments = list[tuple[Mask | None, list[bytes]]]
 
 
 def epoch_of(samples: int, shard_count: int, seed: int) -> Order:
-    """A rank that has all of a dataset of even shards."""
+    """A rank whose share is a whole dataset of shards of equal size."""
     return Order((permutation(samples, seed, 0) * shard_count // samples).astype(np.int64), shard_count)
 
 
@@ -72,7 +72,7 @@ def path(tmp_path: Path) -> Path:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Iterator[tuple[Order, Ints]]:
-    """Batches of an epoch under an adversary who decides before each what is resident; each is taken after its turn."""
+    """Batches of an epoch under an adversary that decides before each what is resident; each is taken when consumed."""
     shard_count = draw(st.integers(1, 40))
     samples = draw(st.integers(shard_count, 1500))
     rng = np.random.Generator(np.random.PCG64(draw(st.integers(0, 2**32))))
@@ -95,7 +95,9 @@ def batches(draw: st.DrawFn) -> Iterator[tuple[Order, Ints]]:
 
 @settings(max_examples=150, deadline=None)
 @given(batches())
-def test_any_batch_survives_as_a_record_that_is_no_longer_than_its_counts(taken: Iterator[tuple[Order, Ints]]) -> None:
+def test_any_batch_survives_an_encoding_no_longer_than_its_counts(
+    taken: Iterator[tuple[Order, Ints]],
+) -> None:
     for order, entries in taken:
         record = encode_batch(order, entries, 300)
         assert taken_by(order, record, 300) == entries.tolist()
@@ -114,7 +116,7 @@ def taken_by(order: Order, record: bytes, batch_size: int = RUN.batch_size) -> l
 
 
 def next_ones(order: Order, entries: Ints) -> bool:
-    """Whether ``order`` could have had this batch."""
+    """Whether ``order`` could have drawn this batch."""
     pending = order.plain(len(order))
     shards = set(order.shards[entries].tolist())
     last = {shard: max(entries[order.shards[entries] == shard]) for shard in shards}
@@ -131,7 +133,7 @@ def half_taken(draw: st.DrawFn) -> Order:
 
 @settings(max_examples=500, deadline=None)
 @given(half_taken(), st.lists(st.integers(0, 40), max_size=12) | st.none(), st.binary(max_size=40))
-def test_any_bytes_are_a_batch_that_the_order_could_have_or_refused(
+def test_any_bytes_are_a_batch_that_the_order_could_have_drawn_or_are_refused(
     order: Order, numbers: list[int] | None, junk: bytes
 ) -> None:
     record = junk if numbers is None else b"".join(map(varint, numbers))
@@ -169,20 +171,20 @@ VAST = b"\xff" * 8 + b"\x7f"  # the largest number there is
         pytest.param(bytes([9 << 2 | 2, 0x80]), "does not end", id="half-a-number"),
     ],
 )
-def test_a_record_that_does_not_fit_is_refused_with_the_reason(record: bytes, why: str) -> None:
+def test_an_encoded_batch_that_does_not_fit_is_refused_with_the_reason(record: bytes, why: str) -> None:
     order = Order(np.array([0, 1, 2, 3, 0, 1, 2, 3]), 4)
     with pytest.raises(ValueError, match=why):
         decode_batch(order, record, 10)
 
 
 @pytest.mark.parametrize("entries", [[4], [1, 0], [0, 5], [0, 0]])
-def test_what_is_no_batch_of_the_order_is_not_encoded(entries: list[int]) -> None:
+def test_entries_that_are_no_batch_of_the_order_are_not_encoded(entries: list[int]) -> None:
     order = Order(np.array([0, 1, 2, 3, 0, 1, 2, 3]), 4)
     with pytest.raises(ValueError, match="next entries"):
         encode_batch(order, np.array(entries), 8)
 
 
-def test_a_batch_that_is_larger_than_the_runs_is_not_encoded() -> None:
+def test_a_batch_that_is_larger_than_the_batch_size_is_not_encoded() -> None:
     order = Order(np.array([0, 1, 2, 3, 0, 1, 2, 3]), 4)
     with pytest.raises(ValueError, match="3 samples is larger than batch_size=2"):
         encode_batch(order, np.arange(3), 2)
@@ -293,7 +295,7 @@ def test_what_was_written_is_read_epoch_by_epoch(path: Path) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"\0\0", b"long" * 40]), max_size=12), max_size=5), st.data())
-def test_any_records_in_any_number_of_lives_come_back(
+def test_any_batches_of_any_number_of_processes_are_read_back(
     tmp_path_factory: pytest.TempPathFactory, epochs: list[list[bytes]], data: st.DataObject
 ) -> None:
     path = tmp_path_factory.mktemp("lives") / "run.ledger"
@@ -310,7 +312,7 @@ def test_any_records_in_any_number_of_lives_come_back(
     assert [records_of(reader, epoch) for epoch in range(len(epochs))] == epochs
 
 
-def test_a_real_epoch_is_taken_again_from_its_file(path: Path) -> None:
+def test_a_real_epoch_is_decoded_from_its_file(path: Path) -> None:
     first, second = epoch_of(5_000, 50, 2), epoch_of(5_000, 50, 2)
     rng = np.random.Generator(np.random.PCG64(5))
     took: list[list[int]] = []
@@ -326,7 +328,7 @@ def test_a_real_epoch_is_taken_again_from_its_file(path: Path) -> None:
     assert len(second) == 0
 
 
-def test_a_batch_is_on_its_way_after_a_second_or_64_kib(path: Path) -> None:
+def test_batches_are_flushed_after_a_second_or_64_kib(path: Path) -> None:
     now = [0.0]
     writer = LedgerWriter(path, RUN, resume=False, clock=lambda: now[0])
     with contextlib.closing(writer):
@@ -350,7 +352,9 @@ def test_a_batch_is_on_its_way_after_a_second_or_64_kib(path: Path) -> None:
     assert "closed" in repr(writer)
 
 
-def test_a_disk_that_takes_a_part_and_then_all_has_every_byte_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_and_has_space_again_gets_every_byte_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Grudging(io.FileIO):
         full = False
 
@@ -398,7 +402,7 @@ def test_a_new_ledger_replaces_an_old_one_and_leaves_nothing_beside_it(path: Pat
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_going_on_with_a_ledger_that_is_not_there_begins_one(path: Path) -> None:
+def test_appending_to_a_ledger_that_does_not_exist_creates_one(path: Path) -> None:
     LedgerWriter(path, RUN, resume=True).close()
     assert LedgerReader(path, RUN).epochs == ()
 
@@ -415,7 +419,7 @@ RECORDS = [b"one", b"two", b"two", b"two", b"three" * 30, b"four"]
 
 
 def torn_and_whole(path: Path) -> tuple[bytes, list[int]]:
-    """A ledger that was not closed, and after how many bytes how many of its records are whole."""
+    """A ledger that was not closed, and the size of the file after each batch."""
     writer = LedgerWriter(path, RUN, resume=False)
     with contextlib.closing(writer):
         writer.begin(0, None, 0)
@@ -430,7 +434,7 @@ def torn_and_whole(path: Path) -> tuple[bytes, list[int]]:
 
 
 @pytest.mark.parametrize("zeros", [0, 300])
-def test_a_tail_torn_at_any_byte_costs_the_torn_record_alone(path: Path, zeros: int) -> None:
+def test_a_tail_torn_at_any_byte_costs_the_torn_batch_alone(path: Path, zeros: int) -> None:
     data, whole = torn_and_whole(path)
     start = data.index(b"}") + 1 + 4
     for cut in range(start, len(data) + 1):
@@ -474,7 +478,7 @@ def test_a_header_torn_at_any_byte_is_no_ledger(path: Path) -> None:
             LedgerReader(path, RUN)
 
 
-def test_no_flipped_bit_of_a_closed_ledger_changes_what_is_taken(path: Path) -> None:
+def test_no_flipped_bit_of_a_closed_ledger_changes_what_is_replayed(path: Path) -> None:
     written(path, (0, None, 0, RECORDS), (1, np.arange(20) % 2 == 0, 0, [b"x"]))
     data = path.read_bytes()
     survived = 0
@@ -548,7 +552,7 @@ def test_a_reader_of_a_ledger_that_changes_has_what_it_checked(path: Path) -> No
 
 
 def forged(path: Path, *frames: tuple[Kind, bytes]) -> Path:
-    """A ledger whose every CRC is right, and whose frames are what somebody made up."""
+    """A ledger of forged frames, with correct CRCs."""
     writer = LedgerWriter(path, RUN, resume=False)
     with contextlib.closing(writer):
         for kind, body in frames:
@@ -666,7 +670,7 @@ def numbered(first: int, last: int, life: str) -> list[bytes]:
     return [f"{life}{number}".encode() for number in range(first, last + 1)]
 
 
-def test_batches_after_the_checkpoint_that_a_run_went_on_from_do_not_count(path: Path) -> None:
+def test_batches_after_the_checkpoint_that_a_run_resumed_from_do_not_count(path: Path) -> None:
     first, second, third = numbered(1, 70, "a"), numbered(51, 60, "b"), numbered(21, 90, "c")
     written(path, (0, None, 0, first), (0, None, 50, second))
     assert records_of(LedgerReader(path, RUN), 0) == first[:50] + second
@@ -690,14 +694,14 @@ def test_a_segment_may_begin_with_what_the_last_one_ended_with(path: Path) -> No
     assert records_of(reader, 1) == [b"p", b"p"]
 
 
-def test_what_was_dealt_out_anew_follows(path: Path) -> None:
+def test_a_later_deal_follows_an_earlier_one(path: Path) -> None:
     early, late = np.arange(100) < 30, np.arange(100) < 60
     a, b, c = numbered(1, 5, "a"), numbered(1, 6, "b"), numbered(1, 7, "c")
     written(path, (0, None, 0, a), (0, early, 0, b), (0, late, 0, c), (0, late, 4, [b"last"]))
     assert_same(LedgerReader(path, RUN).batches(0), [(None, a), (early, b), (late, [*c[:4], b"last"])])
 
 
-def test_going_back_to_an_earlier_deal_takes_back_those_since(path: Path) -> None:
+def test_resuming_in_an_earlier_deal_discards_those_since(path: Path) -> None:
     early, late = np.arange(100) < 30, np.arange(100) < 60
     a, b, c = numbered(1, 5, "a"), numbered(1, 6, "b"), numbered(1, 7, "c")
     written(path, (0, None, 0, a), (0, early, 0, b), (0, late, 0, c), (0, None, 3, [b"x"]), (0, late, 0, [b"y"]))
@@ -719,7 +723,7 @@ def test_an_epoch_with_missing_batches_is_refused_and_the_others_are_not(path: P
     assert records_of(reader, 2) == [b"z"]
 
 
-def test_a_gap_that_was_gone_back_behind_is_none(path: Path) -> None:
+def test_a_gap_behind_the_resumed_checkpoint_does_not_matter(path: Path) -> None:
     first = numbered(1, 45, "a")
     written(path, (0, None, 0, first), (0, None, 50, [b"x"]), (0, None, 40, [b"y"]))
     assert records_of(LedgerReader(path, RUN), 0) == [*first[:40], b"y"]

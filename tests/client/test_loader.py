@@ -1,4 +1,4 @@
-"""What a training loop gets of an epoch: every sample once, what is resident first, and no more ahead than allowed."""
+"""What a training loop receives of an epoch: every sample once, resident ones first, and no more ahead than allowed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Make = Callable[..., Dataset]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Make) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
@@ -66,7 +66,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     lookahead=st.sampled_from(["auto", 1, 7, 64, 1000]),
     patience=st.sampled_from([0.0, 1e6]),
 )
-def test_an_epoch_has_each_sample_once_whatever_is_resident(
+def test_each_sample_comes_once_per_epoch_whatever_is_resident(
     keys: Dataset, residency: int, seed: int, batch_size: int, world_size: int, drop_last: bool, **more: Any
 ) -> None:
     share: dict[bool, Counter[int]] = {}
@@ -119,7 +119,7 @@ def test_an_epoch_has_each_sample_once_whatever_is_resident(
     ids=str,
 )
 @pytest.mark.parametrize("patience", [0.0, 1e6])
-def test_every_loader_gives_each_sample_once_an_epoch(
+def test_every_loader_gives_each_sample_once_per_epoch(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], patience: float
 ) -> None:
     scripted(monkeypatch, 7, patience)
@@ -235,9 +235,7 @@ def test_a_substitution_is_a_sample_that_came_before_its_turn(keys: Dataset, mon
     order.close()
 
 
-def test_a_loop_that_does_something_else_needs_nothing_meanwhile(
-    keys: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_pauses_holds_no_claim_on_the_cache(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)
     epoch = order.begin()
@@ -257,13 +255,13 @@ def test_a_loop_that_does_something_else_needs_nothing_meanwhile(
         clock.now += 1.5
         assert needs(), "it takes its step"
     clock.now += 60
-    assert not needs(), "it validates, say, and others may have the room"
+    assert not needs(), "it validates, for instance, and holds no claim on the cache"
     order.asked()
     assert needs()
     order.close()
 
 
-def test_with_a_lookahead_what_the_window_is_short_of_is_asked_for_and_not_waited_for(
+def test_with_a_lookahead_missing_shards_are_requested_and_not_waited_for(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, watches = still(monkeypatch)
@@ -280,14 +278,14 @@ def test_with_a_lookahead_what_the_window_is_short_of_is_asked_for_and_not_waite
     order.close()
 
 
-def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_will_not_be_fetched_are_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)
     epoch = order.begin()
     silent = np.ones(keys.manifest.shard_count, bool)
     silent[3] = False
     watches[0].now = watches[0].now._replace(orphaned=silent)
-    assert not order.poll(epoch), "shard 3 may come"
+    assert not order.poll(epoch), "shard 3 may be fetched"
     watches[0].now = watches[0].now._replace(orphaned=np.ones_like(silent))
     rows = []
     while (drawn := order.draw(epoch)) is not None:
@@ -297,9 +295,7 @@ def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch:
     order.close()
 
 
-def test_what_comes_and_goes_and_is_of_no_use_does_not_lengthen_the_wait(
-    keys: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_that_are_of_no_use_do_not_lengthen_the_wait(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, SAMPLES, seed=1)  # a batch that is never all there
     epoch = order.begin()
@@ -350,7 +346,7 @@ def test_a_wait_is_bounded_by_how_long_nothing_arrives(keys: Dataset, monkeypatc
     assert len(resident) == int(
         order._passes.layout.counts[3]
     )  # what is resident is in it, and the rest is read anyway
-    # What was not worth waiting for is waited for half as long, until something arrives in time again.
+    # After a wait in vain the next one is half as long, until something arrives in time again.
     assert not order.poll(epoch)
     clock.now += draw_wait.PATIENCE_SECONDS / 2
     assert order.poll(epoch)
@@ -363,7 +359,7 @@ def test_a_wait_is_bounded_by_how_long_nothing_arrives(keys: Dataset, monkeypatc
     order.close()
 
 
-def test_a_batch_takes_nothing_from_beyond_its_lookahead(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_has_no_sample_from_beyond_its_lookahead(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1, lookahead=25)
     epoch = order.begin()
@@ -384,7 +380,7 @@ def test_a_batch_takes_nothing_from_beyond_its_lookahead(keys: Dataset, monkeypa
     order.close()
 
 
-def test_a_batch_that_is_ready_is_not_held_back_by_one_that_is_waited_for(
+def test_a_ready_batch_is_not_held_back_by_one_that_waits_for_the_cache(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, watches = still(monkeypatch)
@@ -419,7 +415,7 @@ def test_without_a_cache_nothing_is_waited_for(keys: Dataset, monkeypatch: pytes
 # -- what is told to the cache ----------------------------------------------------------------------------------------
 
 
-def test_what_is_left_is_reported_until_nothing_is_and_then_taken_back(
+def test_what_is_left_is_reported_until_nothing_is_and_then_withdrawn(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rack = Rack(keys.manifest.shard_count)
@@ -438,7 +434,7 @@ def test_what_is_left_is_reported_until_nothing_is_and_then_taken_back(
     assert not alive("quiver-needs")
 
 
-def test_a_pass_that_was_left_needs_nothing(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_was_broken_off_needs_nothing(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     rack = Rack(keys.manifest.shard_count)
     told(monkeypatch, rack)
     loader = DataLoader(keys, 16, shuffle=True)
@@ -448,7 +444,7 @@ def test_a_pass_that_was_left_needs_nothing(keys: Dataset, monkeypatch: pytest.M
     loader.close()
 
 
-def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
+def test_the_shards_of_a_fixed_order_are_requested_ahead_in_the_order_of_their_use(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, watches = still(monkeypatch)
@@ -473,7 +469,7 @@ def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
     order.close()
 
 
-def test_every_loader_of_a_job_is_a_consumer_of_its_own(
+def test_every_loader_of_a_job_is_a_separate_consumer(
     keys: Dataset, tmp_path: Path, dataset: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_files(tmp_path, {f"{at}.bin": bytes([at]) * 9 for at in range(9)}, name="other")
@@ -482,11 +478,11 @@ def test_every_loader_of_a_job_is_a_consumer_of_its_own(
     def names() -> list[bytes]:
         monkeypatch.setattr(sampler_module, "_made", Counter())  # as in a process that has just begun
         made = [BatchSampler(ds, 1, job="j", rank=rank, world_size=2) for ds in (keys, ds) for rank in (0, 1)]
-        made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, say
+        made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, for instance
         return [order._consumer_name for order in made]
 
     assert len(set(names())) == 5
-    assert names() == names(), "started again it takes its own place"
+    assert names() == names(), "restarted it replaces its former self"
 
 
 # -- faults, ends and limits ------------------------------------------------------------------------------------------
@@ -674,7 +670,7 @@ def test_batches_are_collated_as_torch_does_it(files: Files, tmp_path: Path, dat
     assert batch["size"].tolist() == [len(files.content[key]) for key in batch["key"]]
 
 
-def test_a_loader_says_what_torchs_says_of_itself(keys: Dataset) -> None:
+def test_a_loader_has_the_attributes_of_torchs(keys: Dataset) -> None:
     loader = DataLoader(keys, 8, shuffle=True, drop_last=True, num_workers=2, prefetch_factor=3)
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.prefetch_factor) == (8, True, 2, 3)

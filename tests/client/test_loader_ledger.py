@@ -25,11 +25,11 @@ Make = Callable[..., Dataset]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Make) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
-def test_a_replay_takes_the_same_order_under_another_residency(
+def test_a_replay_has_the_same_order_under_another_residency(
     keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "run.ledger")
@@ -64,7 +64,7 @@ def test_a_disk_that_is_full_when_an_epoch_begins_ends_no_training(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_replay_of_a_run_that_was_resumed_takes_what_counted(
+def test_a_replay_of_a_resumed_run_has_the_batches_that_counted(
     keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
     path = str(tmp_path / "run.ledger")
@@ -97,7 +97,7 @@ def test_a_replay_of_a_run_that_was_resumed_takes_what_counted(
         again.close()
 
 
-def test_a_batch_that_raised_is_not_in_the_replay_before_all_that_was_taken(
+def test_a_batch_that_raised_comes_last_in_the_replay(
     files: Files, dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(tmp_path / "run.ledger")

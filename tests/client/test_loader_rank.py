@@ -1,4 +1,4 @@
-"""Which share a loader reads: taken when its first pass begins, and compared with torch.distributed from then on."""
+"""Which share a loader reads: settled when its first pass begins, and compared with torch.distributed from then on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Group = Callable[[int, int], None]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Callable[..., Dataset]) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
@@ -122,7 +122,7 @@ def test_torchruns_variables_are_compared_with_the_process_group(
     loader.close()
 
 
-def test_a_world_without_a_rank_is_no_world_of_one(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_without_a_rank_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as Lightning's launcher does it before there is a process group
     loader = DataLoader(keys, 10)
     with pytest.raises(ValueError, match=r"^rank: WORLD_SIZE=2 is set and RANK is not"):
@@ -132,7 +132,7 @@ def test_a_world_without_a_rank_is_no_world_of_one(keys: Dataset, monkeypatch: p
     loader.close()
 
 
-def test_a_place_says_whether_it_is_open() -> None:
+def test_the_repr_of_a_rank_shows_whether_it_is_settled() -> None:
     place = SettledRank(None, None)
     assert repr(place) == "SettledRank(rank=0, world_size=1, open)"
     assert not place.is_known
@@ -141,7 +141,7 @@ def test_a_place_says_whether_it_is_open() -> None:
     assert repr(place) == "SettledRank(rank=0, world_size=1, settled)"
 
 
-def test_a_state_loaded_before_there_is_a_process_group_is_that_of_the_rank_to_come(
+def test_a_state_loaded_before_the_process_group_exists_is_for_the_rank_that_it_will_have(
     keys: Dataset, group: Group
 ) -> None:
     orders = [BatchSampler(keys, 10, rank=rank, world_size=2, substitute=False) for rank in range(2)]
@@ -177,7 +177,7 @@ def test_an_epochs_end_is_the_same_in_all_ranks(keys: Dataset) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_order_that_repeats_samples_is_saved_and_gone_on_with(keys: Dataset, workers: int) -> None:
+def test_an_order_that_repeats_samples_is_saved_and_resumed(keys: Dataset, workers: int) -> None:
     def sampler(seed: int) -> WeightedRandomSampler:
         return WeightedRandomSampler([1.0] * SAMPLES, 60, generator=torch.Generator().manual_seed(seed))
 
@@ -199,8 +199,8 @@ def test_an_order_that_repeats_samples_is_saved_and_gone_on_with(keys: Dataset, 
     again.close()
 
 
-def test_a_part_of_a_dataset_is_gone_on_with_as_it_was_chosen(keys: Dataset) -> None:
-    """What was not chosen is not taken in place of what was left, though the sampler chooses anew."""
+def test_a_selected_part_of_a_dataset_is_resumed_as_it_was_selected(keys: Dataset) -> None:
+    """Samples that were left stay selected, although the sampler selects others the next time."""
     loader = DataLoader(keys, 10, sampler=RandomSampler(range(SAMPLES), num_samples=40))
     batches = iter(loader)
     next(batches)
@@ -226,7 +226,7 @@ def test_a_samplers_state_at_the_end_of_its_order_goes_on_with_the_next(keys: Da
     again.close()
 
 
-def test_torchs_distributed_sampler_is_gone_on_with_by_its_own_rank_alone(keys: Dataset) -> None:
+def test_torchs_distributed_sampler_is_resumed_by_its_own_rank_alone(keys: Dataset) -> None:
     def loader(rank: int) -> DataLoader:
         return DataLoader(keys, 10, sampler=DistributedSampler(keys, 2, rank, shuffle=False))
 
@@ -248,7 +248,7 @@ def test_torchs_distributed_sampler_is_gone_on_with_by_its_own_rank_alone(keys: 
     again.close()
 
 
-def test_a_list_of_what_is_left_that_cannot_be_is_refused(keys: Dataset) -> None:
+def test_a_malformed_list_of_what_is_left_is_refused(keys: Dataset) -> None:
     loader = DataLoader(keys, 1, sampler=[5, 5, 7])
     next(iter(loader))
     state = loader.state_dict()
@@ -287,7 +287,7 @@ def test_gathered_metrics_that_count_samples_twice_are_reported_once(
     ]
 
 
-def test_a_sampler_that_deals_nothing_is_not_passed_off_as_a_ranks_share(keys: Dataset, group: Group) -> None:
+def test_a_sampler_that_deals_nothing_does_not_pass_for_a_ranks_share(keys: Dataset, group: Group) -> None:
     """Accelerate took it for one, and each sample was read by both ranks."""
     whole = DataLoader(keys, 10, sampler=RandomSampler(keys))
     assert whole._is_accelerate_prepared  # there is one process
@@ -304,8 +304,8 @@ def test_a_sampler_that_deals_nothing_is_not_passed_off_as_a_ranks_share(keys: D
     whole.close()
 
 
-def test_an_epoch_that_was_set_on_a_given_sampler_is_kept_to(keys: Dataset) -> None:
-    """It was set back to the loader's own count."""
+def test_an_epoch_that_was_set_on_a_given_sampler_is_read(keys: Dataset) -> None:
+    """It used to be set back to the loader's own count."""
     sampler, torchs = (DistributedSampler(keys, 2, 1) for _ in range(2))
     loader = DataLoader(keys, 10, sampler=sampler)
 
@@ -334,7 +334,7 @@ def test_an_epoch_that_was_set_on_a_given_sampler_is_kept_to(keys: Dataset) -> N
     loader.close()
 
 
-def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Dataset) -> None:
+def test_a_sampler_that_gives_no_integers_or_is_exhausted_is_refused(keys: Dataset) -> None:
     for given in ([1.5, 2.0], ["1"], [None]):
         with pytest.raises(ValueError, match=r"^sampler: it must give integers"):
             iter(DataLoader(keys, 10, sampler=given))  # type: ignore[arg-type]
@@ -347,14 +347,14 @@ def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Da
     assert rows_of(keys, DataLoader(keys, 10, sampler=[])) == []
 
 
-def test_a_rank_that_is_no_number_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_a_number_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(ValueError, match=r"^RANK='x': it is set but is not a number"):
         DataLoader(keys, 10)
 
 
-def test_only_an_order_that_is_the_same_in_the_next_process_may_be_skipped_into(keys: Dataset) -> None:
+def test_only_a_reproducible_order_may_be_resumed_by_skipping(keys: Dataset) -> None:
     def known(sampler: Any, epoch: int | None = None) -> bool:
         order = BatchSampler(keys, 10, sampler=sampler)
         if epoch is not None:
@@ -366,8 +366,8 @@ def test_only_an_order_that_is_the_same_in_the_next_process_may_be_skipped_into(
     assert [known(RandomSampler(keys)), known(RandomSampler(keys), 0), known(dealt, 0)] == [False, False, True]
 
 
-def test_an_epoch_that_others_began_is_as_long_as_what_was_read_and_what_is_left(keys: Dataset) -> None:
-    """Trainers that count its batches took it to end when one that is read from its beginning would have."""
+def test_the_length_of_a_resumed_epoch_is_what_was_read_and_what_is_left(keys: Dataset) -> None:
+    """Trainers that count batches used to end it as early as an epoch that is read from its beginning."""
     first = DataLoader(keys, 5, shuffle=True)
     batches = iter(first)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""The loader's parts by themselves, with what surrounds them made up."""
+"""The loader's parts in isolation, each among fakes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reading(rate: LoopRate, clock: Clock, batches: int, seconds: float, waited: 
         rate.consumed(100.0, waited)
 
 
-def test_a_loops_pace_is_its_bytes_by_its_seconds(clock: Clock) -> None:
+def test_the_rate_of_a_loop_is_its_bytes_per_second(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
     rate.consumed(100.0, 0.0)  # how long the first one took says nothing
     assert rate.value == 0.0
@@ -42,7 +42,7 @@ def test_a_loops_pace_is_its_bytes_by_its_seconds(clock: Clock) -> None:
     assert rate.value == 800.0
 
 
-def test_a_loop_that_waits_because_nothing_is_resident_is_no_slower(clock: Clock) -> None:
+def test_waiting_because_nothing_is_resident_does_not_lower_the_rate(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
     rate.consumed(100.0, 0.0)
     for _ in range(4):
@@ -51,7 +51,7 @@ def test_a_loop_that_waits_because_nothing_is_resident_is_no_slower(clock: Clock
     assert rate.value == 800.0
 
 
-def test_a_draw_that_waited_while_the_loop_computed_takes_nothing_off_its_time(clock: Clock) -> None:
+def test_a_draw_that_waited_while_the_loop_computed_is_not_subtracted(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
     rate.consumed(100.0, 0.0)
     for _ in range(4):
@@ -60,14 +60,14 @@ def test_a_draw_that_waited_while_the_loop_computed_takes_nothing_off_its_time(c
     assert rate.value == 800.0
 
 
-def test_waiting_for_a_slow_transform_is_the_loops_own_pace(clock: Clock) -> None:
+def test_waiting_for_a_slow_transform_counts_as_the_loops_own_time(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
     rate.consumed(100.0, 0.0)
     reading(rate, clock, 4, 0.125, waited=0.125)
     assert rate.value == 800.0
 
 
-def test_a_pause_between_epochs_says_nothing_of_the_pace(clock: Clock) -> None:
+def test_a_pause_between_epochs_does_not_change_the_rate(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
     rate.consumed(100.0, 0.0)
     reading(rate, clock, 4, 0.125)
@@ -77,7 +77,7 @@ def test_a_pause_between_epochs_says_nothing_of_the_pace(clock: Clock) -> None:
     assert rate.value == 800.0
 
 
-def test_a_new_pace_is_learned_by_and_by(clock: Clock) -> None:
+def test_a_new_rate_is_learned_gradually(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
     rate.consumed(100.0, 0.0)
     reading(rate, clock, 4, 0.125)
@@ -147,7 +147,7 @@ def test_samples_that_came_before_their_turn_are_counted() -> None:
     assert epoch.draw(np.array([1, 4])).substituted == 0
 
 
-def test_what_is_waited_for_no_longer_keeps_to_the_lookahead() -> None:
+def test_a_batch_that_waits_no_longer_keeps_to_the_lookahead() -> None:
     epoch = an_epoch()
     view = View(np.array([False, False, True]), np.zeros(3, np.uint8), np.zeros(3, np.int64))
     assert epoch.choose(2, view, 3) is None
@@ -257,7 +257,7 @@ def test_a_draw_that_fails_is_raised_after_what_was_drawn_before_it() -> None:
     none_is_left()
 
 
-def test_closing_waits_for_what_is_under_way_and_lets_go_of_it() -> None:
+def test_closing_waits_for_batches_in_flight_and_releases_them() -> None:
     begun, gate = threading.Event(), threading.Event()
 
     def fetch(drawn: Drawn) -> int:

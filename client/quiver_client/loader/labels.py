@@ -27,21 +27,8 @@ CLASSES_MAX: Final = 65_536
 class LabelWatch:
     """Sees every batch, and warns once per run."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._begin(_labels_of(dataset))
-
-    @classmethod
-    def of_labels(cls, labels: Ints) -> LabelWatch:
-        """Watch samples of these labels ``(samples,)``, without a dataset."""
-        watch = cls.__new__(cls)
-        watch._begin(labels)
-        return watch
-
-    @property
-    def warned(self) -> bool:
-        return self._warned
-
-    def _begin(self, labels: Ints) -> None:
+    def __init__(self, labels: Ints) -> None:
+        """``labels`` ``(samples,)``: the label of each sample of the dataset; empty: never warn."""
         _, numbered, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(counts) > CLASSES_MAX:
             numbered, counts = numbered[:0], counts[:0]
@@ -49,12 +36,16 @@ class LabelWatch:
         self._shares = counts / max(len(numbered), 1)
         classes = len(counts)
         self._rareness = float((1 / self._shares).sum()) - classes**2 - 2 * classes + 2
-        self._warned = False
+        self.has_warned = False
         self._reset()
+
+    @classmethod
+    def of(cls, dataset: Dataset) -> LabelWatch:
+        return cls(_labels_of(dataset))
 
     def seen(self, rows: Ints) -> None:
         """A batch of these samples ``(batch,)`` was handed out."""
-        if len(self._shares) < 2 or self._warned:
+        if len(self._shares) < 2 or self.has_warned:
             return
         expected = self._shares * len(rows)
         counts = np.bincount(self._labels[rows], minlength=len(self._shares))
@@ -70,7 +61,7 @@ class LabelWatch:
         """``mean`` of chi-squared over the last batches, and its standard deviation by chance."""
         uniform = len(self._shares) - 1.0
         if mean > max(DEPARTURE * uniform, uniform + SIGMAS * spread):
-            self._warned = True
+            self.has_warned = True
             log.warning(
                 "labels: the last %d batches are further from a uniform shuffle than chance explains (chi-squared"
                 " %.0f where %.0f is usual). Samples that are stored together are read together: index with"

@@ -127,7 +127,7 @@ def parse(data: bytes, run: Run) -> Contents:
         kind, body, end, after = frame
         if kind is Kind.END:
             if end != len(data) or body != END_BODY:
-                raise ValueError(f"it goes on at byte {end}, where it was closed")
+                raise ValueError(f"it continues at byte {end}, where it was closed")
             return Contents(segments, at, crc)
         if kind is Kind.SEGMENT:
             segments.append(_segment(body))

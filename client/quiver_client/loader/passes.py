@@ -36,7 +36,7 @@ class Passes:
         self.user = user
         self.current: Epoch | None = None  # the last pass that began; its state is saved
         self.reading: Epoch | None = None  # the pass that a loop reads: its needs are reported
-        self.is_resumed = False  # the run goes on with another, and with its ledger
+        self.is_resumed = False  # from the state of another run, whose ledger is continued
         self.done: Mask = np.zeros(0, bool)  # (samples,): consumed before the shares of this pass were dealt
         self.resumed_from: State | None = None  # the state that this pass resumed from
         self._dataset = str(dataset)
@@ -188,8 +188,8 @@ class Passes:
     def state(self, *, is_recorded: bool) -> State:
         """Return what is consumed so far.
 
-        ``is_recorded``: by a ledger. It has skipped batches too, so a count of consumed ones is no place in it: after a
-        skip the state has the pass that resumes dealt anew.
+        ``is_recorded``: by a ledger, which counts skipped batches, too. So after a skip the state does not count the
+        batches of this deal: the pass that resumes deals again.
         """
         if self.current is None:
             return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])

@@ -66,7 +66,7 @@ class Recorder:
     def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
         """A pass begins, of the samples that were not ``done`` before its shares were dealt.
 
-        ``resumed``: the run goes on with another, and appends to its ledger.
+        ``resumed``: the run continues another one, and appends to its ledger.
         """
         if self._has_forked():
             log.warning("ledger=%r: the process that began it writes it, and not this fork", str(self._path))

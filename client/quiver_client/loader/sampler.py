@@ -95,7 +95,7 @@ class BatchSampler(Sampler[list[int]]):
         self._is_read_through = False  # the pass came to its end, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch(dataset) if deal.shuffle else None
+        self._labels = LabelWatch.of(dataset) if deal.shuffle else None
         self._lock = forks.rlock()
         self._wait = DrawWait()
         takes_any = self.substitute and self._lookahead is None
@@ -156,7 +156,7 @@ class BatchSampler(Sampler[list[int]]):
             self._recorder.flush()
 
     def state_dict(self) -> State:
-        """Return what is consumed so far. What was prefetched and not handed out is not."""
+        """Return what is consumed so far. Prefetched batches that were not handed out are not."""
         with self._lock:
             self._recorder.flush()
             return self._passes.state(is_recorded=self._recorder.is_recording)
@@ -311,7 +311,7 @@ _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
 def _name(job: str, dataset: Digest) -> str:
-    """Return the name that a loader's ranks share: a job that starts again takes the place of its former self.
+    """Return the name that a loader's ranks share: a job that restarts replaces its former self.
 
     A job may read several datasets, and one of them by several loaders, which are told apart by their order.
     """

@@ -12,15 +12,12 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from torch.utils.data import DistributedSampler
 
 from quiver_client.loader.epoch import Deal
-
-if TYPE_CHECKING:
-    from quiver_client.loader.sampler import BatchSampler
 
 log = logging.getLogger("quiver_client")
 
@@ -40,6 +37,16 @@ SKIPPED: Final = (
 )
 
 
+class SharedOrder(Protocol):
+    """What a share reads of the order that it is of."""
+
+    @property
+    def deal(self) -> Deal: ...
+    @property
+    def epoch(self) -> int: ...
+    def set_epoch(self, epoch: int) -> None: ...
+
+
 class Share(DistributedSampler[Any]):
     """A rank's share of the epoch, as ``loader.sampler``: it tells that samples are dealt to the ranks already.
 
@@ -47,7 +54,7 @@ class Share(DistributedSampler[Any]):
     loader's. It has the attributes of torch's class, and reads them from the loader's order each time.
     """
 
-    def __init__(self, order: BatchSampler) -> None:
+    def __init__(self, order: SharedOrder) -> None:
         self._order = order  # and no super().__init__(), which would fix the rank before the first pass
 
     def __getattr__(self, name: str) -> Any:

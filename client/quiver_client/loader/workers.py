@@ -6,15 +6,13 @@ batch back. Here such a draw is postponed while other batches are in flight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from quiver_client.loader.epoch import Epoch
-
-if TYPE_CHECKING:
-    from quiver_client.loader.dataloader import DataLoader
+from quiver_client.loader.sampler import BatchSampler
 
 
 class NumberedBatches:
@@ -40,8 +38,8 @@ class NumberedBatches:
 class WorkerBatches(_MultiProcessingDataLoaderIter):
     """torch's iterator over worker processes. After ``next``, ``taken`` is the number of the batch that it returned."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._order = loader.order
+    def __init__(self, loader: Any) -> None:
+        self._order: BatchSampler = loader.order
         self.taken = -1
         super().__init__(loader)
 
