@@ -20,7 +20,7 @@ from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order, View, permutation
 from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped, varint
 from quiver_client.loader.ledger import LedgerReader, LedgerWriter
-from quiver_client.loader.ledger_format import CHUNK_BYTES, Kind, Run, encode_batches, parse
+from quiver_client.loader.ledger_format import CHUNK_BYTES, FrameKind, Run, encode_batches, parse
 
 RUN = Run(
     dataset=str(Digest.of(b"a dataset")), seed=3, shuffle=True, rank=1, world_size=4, batch_size=256, drop_last=False
@@ -392,7 +392,7 @@ def test_batches_of_any_size_share_frames_of_a_bounded_size(path: Path) -> None:
     assert records_of(LedgerReader(path, RUN), 0) == records
     (segment,) = parse(path.read_bytes(), RUN).segments
     assert 10 < len(segment.frames) < 40
-    assert sum(kind is Kind.BATCH for kind, _ in segment.frames) >= 3  # such as would not fit, or not shrink
+    assert sum(kind is FrameKind.BATCH for kind, _ in segment.frames) >= 3  # such as would not fit, or not shrink
 
 
 def test_a_new_ledger_replaces_an_old_one_and_leaves_nothing_beside_it(path: Path) -> None:
@@ -551,7 +551,7 @@ def test_a_reader_of_a_ledger_that_changes_has_what_it_checked(path: Path) -> No
     assert records_of(reader, 0) == RECORDS
 
 
-def forged(path: Path, *frames: tuple[Kind, bytes]) -> Path:
+def forged(path: Path, *frames: tuple[FrameKind, bytes]) -> Path:
     """A ledger of forged frames, with correct CRCs."""
     writer = LedgerWriter(path, RUN, resume=False)
     with contextlib.closing(writer):
@@ -562,36 +562,36 @@ def forged(path: Path, *frames: tuple[Kind, bytes]) -> Path:
 
 def deflated(*batches: bytes) -> bytes:
     kind, body = encode_batches([*batches])
-    assert kind is Kind.BATCHES
+    assert kind is FrameKind.BATCHES
     return body
 
 
-BEGIN = (Kind.SEGMENT, b"\0\0")
+BEGIN = (FrameKind.SEGMENT, b"\0\0")
 
 
 @pytest.mark.parametrize(
     "frames",
     [
-        pytest.param([(Kind.BATCH, b"record")], id="batch-outside"),
-        pytest.param([(Kind.BATCHES, deflated(b"x", b"y"))], id="batches-outside"),
-        pytest.param([BEGIN, (Kind.BATCHES, b"")], id="batches-empty"),
-        pytest.param([BEGIN, (Kind.BATCHES, b"\1\2\3")], id="batches-not-deflated"),
-        pytest.param([BEGIN, (Kind.BATCHES, deflated(b"x", b"y")[:-1])], id="batches-deflated-in-part"),
-        pytest.param([BEGIN, (Kind.BATCHES, deflated(b"x", b"y") + b"!")], id="batches-and-more"),
-        pytest.param([BEGIN, (Kind.BATCHES, zlib.compress(b"\2x"))], id="batches-that-end-within-one"),
-        pytest.param([BEGIN, (Kind.BATCHES, zlib.compress(b"\1x\x80"))], id="batches-that-end-within-a-length"),
-        pytest.param([BEGIN, (Kind.BATCHES, zlib.compress(VAST))], id="batches-vast"),
-        pytest.param([(Kind.SEGMENT, b"")], id="begin-empty"),
-        pytest.param([(Kind.SEGMENT, b"\0\0more")], id="begin-more"),
-        pytest.param([(Kind.SEGMENT, b"\0\0\1\0")], id="begin-mask-not-deflated"),
-        pytest.param([(Kind.SEGMENT, b"\0\0" + VAST)], id="begin-vast-mask"),
-        pytest.param([(Kind.SEGMENT, b"\0\0" + VAST + zlib.compress(b"\0"))], id="begin-vast-deflated-mask"),
-        pytest.param([(Kind.SEGMENT, b"\0\0\1" + zlib.compress(b"\0\0"))], id="begin-mask-too-long"),
-        pytest.param([BEGIN, (Kind.END, b"complete"), BEGIN], id="more-behind-the-end"),
-        pytest.param([BEGIN, (Kind.END, b"complet!")], id="another-end"),
+        pytest.param([(FrameKind.BATCH, b"record")], id="batch-outside"),
+        pytest.param([(FrameKind.BATCHES, deflated(b"x", b"y"))], id="batches-outside"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, b"")], id="batches-empty"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, b"\1\2\3")], id="batches-not-deflated"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, deflated(b"x", b"y")[:-1])], id="batches-deflated-in-part"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, deflated(b"x", b"y") + b"!")], id="batches-and-more"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, zlib.compress(b"\2x"))], id="batches-that-end-within-one"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, zlib.compress(b"\1x\x80"))], id="batches-that-end-within-a-length"),
+        pytest.param([BEGIN, (FrameKind.BATCHES, zlib.compress(VAST))], id="batches-vast"),
+        pytest.param([(FrameKind.SEGMENT, b"")], id="begin-empty"),
+        pytest.param([(FrameKind.SEGMENT, b"\0\0more")], id="begin-more"),
+        pytest.param([(FrameKind.SEGMENT, b"\0\0\1\0")], id="begin-mask-not-deflated"),
+        pytest.param([(FrameKind.SEGMENT, b"\0\0" + VAST)], id="begin-vast-mask"),
+        pytest.param([(FrameKind.SEGMENT, b"\0\0" + VAST + zlib.compress(b"\0"))], id="begin-vast-deflated-mask"),
+        pytest.param([(FrameKind.SEGMENT, b"\0\0\1" + zlib.compress(b"\0\0"))], id="begin-mask-too-long"),
+        pytest.param([BEGIN, (FrameKind.END, b"complete"), BEGIN], id="more-behind-the-end"),
+        pytest.param([BEGIN, (FrameKind.END, b"complet!")], id="another-end"),
     ],
 )
-def test_frames_that_make_no_sense_are_refused(path: Path, frames: list[tuple[Kind, bytes]]) -> None:
+def test_frames_that_make_no_sense_are_refused(path: Path, frames: list[tuple[FrameKind, bytes]]) -> None:
     forged(path, *frames)
     with pytest.raises(ValueError, match="replay="):
         LedgerReader(path, RUN)
@@ -600,7 +600,7 @@ def test_frames_that_make_no_sense_are_refused(path: Path, frames: list[tuple[Ki
 def test_a_frame_that_inflates_to_a_gigabyte_costs_nothing(path: Path) -> None:
     packer = zlib.compressobj(9)
     bomb = b"".join(packer.compress(bytes(1 << 20)) for _ in range(1024)) + packer.flush()
-    forged(path, BEGIN, (Kind.BATCHES, bomb))
+    forged(path, BEGIN, (FrameKind.BATCHES, bomb))
     tracemalloc.start()
     with pytest.raises(ValueError, match="too much"):
         LedgerReader(path, RUN)

@@ -25,7 +25,7 @@ from quiver.substitution import Mask
 from quiver_client.loader.ledger_format import (
     CHUNK_BYTES,
     END_BODY,
-    Kind,
+    FrameKind,
     Run,
     check_header,
     encode_batches,
@@ -65,7 +65,7 @@ class LedgerWriter:
     def begin(self, epoch: int, done: npt.NDArray[np.bool_] | None, batches: int) -> None:
         """Begin a segment, after ``batches`` of the same deal. ``done`` (samples,): consumed before that deal."""
         self._frame_batches()
-        self._append(Kind.SEGMENT, encode_segment(epoch, batches, done))
+        self._append(FrameKind.SEGMENT, encode_segment(epoch, batches, done))
         self._begun = True
         self.flush()
 
@@ -94,7 +94,7 @@ class LedgerWriter:
             return
         with self._file:
             self._frame_batches()
-            self._append(Kind.END, END_BODY)
+            self._append(FrameKind.END, END_BODY)
             self.flush()
             os.fsync(self._file.fileno())
 
@@ -107,7 +107,7 @@ class LedgerWriter:
         if batches:
             self._append(*encode_batches(batches))
 
-    def _append(self, kind: Kind, body: bytes) -> None:
+    def _append(self, kind: FrameKind, body: bytes) -> None:
         frame, self._crc = encode_frame(kind, body, self._crc)
         self._buffer += frame
 

@@ -26,7 +26,7 @@ END_BODY: Final = b"complete"
 _CRC_BYTES: Final = 4
 
 
-class Kind(enum.IntEnum):
+class FrameKind(enum.IntEnum):
     """What a frame holds."""
 
     BATCH = 0
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
     start: int
     done: Mask | None  # samples consumed before the shares were dealt; ``None``: none
     deal: Digest  # of ``done``: tells deals of one epoch apart
-    frames: list[tuple[Kind, bytes]]
+    frames: list[tuple[FrameKind, bytes]]
 
     def batches(self) -> list[bytes]:
         """Return the batches, each as ``encode_batch`` returned it."""
@@ -81,15 +81,15 @@ def encode_segment(epoch: int, start: int, done: Mask | None) -> bytes:
     return varint(epoch) + varint(start) + mask
 
 
-def encode_batches(batches: list[bytes]) -> tuple[Kind, bytes]:
+def encode_batches(batches: list[bytes]) -> tuple[FrameKind, bytes]:
     """Return kind and body of the frame for one batch, or for several of at most ``CHUNK_BYTES``."""
     deflated = zlib.compress(b"".join(varint(len(batch)) + batch for batch in batches))
     if len(batches) == 1 and (len(batches[0]) <= len(deflated) or len(batches[0]) > CHUNK_BYTES):
-        return Kind.BATCH, batches[0]
-    return Kind.BATCHES, deflated
+        return FrameKind.BATCH, batches[0]
+    return FrameKind.BATCHES, deflated
 
 
-def encode_frame(kind: Kind, body: bytes, crc: int) -> tuple[bytes, int]:
+def encode_frame(kind: FrameKind, body: bytes, crc: int) -> tuple[bytes, int]:
     """Return a frame that follows one with this CRC, and its own CRC."""
     frame = varint(len(body) << 2 | kind) + body
     crc = zlib.crc32(frame, crc)
@@ -125,11 +125,11 @@ def parse(data: bytes, run: Run) -> Contents:
     segments: list[Segment] = []
     while (frame := _frame_at(data, at, crc)) is not None:
         kind, body, end, after = frame
-        if kind is Kind.END:
+        if kind is FrameKind.END:
             if end != len(data) or body != END_BODY:
                 raise ValueError(f"it continues at byte {end}, where it was closed")
             return Contents(segments, at, crc)
-        if kind is Kind.SEGMENT:
+        if kind is FrameKind.SEGMENT:
             segments.append(_segment(body))
         elif segments:
             _batches_in(kind, body)
@@ -142,7 +142,7 @@ def parse(data: bytes, run: Run) -> Contents:
     return Contents(segments, at, crc)
 
 
-def _frame_at(data: bytes, at: int, crc: int) -> tuple[Kind, bytes, int, int] | None:
+def _frame_at(data: bytes, at: int, crc: int) -> tuple[FrameKind, bytes, int, int] | None:
     """Return kind, body, end and CRC of the frame at ``at``; ``None`` if there is none, or a torn one.
 
     ``ValueError`` if it is whole and damaged. After a crash of the machine a file may end in zeros: that is torn, too.
@@ -157,7 +157,7 @@ def _frame_at(data: bytes, at: int, crc: int) -> tuple[Kind, bytes, int, int] | 
     body = data[start : end - _CRC_BYTES]
     crc = zlib.crc32(body, zlib.crc32(data[at:start], crc))
     if data[end - _CRC_BYTES : end] == crc.to_bytes(_CRC_BYTES, "little"):
-        return Kind(number & 3), body, end, crc
+        return FrameKind(number & 3), body, end, crc
     if any(data[end:]):
         raise ValueError(f"it is damaged at byte {at}")
     return None
@@ -176,8 +176,8 @@ def _segment(body: bytes) -> Segment:
     return Segment(epoch, start, done, Digest.of(done.tobytes()), [])
 
 
-def _batches_in(kind: Kind, body: bytes) -> list[bytes]:
-    if kind is Kind.BATCH:
+def _batches_in(kind: FrameKind, body: bytes) -> list[bytes]:
+    if kind is FrameKind.BATCH:
         return [body]
     data = _inflated(body, 2 * CHUNK_BYTES)  # the lengths are at most as many bytes as the batches
     batches, at = [], 0
