@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quiver.substitution import View
+from quiver_client.loader.draw_wait import PATIENCE_SECONDS, PATIENCE_SECONDS_MIN, WAIT_SECONDS_MAX, DrawWait
 from quiver_client.loader.epoch import Drawn, Epoch, ShardLayout, _entries_of
 from quiver_client.loader.loop_rate import LoopRate
 from quiver_client.loader.threads import ThreadedBatches
@@ -85,6 +87,54 @@ def test_a_new_rate_is_learned_gradually(clock: Clock) -> None:
     assert 400.0 < rate.value < 800.0
     reading(rate, clock, 40, 0.25)
     assert rate.value == pytest.approx(400.0, rel=0.01)
+
+
+# -- DrawWait ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_waited(wait: DrawWait, usable: Callable[[int], int]) -> int:
+    """Look once a second; return after how many seconds the wait is over."""
+    for second in range(100):
+        if not wait.go_on(float(second), usable(second)):
+            return second
+    raise AssertionError("it never ends")
+
+
+def test_a_wait_ends_when_nothing_of_use_arrived_for_a_while() -> None:
+    wait = DrawWait()
+    assert not wait.is_waiting
+    assert seconds_waited(wait, lambda second: min(second, 3)) == 3 + PATIENCE_SECONDS
+    assert wait.is_waiting
+    assert wait.end(8.0) == 8.0
+    assert not wait.is_waiting
+    assert wait.end(9.0) == 0.0
+
+
+def test_a_wait_ends_although_something_of_use_arrives_all_the_time() -> None:
+    assert seconds_waited(DrawWait(), lambda second: second) == WAIT_SECONDS_MAX
+
+
+def test_waits_in_vain_become_shorter_and_worthwhile_ones_longer_within_bounds() -> None:
+    wait, patience = DrawWait(), PATIENCE_SECONDS
+    for _ in range(9):
+        assert wait.go_on(0.0, 0)
+        assert wait.go_on(patience * 0.99, 0)
+        assert not wait.go_on(patience, 0)
+        wait.end(patience)
+        patience = max(patience / 2, PATIENCE_SECONDS_MIN)
+    for _ in range(9):
+        assert wait.go_on(0.0, 0)
+        wait.end(patience * 0.99)
+        patience = min(patience * 2, PATIENCE_SECONDS)
+    assert seconds_waited(wait, lambda second: 0) == PATIENCE_SECONDS
+
+
+def test_a_wait_that_is_cancelled_is_forgotten() -> None:
+    wait = DrawWait()
+    assert wait.go_on(0.0, 0)
+    wait.cancel()
+    assert not wait.is_waiting
+    assert wait.go_on(99.0, 0)
 
 
 # -- Epoch ------------------------------------------------------------------------------------------------------------
