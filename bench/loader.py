@@ -17,7 +17,7 @@ from statistics import median
 import numpy as np
 
 from quiver.substitution import Mask, View
-from quiver_client.loader.epoch import Deal, Epoch, Layout
+from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.state import make_state, merge_states
 
 BATCH = 256
@@ -41,7 +41,7 @@ def main() -> None:
     count, shards = arguments.samples, arguments.shards
     random = np.random.default_rng(0)
     shard_of = random.integers(0, shards, count)
-    layout = Layout(shard_of, np.bincount(shard_of, minlength=shards), np.full(shards, 110e3), 32e6)
+    layout = ShardLayout(shard_of, np.bincount(shard_of, minlength=shards), np.full(shards, 110e3), 32e6)
     nothing = np.zeros(count, bool)
     for ranks, done in ((1, nothing), (2, nothing), (2, random.random(count) < 0.1)):
         deal = Deal(count, 0, True, 0, ranks, BATCH, False)

@@ -1,10 +1,10 @@
 """Is substitution sound: do batches look like a uniform shuffle's, and does a network learn as much from them?
 
-The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``Layout``, ``quiver.need``, and
-``quiver.layout`` for the shards) on a clock that ticks once a batch: no threads, no bytes, every draw seeded. One board
-fetches and drops for all consumers; a fetched shard arrives ``FILL_TICKS`` later, ``FILLS`` are under way at most, and
-no more than the cache share is held, nor less than two shards. Not simulated: batches drawn ahead of the training loop,
-and several daemons.
+The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``ShardLayout``, ``quiver.need``,
+and ``quiver.layout`` for the shards) on a clock that ticks once a batch: no threads, no bytes, every draw seeded. One
+board fetches and drops for all consumers; a fetched shard arrives ``FILL_TICKS`` later, ``FILLS`` are under way at
+most, and no more than the cache share is held, nor less than two shards. Not simulated: batches drawn ahead of the
+training loop, and several daemons.
 
 Expected: never a duplicate or an omission; under ``mixed`` labels that no test can tell from a uniform shuffle's, and
 an order that one can tell by how often samples meet; under ``sequential`` batches of few classes, and a warning.
@@ -35,7 +35,7 @@ from quiver.digest import Digest
 from quiver.lookup import as_rows
 from quiver.need import Needs, Origin, Report, rounded_up
 from quiver.substitution import DRAINED_AT_ONCE, DRAINED_WHERE_ALIKE, Ints, View
-from quiver_client.loader.epoch import Deal, Epoch, Layout
+from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
 
 BEGIN: Final = "<!-- numbers: begin (python -m bench.soundness --write docs/substitution.md) -->"
@@ -112,7 +112,7 @@ class Pass:
 class Consumer:
     """A job of one rank, as the loader's sampler is one."""
 
-    def __init__(self, number: int, deal: Deal, layout: Layout, lookahead: int | None) -> None:
+    def __init__(self, number: int, deal: Deal, layout: ShardLayout, lookahead: int | None) -> None:
         self.number, self.deal, self.layout, self._lookahead = number, deal, layout, lookahead
         count = len(layout.counts)
         self._view = View(np.zeros(count, bool), np.zeros(count, np.uint8), np.zeros(count, np.int64))
@@ -175,7 +175,7 @@ class Consumer:
 class Cache:
     """One board with room for a share of the dataset: it fetches and drops by ``Needs``."""
 
-    def __init__(self, layout: Layout, cached: float, batch: int, seed: int) -> None:
+    def __init__(self, layout: ShardLayout, cached: float, batch: int, seed: int) -> None:
         self._needs = Needs(seed)
         self._sizes = layout.counts * layout.sample_bytes
         self._names = [Digest((shard + 1).to_bytes(32, "big")) for shard in range(len(layout.counts))]
@@ -226,7 +226,7 @@ class Cache:
         self._needs.gone(self._names[oldest])
 
 
-def place(layout: placing.Layout, samples: int, per_shard: int, seed: int, drained_at_once: int) -> Layout:
+def place(layout: placing.Layout, samples: int, per_shard: int, seed: int, drained_at_once: int) -> ShardLayout:
     """Lay samples in shards as indexing does, by digests made up from the seed."""
     digests = np.random.default_rng([seed, 1]).integers(0, 256, (samples, 32), np.uint8)
     # Shards come out at about three quarters (mixed) and half (sequential) of the limit.
@@ -237,10 +237,10 @@ def place(layout: placing.Layout, samples: int, per_shard: int, seed: int, drain
     shard_of = np.zeros(samples, np.int64)
     shard_of[order] = np.repeat(np.arange(len(counts)), counts)
     mean_bytes = np.full(len(counts), float(SAMPLE_BYTES))
-    return Layout(shard_of, counts, mean_bytes, float(counts.mean() * SAMPLE_BYTES), drained_at_once)
+    return ShardLayout(shard_of, counts, mean_bytes, float(counts.mean() * SAMPLE_BYTES), drained_at_once)
 
 
-def take(case: Case, layout: Layout, batch: int, epochs: int, seed: int) -> tuple[list[Consumer], float]:
+def take(case: Case, layout: ShardLayout, batch: int, epochs: int, seed: int) -> tuple[list[Consumer], float]:
     """Let the consumers take whole epochs; the second begins half an epoch later. Return them, and bytes fetched."""
     cache = Cache(layout, case.cached, batch, seed)
     lookahead = None if case.lookahead is None else case.lookahead * batch
@@ -413,10 +413,10 @@ def _uniform(deal: Deal, epochs: int, seed: int) -> Iterable[list[Ints]]:
 
 def warns(labels: Ints, batches: Iterable[Ints]) -> bool:
     """Whether a new ``LabelWatch`` warns of these batches."""
-    watch = LabelWatch.of_labels(labels)
+    watch = LabelWatch(labels)
     for rows in batches:
         watch.seen(rows)
-    return watch.warned
+    return watch.has_warned
 
 
 def measure_alarms(scale: Scale, seed: int) -> list[Alarms]:

@@ -1,14 +1,14 @@
 """Which samples a batch takes: a pure function of what is pending, what is resident, what others need, and a seed.
 
 An epoch is a seeded permutation; a rank's *share* of it is a slice of that permutation, and an *entry* is a position in
-the share. Of one shard the entries are always taken in the order of the permutation, so what is left of a shard is a
-suffix, one number a shard says how much that is, and one number a shard and batch says what was taken.
+the share. The entries of one shard are always taken in the order of the permutation. So what is left of a shard is a
+suffix of them: one number per shard says how much is left, and one number per shard and batch says what was taken.
 
-Where room is scarce the order decides how well jobs share a cache. Drawn evenly from all that is resident, every shard
-stays needed by somebody until the end of the epoch. So a few shards are drained at a time, those first that fewest
-others still need: shards become free early, and for everybody (DESIGN section 8, ``bench/cooperation.py``).
-Samples that are not there are taken later in the same epoch, after Quiver (Kumar & Sivathanu, FAST 2020) and
-CoorDL (Mohan et al., VLDB 2021); here each is taken exactly once.
+Where capacity is scarce the order decides how well jobs share a cache. If batches were drawn evenly from all resident
+shards, some job would need every shard until the end of the epoch. So a few shards are drained at a time, those first
+that the fewest other consumers still need: they can be evicted early (``bench/cooperation.py``). Samples that are not
+resident are taken later in the same epoch, as in Quiver (Kumar & Sivathanu, FAST 2020) and CoorDL (Mohan et al., VLDB
+2021); here each is taken exactly once.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
-DRAINED_AT_ONCE: Final = 6  # more mix better, fewer share a scarce cache better, so
+DRAINED_AT_ONCE: Final = 6  # more mix better; fewer share a scarce cache better, so
 RESIDENT_PER_DRAINED: Final = 12  # where less is resident fewer are drained at once (bench/simulation.py),
 DRAINED_MIN: Final = 2  # down to this
 DRAINED_WHERE_ALIKE: Final = 64  # where a shard's samples are alike (sequential layout) a batch is mixed from more
 
 
 class View(NamedTuple):
-    """What a consumer knows of the cache, by shard ``(shards,)``; it may be late, and then costs time and no more."""
+    """What a consumer knows of the cache, by shard ``(shards,)``. It may be out of date, which costs time only."""
 
     resident: Mask
     others: npt.NDArray[np.uint8]  # how many other consumers still need the shard
-    arrived: Ints  # in which order the shards were seen to arrive
-    orphaned: Mask | None = None  # what nobody will bring in: whoever should does not answer
+    arrived: Ints  # ordinal: in which order the shards became resident
+    orphaned: Mask | None = None  # shards that will not be fetched, since their owners do not answer
 
 
 def permutation(count: int, seed: int, epoch: int, *, shuffle: bool = True) -> Ints:
@@ -43,10 +43,10 @@ def permutation(count: int, seed: int, epoch: int, *, shuffle: bool = True) -> I
 
 
 def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last: bool) -> tuple[Ints, Ints]:
-    """Return one rank's share of ``order``, and what no rank gets, which is the same whatever the cache holds.
+    """Return one rank's share of ``order``, and what no rank gets. Neither depends on what the cache holds.
 
-    As torch's ``DistributedSampler``: every rank gets as many as any other, by repeating entries from the front or,
-    with ``drop_last``, by leaving out the tail; then also each rank's last incomplete batch is left out.
+    As with torch's ``DistributedSampler`` every rank gets the same number, by repeating entries from the front or, with
+    ``drop_last``, by leaving out the tail; each rank's last incomplete batch is then left out, too.
     """
     if drop_last:
         kept = len(order) // world_size // batch_size * batch_size * world_size
@@ -58,8 +58,8 @@ def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last
 class Order:
     """What is pending of one share. ``shards`` (entries,): the shard that each entry lies in.
 
-    ``drained_at_once``: how many shards a batch is mixed from where not all are resident; no more than the usual number
-    gives way to what a scarce cache asks for.
+    ``drained_at_once``: how many shards a batch is mixed from where not all are resident. Up to ``DRAINED_AT_ONCE``
+    it is reduced where the cache is scarce.
     """
 
     def __init__(self, shards: Ints, shard_count: int, drained_at_once: int = DRAINED_AT_ONCE) -> None:
@@ -100,8 +100,8 @@ class Order:
     def substituted(self, count: int, view: View, lookahead: int | None) -> Ints | None:
         """Return a batch of resident entries, in the order of the permutation; ``None`` if there are not enough.
 
-        With everything resident that is a batch of the plain permutation. ``lookahead`` bounds how far from the front
-        of what is pending a batch may take; ``None``: the whole epoch.
+        With everything resident it is the next batch of the permutation. ``lookahead``: how many of the first pending
+        entries a batch may choose from; ``None``: all.
         """
         count = min(count, self._pending)
         left = self.left
@@ -114,13 +114,13 @@ class Order:
         return self._from_drained(count) if self._drain(count, left, view) else None
 
     def is_hopeless(self, view: View) -> bool:
-        """Whether nothing pending that is not resident will be brought in, so that waiting for it is in vain."""
+        """Whether no pending shard that is missing will be fetched, so that it is useless to wait."""
         if view.orphaned is None:
             return False
         return not bool(((self.left > 0) & ~view.resident & ~view.orphaned).any())
 
     def completed(self, count: int, view: View) -> Ints:
-        """Return a batch for which no more is waited: what is resident, and of the rest what comes first."""
+        """Return a batch without waiting any longer: resident entries, and the first of the others."""
         count = min(count, self._pending)
         resident = self._prefixes(np.flatnonzero(view.resident & (self.left > 0)).tolist(), count)
         if len(resident) >= count:
@@ -144,7 +144,7 @@ class Order:
         return np.sort(np.concatenate(parts)) if parts else np.zeros(0, np.int64)
 
     def _drain(self, count: int, left: Ints, view: View) -> bool:
-        """Choose which shards are drained, so that they hold ``count`` entries; return whether they do."""
+        """Choose the shards to drain, so that they hold ``count`` entries; return whether they do."""
         self._drained = [shard for shard in self._drained if view.resident[shard] and left[shard]]
         have = int(left[self._drained].sum())
         at_once = self._drained_at_once
@@ -165,7 +165,7 @@ class Order:
         return have >= count
 
     def _from_drained(self, count: int) -> Ints:
-        """Return ``count`` entries, as evenly from the drained shards as what they have left allows."""
+        """Return ``count`` entries, as evenly from the drained shards as their remaining entries allow."""
         shards = np.asarray(self._drained, np.int64)
         left = self.left[shards]
         ascending = np.argsort(left, kind="stable")
@@ -176,7 +176,7 @@ class Order:
         return self.prefixes(shards, counts)
 
     def _prefixes(self, shards: list[int], count: int) -> Ints:
-        """Return up to ``count`` next entries of the shards, one shard after the other."""
+        """Return up to ``count`` next entries of the shards, one shard after another."""
         parts, have = [np.zeros(0, np.int64)], 0
         for shard in shards:
             if have >= count:

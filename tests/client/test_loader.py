@@ -1,10 +1,8 @@
-"""What a training loop gets of an epoch: every sample once, what is resident first, and no more ahead than allowed."""
+"""What a training loop receives of an epoch: every sample once, resident ones first, and no more ahead than allowed."""
 
 from __future__ import annotations
 
-import errno
 import gc
-import itertools
 import logging
 import threading
 from collections import Counter
@@ -21,8 +19,9 @@ from torch.utils.data import DistributedSampler
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
+from quiver_client.loader import consumer as consumer_module
+from quiver_client.loader import draw_wait
 from quiver_client.loader import sampler as sampler_module
-from quiver_client.loader.ledger import LedgerWriter
 from tests.support.data import Files, make_files
 from tests.support.residency import Rack, alive, scripted, still, told
 from tests.support.waiting import until
@@ -33,7 +32,7 @@ Make = Callable[..., Dataset]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Make) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
@@ -67,7 +66,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     lookahead=st.sampled_from(["auto", 1, 7, 64, 1000]),
     patience=st.sampled_from([0.0, 1e6]),
 )
-def test_an_epoch_has_each_sample_once_whatever_is_resident(
+def test_each_sample_comes_once_per_epoch_whatever_is_resident(
     keys: Dataset, residency: int, seed: int, batch_size: int, world_size: int, drop_last: bool, **more: Any
 ) -> None:
     share: dict[bool, Counter[int]] = {}
@@ -120,7 +119,7 @@ def test_an_epoch_has_each_sample_once_whatever_is_resident(
     ids=str,
 )
 @pytest.mark.parametrize("patience", [0.0, 1e6])
-def test_every_loader_gives_each_sample_once_an_epoch(
+def test_every_loader_gives_each_sample_once_per_epoch(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], patience: float
 ) -> None:
     scripted(monkeypatch, 7, patience)
@@ -197,7 +196,7 @@ def test_a_sampler_decides_the_order_and_the_length(keys: Dataset) -> None:
 
 
 def shards_of(order: BatchSampler, rows: list[int]) -> set[int]:
-    return {int(order._layout.shard_of[row]) for row in rows}
+    return {int(order._passes.layout.shard_of[row]) for row in rows}
 
 
 def test_what_is_resident_comes_first_and_the_rest_in_the_same_epoch(
@@ -209,12 +208,12 @@ def test_what_is_resident_comes_first_and_the_rest_in_the_same_epoch(
     here = list(range(0, keys.manifest.shard_count, 3))
     watches[0].holds(here)
     first = []
-    while order.ready(epoch):
+    while order.poll(epoch):
         drawn = order.draw(epoch)
         assert drawn is not None
         first += drawn.rows.tolist()
         assert shards_of(order, drawn.rows.tolist()) <= set(here)
-    resident = [row for row in range(SAMPLES) if int(order._layout.shard_of[row]) in here]
+    resident = [row for row in range(SAMPLES) if int(order._passes.layout.shard_of[row]) in here]
     assert len(first) == len(resident) // 10 * 10
     assert 0 < keys.stats()["substitutions"] <= len(first)
     watches[0].holds(range(keys.manifest.shard_count))
@@ -236,9 +235,7 @@ def test_a_substitution_is_a_sample_that_came_before_its_turn(keys: Dataset, mon
     order.close()
 
 
-def test_a_loop_that_does_something_else_needs_nothing_meanwhile(
-    keys: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_that_pauses_holds_no_claim_on_the_cache(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)
     epoch = order.begin()
@@ -258,13 +255,13 @@ def test_a_loop_that_does_something_else_needs_nothing_meanwhile(
         clock.now += 1.5
         assert needs(), "it takes its step"
     clock.now += 60
-    assert not needs(), "it validates, say, and others may have the room"
+    assert not needs(), "it validates, for instance, and holds no claim on the cache"
     order.asked()
     assert needs()
     order.close()
 
 
-def test_with_a_lookahead_what_the_window_is_short_of_is_asked_for_and_not_waited_for(
+def test_with_a_lookahead_missing_shards_are_requested_and_not_waited_for(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, watches = still(monkeypatch)
@@ -281,14 +278,14 @@ def test_with_a_lookahead_what_the_window_is_short_of_is_asked_for_and_not_waite
     order.close()
 
 
-def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_that_will_not_be_fetched_are_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)
     epoch = order.begin()
     silent = np.ones(keys.manifest.shard_count, bool)
     silent[3] = False
     watches[0].now = watches[0].now._replace(orphaned=silent)
-    assert not order.ready(epoch), "shard 3 may come"
+    assert not order.poll(epoch), "shard 3 may be fetched"
     watches[0].now = watches[0].now._replace(orphaned=np.ones_like(silent))
     rows = []
     while (drawn := order.draw(epoch)) is not None:
@@ -298,9 +295,7 @@ def test_what_nobody_will_bring_in_is_not_waited_for(keys: Dataset, monkeypatch:
     order.close()
 
 
-def test_what_comes_and_goes_and_is_of_no_use_does_not_lengthen_the_wait(
-    keys: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shards_that_are_of_no_use_do_not_lengthen_the_wait(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, SAMPLES, seed=1)  # a batch that is never all there
     epoch = order.begin()
@@ -312,7 +307,7 @@ def test_what_comes_and_goes_and_is_of_no_use_does_not_lengthen_the_wait(
 
     watches[0].when_waiting = other_jobs_shard
     assert order.draw(epoch) is not None
-    assert clock.now - begun <= sampler_module.PATIENCE_SECONDS_MAX + 1
+    assert clock.now - begun <= draw_wait.WAIT_SECONDS_MAX + 1
     order.close()
 
 
@@ -322,7 +317,7 @@ def test_with_nothing_resident_a_batch_waits_for_the_first_that_arrives(
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 4, seed=1)
     epoch = order.begin()
-    assert not order.ready(epoch)
+    assert not order.poll(epoch)
     watches[0].when_waiting = lambda watch: watch.holds([7]) if watch.waits == 3 else None
     drawn = order.draw(epoch)
     assert drawn is not None
@@ -335,34 +330,36 @@ def test_a_wait_is_bounded_by_how_long_nothing_arrives(keys: Dataset, monkeypatc
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 30, seed=1)
     epoch = order.begin()
-    assert not order.ready(epoch)
-    clock.now += sampler_module.PATIENCE_SECONDS - 0.1
-    assert not order.ready(epoch)
+    assert not order.poll(epoch)
+    clock.now += draw_wait.PATIENCE_SECONDS - 0.1
+    assert not order.poll(epoch)
     watches[0].holds([3])  # not enough for a batch, but something: patience begins anew
-    assert not order.ready(epoch)
-    clock.now += sampler_module.PATIENCE_SECONDS - 0.1
-    assert not order.ready(epoch)
+    assert not order.poll(epoch)
+    clock.now += draw_wait.PATIENCE_SECONDS - 0.1
+    assert not order.poll(epoch)
     clock.now += 0.1
     drawn = order.draw(epoch)
     assert drawn is not None
     assert watches[0].waits == 0
     assert len(drawn.rows) == 30
     resident = [row for row in drawn.rows.tolist() if shards_of(order, [row]) == {3}]
-    assert len(resident) == int(order._layout.counts[3])  # what is resident is in it, and the rest is read anyway
-    # What was not worth waiting for is waited for half as long, until something arrives in time again.
-    assert not order.ready(epoch)
-    clock.now += sampler_module.PATIENCE_SECONDS / 2
-    assert order.ready(epoch)
+    assert len(resident) == int(
+        order._passes.layout.counts[3]
+    )  # what is resident is in it, and the rest is read anyway
+    # After a wait in vain the next one is half as long, until something arrives in time again.
+    assert not order.poll(epoch)
+    clock.now += draw_wait.PATIENCE_SECONDS / 2
+    assert order.poll(epoch)
     assert order.draw(epoch) is not None
     for _ in range(2):
         watches[0].holds([])
-        assert not order.ready(epoch)
+        assert not order.poll(epoch)
         watches[0].holds(range(keys.manifest.shard_count))
         assert order.draw(epoch) is not None
     order.close()
 
 
-def test_a_batch_takes_nothing_from_beyond_its_lookahead(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_has_no_sample_from_beyond_its_lookahead(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1, lookahead=25)
     epoch = order.begin()
@@ -370,8 +367,8 @@ def test_a_batch_takes_nothing_from_beyond_its_lookahead(keys: Dataset, monkeypa
     here = [0, 1, 2, 3]
     watches[0].holds(here)
     for _ in range(len(order)):
-        if not order.ready(epoch):
-            clock.now += sampler_module.PATIENCE_SECONDS
+        if not order.poll(epoch):
+            clock.now += draw_wait.PATIENCE_SECONDS
         window = pending[:25]
         resident = [row for row in window if shards_of(order, [row]) <= set(here)]
         drawn = order.draw(epoch)
@@ -383,15 +380,15 @@ def test_a_batch_takes_nothing_from_beyond_its_lookahead(keys: Dataset, monkeypa
     order.close()
 
 
-def test_a_batch_that_is_ready_is_not_held_back_by_one_that_is_waited_for(
+def test_a_ready_batch_is_not_held_back_by_one_that_waits_for_the_cache(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, watches = still(monkeypatch)
     loader = DataLoader(keys, 4, shuffle=True, num_workers=2)
     here = [0, 1]
-    monkeypatch.setattr(sampler_module.NeedsReporter, "first_answer", _holding(here))  # type: ignore[attr-defined]
+    monkeypatch.setattr(consumer_module.NeedsReporter, "first_answer", _holding(here))  # type: ignore[attr-defined]
     batches = iter(loader)
-    counts = loader.order._layout.counts
+    counts = loader.order._passes.layout.counts
     ready = int(counts[here].sum()) // 4
     got = [next(batches) for _ in range(ready)]
     assert watches[0].waits == 0
@@ -418,7 +415,7 @@ def test_without_a_cache_nothing_is_waited_for(keys: Dataset, monkeypatch: pytes
 # -- what is told to the cache ----------------------------------------------------------------------------------------
 
 
-def test_what_is_left_is_reported_until_nothing_is_and_then_taken_back(
+def test_what_is_left_is_reported_until_nothing_is_and_then_withdrawn(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rack = Rack(keys.manifest.shard_count)
@@ -437,7 +434,7 @@ def test_what_is_left_is_reported_until_nothing_is_and_then_taken_back(
     assert not alive("quiver-needs")
 
 
-def test_a_pass_that_was_left_needs_nothing(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_that_was_broken_off_needs_nothing(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     rack = Rack(keys.manifest.shard_count)
     told(monkeypatch, rack)
     loader = DataLoader(keys, 16, shuffle=True)
@@ -447,13 +444,13 @@ def test_a_pass_that_was_left_needs_nothing(keys: Dataset, monkeypatch: pytest.M
     loader.close()
 
 
-def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
+def test_the_shards_of_a_fixed_order_are_requested_ahead_in_the_order_of_their_use(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 5, seed=2, substitute=False)
     epoch = order.begin()
-    expected = list(dict.fromkeys(int(order._layout.shard_of[row]) for row in permutation(SAMPLES, 2, 0)))
+    expected = list(dict.fromkeys(int(order._passes.layout.shard_of[row]) for row in permutation(SAMPLES, 2, 0)))
     report, again = watches[0].report()
     assert report.ordered
     assert list(report.soon) == expected
@@ -462,7 +459,7 @@ def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
     report, _ = watches[0].report()
     assert list(report.soon) == expected[3:]
     assert report.ahead_bytes == pytest.approx(
-        sum(order._layout.sample_bytes[shard] * order._layout.counts[shard] for shard in expected[:3])
+        sum(order._passes.layout.sample_bytes[shard] * order._passes.layout.counts[shard] for shard in expected[:3])
     )
     drawn = order.draw(epoch)
     assert drawn is not None
@@ -472,7 +469,7 @@ def test_a_fixed_order_is_asked_for_ahead_in_the_order_of_its_use(
     order.close()
 
 
-def test_every_loader_of_a_job_is_a_consumer_of_its_own(
+def test_every_loader_of_a_job_is_a_separate_consumer(
     keys: Dataset, tmp_path: Path, dataset: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = make_files(tmp_path, {f"{at}.bin": bytes([at]) * 9 for at in range(9)}, name="other")
@@ -481,11 +478,11 @@ def test_every_loader_of_a_job_is_a_consumer_of_its_own(
     def names() -> list[bytes]:
         monkeypatch.setattr(sampler_module, "_made", Counter())  # as in a process that has just begun
         made = [BatchSampler(ds, 1, job="j", rank=rank, world_size=2) for ds in (keys, ds) for rank in (0, 1)]
-        made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, say
-        return [order._consumer for order in made]
+        made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, for instance
+        return [order._consumer_name for order in made]
 
     assert len(set(names())) == 5
-    assert names() == names(), "started again it takes its own place"
+    assert names() == names(), "restarted it replaces its former self"
 
 
 # -- faults, ends and limits ------------------------------------------------------------------------------------------
@@ -565,8 +562,8 @@ def test_no_more_than_prefetch_factor_batches_are_ahead_of_the_loop(
     batches = iter(loader)
     for taken in range(4):
         until(lambda taken=taken: gate.samples == 10 * (taken + ahead))  # type: ignore[misc]
-        assert loader.order._epoch is not None
-        assert loader.order._epoch.drawn == taken + ahead
+        assert loader.order._passes.current is not None
+        assert loader.order._passes.current.drawn == taken + ahead
         next(batches)
     loader.close()
     assert gate.samples <= 10 * (4 + ahead)
@@ -673,153 +670,12 @@ def test_batches_are_collated_as_torch_does_it(files: Files, tmp_path: Path, dat
     assert batch["size"].tolist() == [len(files.content[key]) for key in batch["key"]]
 
 
-def test_a_loader_says_what_torchs_says_of_itself(keys: Dataset) -> None:
+def test_a_loader_has_the_attributes_of_torchs(keys: Dataset) -> None:
     loader = DataLoader(keys, 8, shuffle=True, drop_last=True, num_workers=2, prefetch_factor=3)
     assert isinstance(loader, torch.utils.data.DataLoader)
     assert (loader.batch_size, loader.drop_last, loader.num_workers, loader.prefetch_factor) == (8, True, 2, 3)
     assert loader.dataset is keys
     assert len(loader) == SAMPLES // 8
-
-
-# -- a ledger and its replay ------------------------------------------------------------------------------------------
-
-
-def test_a_replay_takes_the_same_order_under_another_residency(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    scripted(monkeypatch, 1)
-    run = DataLoader(keys, 16, shuffle=True, ledger=path)
-    taken = [rows_in(keys, run), rows_in(keys, run)]
-    run.close()
-    taken.append(rows_in(keys, run))  # closed in between, and gone on with
-    run.close()
-    assert taken[0] != [permutation(SAMPLES, 0, 0)[at : at + 16].tolist() for at in range(0, SAMPLES, 16)]
-    scripted(monkeypatch, 2)
-    for workers in (0, 2):
-        again = DataLoader(keys, 16, shuffle=True, replay=path, num_workers=workers)
-        assert [rows_in(keys, again) for _ in range(3)] == taken
-        with pytest.raises(ValueError, match=r"^replay: .*nothing of epoch 3"):
-            next(iter(again))
-        again.close()
-
-
-def test_a_disk_that_is_full_when_an_epoch_begins_ends_no_training(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def full(self: LedgerWriter, *_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(LedgerWriter, "begin", full)
-    run = DataLoader(keys, 16, shuffle=True, ledger=str(tmp_path / "run.ledger"))
-    for _ in range(2):
-        assert sorted(flat(rows_in(keys, run))) == list(range(SAMPLES))
-    run.close()
-    assert caplog.text.count("is not recorded from here on") == 1
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_replay_of_a_run_that_was_resumed_takes_what_counted(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    counted: list[list[list[int]]] = []
-    for rank in range(world_size):
-        place: dict[str, Any] = {"rank": rank, "world_size": world_size}
-        taken: list[list[int]] = []
-        state = None
-        for attempt in range(3):
-            scripted(monkeypatch, 10 * rank + attempt)
-            run = DataLoader(keys, 8, shuffle=True, ledger=path, **place)
-            if state is not None:
-                run.load_state_dict(state)
-            batches = iter(run)
-            taken += rows_in(keys, (next(batches) for _ in range(2)))
-            state = run.state_dict()
-            next(batches)  # of no account: the process dies after its checkpoint
-            run.close()
-        run = DataLoader(keys, 8, shuffle=True, ledger=path, **place)
-        assert state is not None
-        run.load_state_dict(state)
-        taken += rows_in(keys, run)
-        run.close()
-        counted.append(taken)
-    assert Counter(row for rank in counted for row in flat(rank)) == Counter(range(SAMPLES))
-    scripted(monkeypatch, 99)
-    for rank, taken in enumerate(counted):
-        again = DataLoader(keys, 8, shuffle=True, replay=path, rank=rank, world_size=world_size)
-        assert rows_in(keys, again) == taken
-        again.close()
-
-
-def test_a_batch_that_raised_is_not_in_the_replay_before_all_that_was_taken(
-    files: Files, dataset: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    reads: list[int] = []
-
-    def once(sample: dict[str, Any]) -> dict[str, Any]:
-        reads.append(1)
-        if len(reads) == 20:
-            raise OSError("a bad moment")
-        return sample
-
-    ds = dataset(files.manifest, f"file://{tmp_path}/c?capacity=1GiB", fields=["__key__"], transform=once)
-    scripted(monkeypatch, 3)
-    run = DataLoader(ds, 16, shuffle=True, ledger=path, prefetch_factor=1)
-    batches, taken = iter(run), []
-    while True:
-        try:
-            taken += rows_in(ds, [next(batches)])
-        except OSError:
-            continue
-        except StopIteration:
-            break
-    run.close()
-    failed = sorted(set(range(SAMPLES)) - set(flat(taken)))
-    assert len(failed) == 16
-    scripted(monkeypatch, 4)
-    again = DataLoader(ds, 16, shuffle=True, replay=path)
-    replayed = flat(rows_in(ds, again))
-    again.close()
-    assert replayed[: SAMPLES - 16] == flat(taken)
-    assert sorted(replayed[SAMPLES - 16 :]) == failed
-
-
-def test_a_replay_of_an_epoch_that_was_broken_off_ends_with_the_rest_of_it(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    path = str(tmp_path / "run.ledger")
-    scripted(monkeypatch, 1)
-    run = DataLoader(keys, 16, shuffle=True, ledger=path)
-    taken = flat(rows_in(keys, itertools.islice(run, 3)))
-    run.close()
-    scripted(monkeypatch, 2)
-    again = DataLoader(keys, 16, shuffle=True, replay=path)
-    replayed = flat(rows_in(keys, again))
-    again.close()
-    assert replayed[:48] == taken
-    assert sorted(replayed) == list(range(SAMPLES))
-    assert "48 of 150" in caplog.text
-
-
-def test_a_disk_that_refuses_the_ledger_ends_no_training(
-    keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = DataLoader(keys, 16, shuffle=True, ledger=str(tmp_path / "run.ledger"))
-    batches = iter(run)
-    taken = rows_in(keys, [next(batches)])
-
-    def full(self: LedgerWriter, *record: bytes) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(LedgerWriter, "batch", full)
-    monkeypatch.setattr(LedgerWriter, "flush", full)
-    taken += rows_in(keys, batches)
-    assert sorted(flat(taken)) == list(range(SAMPLES))
-    assert run.state_dict()["epoch"] == 1
-    run.close()
-    assert caplog.text.count("is not recorded from here on") == 1
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
@@ -837,7 +693,7 @@ def test_a_loader_warns_of_batches_that_are_not_mixed(
     shard = 0
     with caplog.at_level(logging.WARNING, "quiver_client"):
         for _ in range(60):
-            while not order.ready(epoch):
+            while not order.poll(epoch):
                 shard += 1
                 watches[0].holds(range(max(shard - 2, 0), shard))
             drawn = order.draw(epoch)

@@ -1,4 +1,4 @@
-"""Arguments of the loader that cannot be: a ``ValueError`` that names the argument, when the loader is made."""
+"""Wrong arguments of the loader: a ``ValueError`` that names the argument, when the loader is made."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quiver_client import BatchSampler, DataLoader, Dataset
-from quiver_client.loader.arguments import job_of, place_of
+from quiver_client.loader.arguments import job_of, rank_and_world_size
 from tests.support.data import Files, make_files, random_files
 
 Loader = Callable[..., DataLoader]
@@ -99,7 +99,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_by_name(loader: Loader, tmp_
         next(iter(loader(ledger=str(tmp_path / "nowhere" / "run.ledger"))))
 
 
-def test_a_ledger_of_something_else_is_refused_by_name(
+def test_a_ledger_of_another_run_is_refused_by_name(
     loader: Loader, tmp_path: Path, dataset: Callable[..., Dataset]
 ) -> None:
     path = str(tmp_path / "run.ledger")
@@ -130,18 +130,18 @@ def test_integers_of_numpy_and_torch_are_integers(loader: Loader) -> None:
 def test_rank_and_world_size_come_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert place_of(None, None) == (0, 1)
+    assert rank_and_world_size(None, None) == (0, 1)
     monkeypatch.setenv("RANK", "2")
-    assert place_of(None, None) == (0, 1)
+    assert rank_and_world_size(None, None) == (0, 1)
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert place_of(None, None) == (2, 4)
-    assert place_of(0, 1) == (0, 1)
+    assert rank_and_world_size(None, None) == (2, 4)
+    assert rank_and_world_size(0, 1) == (0, 1)
     monkeypatch.setenv("RANK", "4")
     with pytest.raises(ValueError, match=r"^rank=4"):
-        place_of(None, None)
+        rank_and_world_size(None, None)
 
 
-def test_a_job_has_the_name_that_is_given_or_one_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_has_the_given_name_or_a_unique_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")  # as torchrun calls every job that was not named
     assert job_of(None) != job_of(None)
     assert job_of("mine") == "mine"
@@ -152,7 +152,7 @@ def test_rank_and_world_size_are_checked_beside_a_sampler(loader: Loader) -> Non
         loader(sampler=[0, 1], rank=5, world_size=2)
 
 
-def test_a_sampler_that_gives_what_is_not_there_is_refused_by_name(loader: Loader) -> None:
+def test_a_sampler_that_gives_indices_out_of_range_is_refused_by_name(loader: Loader) -> None:
     for wrong in ([0, 150], [-1, 3]):
         with pytest.raises(ValueError, match=r"^sampler: .*150 samples"):
             next(iter(loader(sampler=wrong)))

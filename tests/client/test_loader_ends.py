@@ -1,4 +1,4 @@
-"""A pass ends where the epoch does: nothing that the user's code raises is taken for the end of it."""
+"""A pass ends where the epoch does: no exception of the user's code is taken for the end of it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_transform_that_ends_a_loop_by_mistake_names_its_sample(make: Make, er
 @ENDINGS
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("loader", [DataLoader, torch.utils.data.DataLoader], ids=["ours", "torch"])
-def test_no_loader_takes_what_a_transform_raises_for_the_end(
+def test_no_loader_takes_an_exception_of_a_transform_for_the_end(
     make: Make, loader: Any, workers: int, error: type[Exception]
 ) -> None:
     ds = make(transform=Raises(error, make().manifest.key(ROW)))
@@ -106,7 +106,7 @@ def test_no_loader_takes_what_a_transform_raises_for_the_end(
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("what", ["collate_fn", "samples", "batches"])
-def test_no_end_is_seen_in_what_a_collate_function_or_a_subclass_raises(make: Make, what: str, workers: int) -> None:
+def test_an_exception_of_a_collate_function_or_a_subclass_is_no_end(make: Make, what: str, workers: int) -> None:
     kind = {"samples": Made, "batches": MadeInBatches}.get(what, Dataset)
     ds = make(kind)
     collate = Collates(ds.manifest.key(ROW)) if what == "collate_fn" else None
@@ -136,7 +136,7 @@ class Broken(Sampler[int]):
         raise StopIteration
 
 
-def test_a_sampler_that_raises_in_place_of_an_order_is_named(make: Make) -> None:
+def test_a_sampler_that_raises_instead_of_giving_an_order_is_named(make: Make) -> None:
     loader = DataLoader(make(), 8, sampler=Broken())
     with pytest.raises(RuntimeError, match=r"^sampler: it raised StopIteration"):
         iter(loader)
@@ -157,7 +157,7 @@ def test_a_sampler_that_gives_fewer_than_it_says_is_reported(make: Make, caplog:
     loader.close()
 
 
-def test_a_pass_over_an_order_that_another_one_took_does_not_end_as_if_it_were_complete(make: Make) -> None:
+def test_a_pass_that_was_displaced_by_another_does_not_end_as_if_it_were_complete(make: Make) -> None:
     order = BatchSampler(make(), 10, substitute=False)
     first = iter(order)
     next(first)
@@ -174,7 +174,7 @@ def test_a_pass_over_an_order_that_another_one_took_does_not_end_as_if_it_were_c
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loop_whose_loader_is_given_a_state_is_told(make: Make, workers: int) -> None:
+def test_a_loop_whose_loader_loads_a_state_raises(make: Make, workers: int) -> None:
     loader = DataLoader(make(), 10, shuffle=True, num_workers=workers)
     batches = iter(loader)
     next(batches)

@@ -1,4 +1,4 @@
-"""What a checkpoint remembers: every sample of an epoch once, however often and wherever a run goes on."""
+"""What a checkpoint restores: every sample of an epoch once, however often and wherever a run resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ State = dict[str, Any]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Make) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
@@ -58,7 +58,7 @@ def through_a_file(state: State) -> State:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(("batch_size", "at"), [(1, 7), (7, 1), (7, 5), (32, 0), (32, 1)])
-def test_a_run_that_was_interrupted_goes_on_where_it_was(
+def test_an_interrupted_run_resumes_where_it_was(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch, workers: int, world_size: int, batch_size: int, at: int
 ) -> None:
     counts: Counter[int] = Counter()
@@ -132,7 +132,7 @@ def test_the_tenth_resume_is_as_exact_as_the_first(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), drop_last=st.booleans(), seed=st.integers(0, 3))
-def test_joined_states_go_on_in_any_world(keys: Dataset, data: st.DataObject, drop_last: bool, seed: int) -> None:
+def test_merged_states_load_into_any_world_size(keys: Dataset, data: st.DataObject, drop_last: bool, seed: int) -> None:
     taken: Counter[int] = Counter()
     state: State | None = None
     padding = 0
@@ -163,7 +163,7 @@ def test_joined_states_go_on_in_any_world(keys: Dataset, data: st.DataObject, dr
     assert drop_last or len(taken) == SAMPLES
 
 
-def test_a_joined_state_says_the_same_before_the_first_batch(keys: Dataset) -> None:
+def test_a_merged_state_stays_the_same_until_the_first_batch(keys: Dataset) -> None:
     states = []
     for rank in range(3):
         order = BatchSampler(keys, 4, rank=rank, world_size=3)
@@ -180,7 +180,7 @@ def test_a_joined_state_says_the_same_before_the_first_batch(keys: Dataset) -> N
     assert unpack(joined["done"], SAMPLES).sum() == 24
 
 
-def test_one_rank_alone_changes_its_batch_size_without_joining(keys: Dataset) -> None:
+def test_one_rank_alone_changes_its_batch_size_without_merging(keys: Dataset) -> None:
     loader = DataLoader(keys, 16, shuffle=True)
     got = take(loader, 3)
     other = DataLoader(keys, 11, shuffle=True)
@@ -194,8 +194,8 @@ def test_one_rank_alone_changes_its_batch_size_without_joining(keys: Dataset) ->
         each.close()
 
 
-def test_a_state_is_that_of_joining_it_with_nobody(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank that was resumed keeps its state joined as it goes; the slow way must say the same."""
+def test_a_resumed_state_of_one_rank_equals_its_own_merge(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed rank alone keeps its state merged as it goes; merging it afterwards must give the same."""
     for drop_last in (False, True):
         scripted(monkeypatch, 5)
         order = BatchSampler(keys, 8, drop_last=drop_last)
@@ -204,9 +204,11 @@ def test_a_state_is_that_of_joining_it_with_nobody(keys: Dataset, monkeypatch: p
         resumed.load_state_dict(order.state_dict())
         for _ in itertools.islice(resumed, 4):
             pass
-        epoch = resumed._epoch
+        epoch = resumed._passes.current
         assert epoch is not None
-        slow = make_state(str(keys.manifest.digest), resumed.deal, 0, epoch.batches, resumed._done, epoch.consumed)
+        slow = make_state(
+            str(keys.manifest.digest), resumed.deal, 0, epoch.batches, resumed._passes.done, epoch.consumed
+        )
         assert resumed.state_dict() == merge_states([{**slow, "before": 3}])
 
 
@@ -238,7 +240,7 @@ def test_out_of_order_what_was_yielded_is_what_is_consumed(keys: Dataset) -> Non
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_at_the_very_end_of_an_epoch_goes_on_with_the_next(keys: Dataset, workers: int) -> None:
+def test_a_state_of_the_very_end_of_an_epoch_resumes_with_the_next(keys: Dataset, workers: int) -> None:
     loader = DataLoader(keys, 50, shuffle=True, num_workers=workers, substitute=False)
     states = [loader.state_dict() for _ in loader]
     states.append(loader.state_dict())
@@ -257,7 +259,7 @@ def test_a_state_at_the_very_end_of_an_epoch_goes_on_with_the_next(keys: Dataset
     again.close()
 
 
-def test_ranks_at_the_end_of_an_epoch_and_past_it_can_be_joined(keys: Dataset) -> None:
+def test_ranks_at_the_end_of_an_epoch_and_past_it_can_be_merged(keys: Dataset) -> None:
     orders = [BatchSampler(keys, 30, rank=rank, world_size=2) for rank in range(2)]
     passes = [iter(order) for order in orders]
     for each in passes:
@@ -288,7 +290,7 @@ def test_a_state_survives_a_break_and_a_close(keys: Dataset) -> None:
     loader.close()
 
 
-def test_a_named_epoch_goes_on_with_a_state_of_it_and_drops_one_of_another(keys: Dataset) -> None:
+def test_set_epoch_resumes_a_state_of_that_epoch_and_drops_one_of_another(keys: Dataset) -> None:
     loader = DataLoader(keys, 10, shuffle=True, substitute=False)
     loader.set_epoch(3)
     got = take(loader, 4)
@@ -331,7 +333,7 @@ def test_a_samplers_order_is_resumed_by_sample(keys: Dataset) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_of_which_nothing_was_handed_out_is_begun_again(keys: Dataset, workers: int) -> None:
-    """Trainers make an iterator to look at it, and then the one that they read."""
+    """Trainers make an iterator to inspect it, and then the one that they read."""
     loader = DataLoader(keys, 10, shuffle=True, substitute=False, num_workers=workers)
     iter(loader)
     got = take(loader, 4)
@@ -373,15 +375,15 @@ def test_a_state_of_something_else_is_refused_with_the_reason(keys: Dataset, tmp
             other.load_state_dict(state)
         assert other.state_dict()["batches"] == 0
     wrong: list[tuple[str, Any]] = [
-        (r"version 2 where .* version 1", {**state, "version": 2}),
+        (r"version 2, .* version 1", {**state, "version": 2}),
         (r"'own' is missing", {name: value for name, value in state.items() if name != "own"}),
-        (r"'done' is missing or no bytes", {**state, "done": "x"}),
-        (r"'rank' is missing or no int", {**state, "rank": True}),
+        (r"'done' is missing or not bytes", {**state, "done": "x"}),
+        (r"'rank' is missing or not int", {**state, "rank": True}),
         (r"rank, world_size", {**state, "rank": 1}),
         (r"rank, world_size", {**state, "batch_size": 0}),
         (r"epoch or batches", {**state, "epoch": -1}),
-        (r"a dictionary made by", [1]),
-        (r"a dictionary made by", None),
+        (r"give a dictionary made by", [1]),
+        (r"give a dictionary made by", None),
         (r"of a dataset of 149", {**state, "samples": 149}),
     ]
     for reason, each in wrong:
@@ -401,7 +403,7 @@ def test_bits_that_do_not_fit_are_refused(keys: Dataset) -> None:
     loader.close()
 
 
-def test_one_rank_of_several_does_not_go_on_as_another(keys: Dataset) -> None:
+def test_the_state_of_one_of_several_ranks_is_refused_by_another(keys: Dataset) -> None:
     order = BatchSampler(keys, 5, rank=0, world_size=2)
     next(iter(order))
     state = order.state_dict()
@@ -417,7 +419,7 @@ def test_one_rank_of_several_does_not_go_on_as_another(keys: Dataset) -> None:
         BatchSampler(keys, 6, rank=0, world_size=2).load_state_dict(state)
 
 
-def test_states_that_are_not_of_all_ranks_of_a_run_are_not_joined(keys: Dataset) -> None:
+def test_states_that_are_not_of_all_ranks_of_a_run_are_not_merged(keys: Dataset) -> None:
     orders = [BatchSampler(keys, 5, rank=rank, world_size=3) for rank in range(3)]
     for order in orders:
         next(iter(order))
@@ -495,7 +497,7 @@ loader.close()
 
 
 @pytest.mark.parametrize(("workers", "rank", "world_size"), [(2, 0, 1), (0, 1, 2)])
-def test_a_training_process_that_is_killed_goes_on_exactly(
+def test_a_training_process_that_is_killed_resumes_exactly(
     files: Files, tmp_path: Path, workers: int, rank: int, world_size: int
 ) -> None:
     chance = np.random.default_rng(workers + rank)
@@ -520,7 +522,7 @@ def test_a_training_process_that_is_killed_goes_on_exactly(
     assert sorted(keys) == sorted(manifest.key(row) for row in share)
 
 
-def test_what_drop_last_left_out_stays_left_out_when_states_are_joined(keys: Dataset) -> None:
+def test_what_drop_last_left_out_stays_left_out_when_states_are_merged(keys: Dataset) -> None:
     states, got = [], set()
     for rank in range(2):
         order = BatchSampler(keys, 8, rank=rank, world_size=2, drop_last=True)
@@ -531,7 +533,7 @@ def test_what_drop_last_left_out_stays_left_out_when_states_are_joined(keys: Dat
     assert set(done) == got | set(left_out)
 
 
-def test_what_a_serialiser_made_numpys_is_taken_and_absurd_numbers_are_refused_at_once(keys: Dataset) -> None:
+def test_numbers_of_numpy_are_accepted_and_absurd_ones_are_refused_at_once(keys: Dataset) -> None:
     loader = DataLoader(keys, 10, shuffle=True)
     first = take(loader, 4)
     state = loader.state_dict()
@@ -544,7 +546,7 @@ def test_what_a_serialiser_made_numpys_is_taken_and_absurd_numbers_are_refused_a
     loader.close()
 
 
-def test_an_epoch_that_is_named_after_a_break_is_what_a_state_says(keys: Dataset) -> None:
+def test_an_epoch_set_after_a_break_is_the_one_in_the_state(keys: Dataset) -> None:
     loader = DataLoader(keys, 10, shuffle=True)
     take(loader, 4)
     assert loader.state_dict()["epoch"] == 0

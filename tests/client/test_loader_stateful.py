@@ -22,7 +22,7 @@ Make = Callable[..., Dataset]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Make) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
@@ -36,7 +36,7 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_loader_takes_the_order_as_its_batch_sampler(
+def test_torchs_loader_accepts_the_order_as_its_batch_sampler(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     scripted(monkeypatch, 4)
@@ -100,7 +100,7 @@ def stateful() -> Iterator[Any]:
 
 @pytest.mark.parametrize("at", [0, 1, 4, 9, 10])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchdatas_loader_goes_on_in_the_middle_of_an_epoch(
+def test_torchdatas_loader_resumes_in_the_middle_of_an_epoch(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch, stateful: Any, workers: int, at: int
 ) -> None:
     scripted(monkeypatch, 8)
@@ -142,7 +142,7 @@ def test_torchdatas_second_state_is_as_exact_as_its_first(
     assert sorted(got) == list(range(SAMPLES))
 
 
-def test_an_orders_state_is_one_that_ranks_can_join(keys: Dataset) -> None:
+def test_the_state_of_a_batch_sampler_can_be_merged(keys: Dataset) -> None:
     states, got = [], []
     for rank in range(2):
         order = BatchSampler(keys, 16, rank=rank, world_size=2)

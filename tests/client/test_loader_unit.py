@@ -1,10 +1,11 @@
-"""The loader's parts by themselves, with what surrounds them made up."""
+"""The loader's parts in isolation, each among fakes."""
 
 from __future__ import annotations
 
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quiver.substitution import View
-from quiver_client.loader.epoch import Drawn, Epoch, Layout, _entries_of
-from quiver_client.loader.pace import Pace
+from quiver_client.loader.draw_wait import PATIENCE_SECONDS, PATIENCE_SECONDS_MIN, WAIT_SECONDS_MAX, DrawWait
+from quiver_client.loader.epoch import Drawn, Epoch, ShardLayout, _entries_of
+from quiver_client.loader.loop_rate import LoopRate
 from quiver_client.loader.threads import ThreadedBatches
 from tests.support.residency import Clock, alive
 from tests.support.waiting import until
 
-# -- Pace -------------------------------------------------------------------------------------------------------------
+# -- LoopRate ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -28,71 +30,119 @@ def clock() -> Clock:
     return Clock()
 
 
-def reading(pace: Pace, clock: Clock, batches: int, seconds: float, waited: float = 0.0) -> None:
+def reading(rate: LoopRate, clock: Clock, batches: int, seconds: float, waited: float = 0.0) -> None:
     for _ in range(batches):
         clock.now += seconds
-        pace.consumed(100.0, waited)
+        rate.consumed(100.0, waited)
 
 
-def test_a_loops_pace_is_its_bytes_by_its_seconds(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)  # how long the first one took says nothing
-    assert pace.rate == 0.0
-    reading(pace, clock, 5, 0.125)
-    assert pace.rate == 800.0
+def test_the_rate_of_a_loop_is_its_bytes_per_second(clock: Clock) -> None:
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)  # how long the first one took says nothing
+    assert rate.value == 0.0
+    reading(rate, clock, 5, 0.125)
+    assert rate.value == 800.0
 
 
-def test_a_loop_that_waits_because_nothing_is_resident_is_no_slower(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
+def test_waiting_because_nothing_is_resident_does_not_lower_the_rate(clock: Clock) -> None:
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
     for _ in range(4):
-        pace.starved(9.0)
-        reading(pace, clock, 1, 9.125, waited=9.0)
-    assert pace.rate == 800.0
+        rate.starved(9.0)
+        reading(rate, clock, 1, 9.125, waited=9.0)
+    assert rate.value == 800.0
 
 
-def test_a_draw_that_waited_while_the_loop_computed_takes_nothing_off_its_time(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
+def test_a_draw_that_waited_while_the_loop_computed_is_not_subtracted(clock: Clock) -> None:
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
     for _ in range(4):
-        pace.starved(9.0)
-        reading(pace, clock, 1, 0.25, waited=0.125)  # it had to wait for but half of that time itself
-    assert pace.rate == 800.0
+        rate.starved(9.0)
+        reading(rate, clock, 1, 0.25, waited=0.125)  # it had to wait for but half of that time itself
+    assert rate.value == 800.0
 
 
-def test_waiting_for_a_slow_transform_is_the_loops_own_pace(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
-    reading(pace, clock, 4, 0.125, waited=0.125)
-    assert pace.rate == 800.0
+def test_waiting_for_a_slow_transform_counts_as_the_loops_own_time(clock: Clock) -> None:
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
+    reading(rate, clock, 4, 0.125, waited=0.125)
+    assert rate.value == 800.0
 
 
-def test_a_pause_between_epochs_says_nothing_of_the_pace(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
-    reading(pace, clock, 4, 0.125)
-    pace.paused()
-    reading(pace, clock, 1, 3600.0)
-    reading(pace, clock, 4, 0.125)
-    assert pace.rate == 800.0
+def test_a_pause_between_epochs_does_not_change_the_rate(clock: Clock) -> None:
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
+    reading(rate, clock, 4, 0.125)
+    rate.pause()
+    reading(rate, clock, 1, 3600.0)
+    reading(rate, clock, 4, 0.125)
+    assert rate.value == 800.0
 
 
-def test_a_new_pace_is_learned_by_and_by(clock: Clock) -> None:
-    pace = Pace(clock.monotonic)
-    pace.consumed(100.0, 0.0)
-    reading(pace, clock, 4, 0.125)
-    reading(pace, clock, 2, 0.25)
-    assert 400.0 < pace.rate < 800.0
-    reading(pace, clock, 40, 0.25)
-    assert pace.rate == pytest.approx(400.0, rel=0.01)
+def test_a_new_rate_is_learned_gradually(clock: Clock) -> None:
+    rate = LoopRate(clock.monotonic)
+    rate.consumed(100.0, 0.0)
+    reading(rate, clock, 4, 0.125)
+    reading(rate, clock, 2, 0.25)
+    assert 400.0 < rate.value < 800.0
+    reading(rate, clock, 40, 0.25)
+    assert rate.value == pytest.approx(400.0, rel=0.01)
+
+
+# -- DrawWait ---------------------------------------------------------------------------------------------------------
+
+
+def seconds_waited(wait: DrawWait, usable: Callable[[int], int]) -> int:
+    """Look once a second; return after how many seconds the wait is over."""
+    for second in range(100):
+        if not wait.go_on(float(second), usable(second)):
+            return second
+    raise AssertionError("it never ends")
+
+
+def test_a_wait_ends_when_nothing_of_use_arrived_for_a_while() -> None:
+    wait = DrawWait()
+    assert not wait.is_waiting
+    assert seconds_waited(wait, lambda second: min(second, 3)) == 3 + PATIENCE_SECONDS
+    assert wait.is_waiting
+    assert wait.end(8.0) == 8.0
+    assert not wait.is_waiting
+    assert wait.end(9.0) == 0.0
+
+
+def test_a_wait_ends_although_something_of_use_arrives_all_the_time() -> None:
+    assert seconds_waited(DrawWait(), lambda second: second) == WAIT_SECONDS_MAX
+
+
+def test_waits_in_vain_become_shorter_and_worthwhile_ones_longer_within_bounds() -> None:
+    wait, patience = DrawWait(), PATIENCE_SECONDS
+    for _ in range(9):
+        assert wait.go_on(0.0, 0)
+        assert wait.go_on(patience * 0.99, 0)
+        assert not wait.go_on(patience, 0)
+        wait.end(patience)
+        patience = max(patience / 2, PATIENCE_SECONDS_MIN)
+    for _ in range(9):
+        assert wait.go_on(0.0, 0)
+        wait.end(patience * 0.99)
+        patience = min(patience * 2, PATIENCE_SECONDS)
+    assert seconds_waited(wait, lambda second: 0) == PATIENCE_SECONDS
+
+
+def test_a_wait_that_is_cancelled_is_forgotten() -> None:
+    wait = DrawWait()
+    assert wait.go_on(0.0, 0)
+    wait.cancel()
+    assert not wait.is_waiting
+    assert wait.go_on(99.0, 0)
 
 
 # -- Epoch ------------------------------------------------------------------------------------------------------------
 
 
-def layout(shard_of: list[int]) -> Layout:
+def layout(shard_of: list[int]) -> ShardLayout:
     counts = np.bincount(shard_of)
-    return Layout(np.array(shard_of), counts, np.full(len(counts), 10.0), 10.0 * float(counts.mean()))
+    return ShardLayout(np.array(shard_of), counts, np.full(len(counts), 10.0), 10.0 * float(counts.mean()))
 
 
 def an_epoch(share: list[int] | None = None, **more: Any) -> Epoch:
@@ -147,7 +197,7 @@ def test_samples_that_came_before_their_turn_are_counted() -> None:
     assert epoch.draw(np.array([1, 4])).substituted == 0
 
 
-def test_what_is_waited_for_no_longer_keeps_to_the_lookahead() -> None:
+def test_a_batch_that_waits_no_longer_keeps_to_the_lookahead() -> None:
     epoch = an_epoch()
     view = View(np.array([False, False, True]), np.zeros(3, np.uint8), np.zeros(3, np.int64))
     assert epoch.choose(2, view, 3) is None
@@ -257,7 +307,7 @@ def test_a_draw_that_fails_is_raised_after_what_was_drawn_before_it() -> None:
     none_is_left()
 
 
-def test_closing_waits_for_what_is_under_way_and_lets_go_of_it() -> None:
+def test_closing_waits_for_batches_in_flight_and_releases_them() -> None:
     begun, gate = threading.Event(), threading.Event()
 
     def fetch(drawn: Drawn) -> int:

@@ -26,8 +26,8 @@ LEASE_SECONDS = 2.0
 JOB = textwrap.dedent("""
     import json, os, sys, time
     from quiver_client import DataLoader, Dataset
-    from quiver_client.loader import sampler
-    sampler.LEASE_SECONDS = float(sys.argv[6])
+    from quiver_client.loader import consumer
+    consumer.LEASE_SECONDS = float(sys.argv[6])
     manifest, cache, name, epochs, step = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), float(sys.argv[5])
     dataset = Dataset(manifest, cache, fields=["data", "__key__"])
     loader = DataLoader(dataset, batch_size=8, shuffle=True, seed=len(name), job=name)

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 
 from quiver.substitution import Ints, Order, View, dealt, permutation
 
-GOLDEN = [1, 5, 3, 4, 6, 9, 0, 8, 2, 7]  # permutation(10, 7, 2): a ledger and a state mean nothing once it changes
+GOLDEN = [1, 5, 3, 4, 6, 9, 0, 8, 2, 7]  # permutation(10, 7, 2): if it changes, ledgers and states are worthless
 
 
 def full(shards: int) -> View:
@@ -20,7 +20,7 @@ def full(shards: int) -> View:
 
 @st.composite
 def views(draw: st.DrawFn, shards: int) -> View:
-    """Anything at all that a rack may say."""
+    """Any answer that a rack may give."""
     resident = draw(st.lists(st.booleans(), min_size=shards, max_size=shards))
     others = draw(st.lists(st.integers(0, 255), min_size=shards, max_size=shards))
     arrived = draw(st.lists(st.integers(0, 5), min_size=shards, max_size=shards))
@@ -88,7 +88,7 @@ def test_where_all_is_resident_the_order_is_the_permutation(
 
 
 @given(shares(), st.data())
-def test_what_is_taken_can_be_told_by_how_much_of_each_shard(share: tuple[Ints, int], data: st.DataObject) -> None:
+def test_a_count_per_shard_tells_which_entries_were_taken(share: tuple[Ints, int], data: st.DataObject) -> None:
     """A ledger and a state keep counts alone."""
     shards, count = share
     order, again = Order(shards, count), Order(shards, count)
@@ -159,7 +159,7 @@ def test_ranks_share_an_epoch_as_torch_has_them(count: int, world_size: int, dro
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 7), st.booleans())
-def test_every_rank_has_as_many_batches_and_nothing_is_lost_unsaid(
+def test_every_rank_has_the_same_number_of_batches_and_no_sample_is_lost_silently(
     count: int, world_size: int, batch_size: int, drop_last: bool
 ) -> None:
     order = permutation(count, 3, 1)
@@ -178,7 +178,7 @@ def test_every_rank_has_as_many_batches_and_nothing_is_lost_unsaid(
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_an_epoch_is_the_same_everywhere_and_for_ever(shuffle: bool) -> None:
+def test_an_epoch_is_the_same_on_every_machine_and_in_every_release(shuffle: bool) -> None:
     first = permutation(10, 7, 2, shuffle=shuffle)
     assert first.dtype == np.int64
     assert first.tolist() == (GOLDEN if shuffle else list(range(10)))
@@ -199,7 +199,7 @@ def test_a_batch_takes_nothing_from_beyond_the_lookahead() -> None:
     assert batch.tolist() == [1, 4]
 
 
-def test_waiting_is_hopeless_where_nobody_brings_in_what_is_missing() -> None:
+def test_waiting_is_hopeless_where_missing_shards_will_not_be_fetched() -> None:
     order = Order(np.array([0, 1, 2, 1], np.int64), 3)
     view = full(3)._replace(resident=np.array([True, False, False]))
     assert not order.is_hopeless(view), "nobody is known to be silent"

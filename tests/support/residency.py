@@ -14,6 +14,8 @@ from quiver.need import Report
 from quiver.substitution import View
 from quiver_client import Dataset
 from quiver_client import needs_reporter as watch_module
+from quiver_client.loader import consumer as consumer_module
+from quiver_client.loader import draw_wait
 from quiver_client.loader import sampler as sampler_module
 
 Mask = npt.NDArray[np.bool_]
@@ -126,9 +128,9 @@ class StillWatch(ScriptedWatch):
 def scripted(monkeypatch: pytest.MonkeyPatch, seed: int, patience_seconds: float = 0.0) -> None:
     """Every loader hears of a residency that changes adversarially; with patience 0 it reads what is not there."""
     monkeypatch.setattr(Dataset, "needs", lambda self: Script(self.manifest.shard_count, seed))
-    monkeypatch.setattr(sampler_module, "NeedsReporter", ScriptedWatch)
-    monkeypatch.setattr(sampler_module, "PATIENCE_SECONDS", patience_seconds)
-    monkeypatch.setattr(sampler_module, "PATIENCE_SECONDS_MIN", patience_seconds / 2)
+    monkeypatch.setattr(consumer_module, "NeedsReporter", ScriptedWatch)
+    monkeypatch.setattr(draw_wait, "PATIENCE_SECONDS", patience_seconds)
+    monkeypatch.setattr(draw_wait, "PATIENCE_SECONDS_MIN", patience_seconds / 2)
 
 
 def still(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[StillWatch]]:
@@ -136,8 +138,9 @@ def still(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[StillWatch]]:
     clock, made = Clock(), list[StillWatch]()
     kind = type("MadeWatch", (StillWatch,), {"made": made})
     monkeypatch.setattr(Dataset, "needs", lambda self: object())
-    monkeypatch.setattr(sampler_module, "NeedsReporter", kind)
-    monkeypatch.setattr(sampler_module, "time", clock)
+    monkeypatch.setattr(consumer_module, "NeedsReporter", kind)
+    for module in (sampler_module, consumer_module):
+        monkeypatch.setattr(module, "time", clock)
     return clock, made
 
 
@@ -145,7 +148,7 @@ def told(monkeypatch: pytest.MonkeyPatch, rack: Rack) -> None:
     """Every loader has the real ``NeedsReporter``, and this rack."""
     monkeypatch.setattr(Dataset, "needs", lambda self: rack)
     monkeypatch.setattr(watch_module, "SPACING_SECONDS", 0.001)
-    monkeypatch.setattr(sampler_module, "REPORT_SECONDS", (0.001, 0.01))
+    monkeypatch.setattr(consumer_module, "REPORT_SECONDS", (0.001, 0.01))
 
 
 def alive(prefix: str = "quiver-") -> list[str]:

@@ -37,7 +37,7 @@ def answer(value):
 
 @pytest.fixture
 def ranks(files: Files, tmp_path: Path) -> Iterator[Ranks]:
-    """Run a script in so many ranks; return what each answers."""
+    """Run a script in several ranks; return the answer of each."""
     started: list[Script] = []
 
     def run(text: str, count: int = 2) -> list[Any]:

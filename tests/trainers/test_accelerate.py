@@ -12,7 +12,7 @@ from accelerate import Accelerator
 
 
 def test_a_prepared_loader_gives_each_sample_once_to_one_of_two_ranks(ranks: Ranks) -> None:
-    """It was dealt twice: 91 of 150 samples an epoch."""
+    """It used to be dealt twice: 91 of 150 samples per epoch."""
     text = """
 loader = DataLoader(dataset, 16, shuffle=True)  # before there is a process group, as in most examples
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
@@ -92,9 +92,9 @@ torch.distributed.destroy_process_group()
 """
     answers = ranks(BEGIN + text)
     for said, *_ in answers:
-        assert all("deal them to the ranks once more" in each for each in said[:3])
+        assert all("deal them to the ranks again" in each for each in said[:3])
         assert all("loader.load_state_dict(state)" in each for each in said[3:6])
-        assert "deal them to the ranks once more" in said[6], "by rank 0 reading its own share for all: 502 of 1,003"
+        assert "deal them to the ranks again" in said[6], "by rank 0 reading its own share for all: 502 of 1,003"
         assert "Wrap the sampler in a DistributedSampler" in said[7], "each sample was read by both"
     for which in (1, 2, 3):
         assert sorted(answers[0][which] + answers[1][which]) == list(range(SAMPLES))

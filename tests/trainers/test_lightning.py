@@ -1,4 +1,4 @@
-"""Lightning over our loader: ranks that it names late, its checkpoints, and samplers that it would put in."""
+"""Lightning over our loader: ranks that it assigns late, its checkpoints, and samplers that it would inject."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ torch.distributed.destroy_process_group()
 
 
 def test_two_devices_share_an_epoch_of_a_loader_made_before_fit(ranks: Ranks) -> None:
-    """Each sample was seen by both."""
+    """Each sample used to be read by both."""
     text = """
 loader, module = DataLoader(dataset, 16, shuffle=True), Module()
 assert len(loader) == 10  # nobody has said yet that there are two
@@ -49,7 +49,7 @@ answer([epoch(module, 0), epoch(module, 1), epoch(second, 0), len(loader)])
     assert [each[3] for each in answers] == [5, 5]
 
 
-def test_a_checkpoint_at_the_end_of_an_epoch_goes_on_and_one_in_the_middle_is_refused(ranks: Ranks) -> None:
+def test_a_checkpoint_of_the_end_of_an_epoch_resumes_and_one_of_the_middle_is_refused(ranks: Ranks) -> None:
     text = """
 from pathlib import Path
 middle, ends = Path(folder, "middle.ckpt"), Path(folder, "ends.ckpt")
@@ -83,8 +83,8 @@ os._exit(0)
     assert "merge_states of what torch.distributed.all_gather_object gathers" in answers[1][2]
 
 
-def test_a_checkpoint_in_the_middle_is_gone_on_with_by_batches_of_any_size(ranks: Ranks) -> None:
-    """The end of the epoch was lost: it was taken to be as long as one that is read from its beginning."""
+def test_a_checkpoint_of_the_middle_resumes_with_batches_of_any_size(ranks: Ranks) -> None:
+    """The end of the epoch used to be lost: it was as long as one that is read from its beginning."""
     text = """
 os.environ["WORLD_SIZE"] = "1"
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ranks that would deal an epoch in different ways: torch.distributed's store tells, and no rank waits for another."""
+"""Ranks that would deal an epoch differently: detected through torch.distributed's store; no rank waits for another."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def exact(answers: list[Any]) -> None:
         assert sorted(first + second) == list(range(SAMPLES))
 
 
-def test_a_rank_that_looked_at_a_batch_alone_is_found_out_at_the_end_of_the_epoch(ranks: Ranks) -> None:
-    """From then on each read another epoch: 765 of 1,003 samples, and no word."""
+def test_a_rank_that_looked_at_a_batch_alone_is_detected_at_the_end_of_the_epoch(ranks: Ranks) -> None:
+    """From then on each used to read another epoch: 765 of 1,003 samples, without an error."""
     text = """
 stock = torch.utils.data.DataLoader
 def peeked_by_set_epoch():
@@ -92,7 +92,7 @@ said = [
     assert len({row for answer in answers for row in answer[6][0]}) == SAMPLES - 32
 
 
-def test_what_one_rank_or_all_of_them_do_by_right_is_no_alarm(ranks: Ranks) -> None:
+def test_correct_uses_by_one_rank_or_by_all_raise_no_alarm(ranks: Ranks) -> None:
     text = """
 said = []
 train = DataLoader(dataset, 16, shuffle=True)

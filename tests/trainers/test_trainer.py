@@ -54,7 +54,7 @@ answer([fixed, own, said])
 
 
 def test_a_trainer_that_resumes_reads_each_sample_once_or_is_refused(ranks: Ranks) -> None:
-    """It read 234 of 1,000 samples twice and 234 never."""
+    """It used to read 234 of 1,000 samples twice and 234 never."""
     ((fixed, own, said),) = ranks(TEXT, 1)
     for first, rest in (fixed, own):
         assert sorted(first[:SAMPLES]) == sorted(first[SAMPLES:] + rest) == list(range(SAMPLES))

@@ -1,1 +1,15 @@
-"""The loader: what a training loop takes next, and how it is there in time."""
+"""The loader: which samples a training loop reads next, and how they are in memory in time.
+
+``dataloader`` is torch's DataLoader over all of it. It fetches batches ahead by ``threads`` of this process or by
+torch's ``workers``. The order is decided by ``sampler``; behind it are
+
+- ``passes``: which epoch comes next and what of it is consumed; ``epoch``: one pass over one epoch's share;
+  ``state``: the checkpoint, and how ranks merge theirs
+- ``consumer``: what is reported to the cache, and what is resident; ``draw_wait``: how long a draw waits for that;
+  ``loop_rate``: how fast the loop reads, and when it pauses
+- ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;
+  ``user_sampler``: an order of the user's; ``trainers``: what Accelerate, Lightning and others read and wrap
+- ``recording``: what ``ledger=`` and ``replay=`` do; ``ledger``: the writer and the reader of the file;
+  ``ledger_format``: its frames; ``batch_encoding``: a batch as bytes
+- ``arguments``: checks of arguments; ``labels``: a warning where batches are not mixed
+"""

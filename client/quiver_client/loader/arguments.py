@@ -1,4 +1,4 @@
-"""The loader's arguments, checked: wrong ones are a ``ValueError`` that names the argument."""
+"""Checks of the loader's arguments: a wrong one raises a ``ValueError`` that names it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch.distributed
 
-RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE")  # as torchrun sets them
+RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE")  # set by torchrun
 
 
 def whole(name: str, value: Any, least: int) -> int:
@@ -24,13 +24,13 @@ def lookahead_of(value: Any) -> int | None:
     return None if value == "auto" else whole("lookahead", value, 1)
 
 
-def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return rank and world size: as given, else torch.distributed's, else torchrun's variables, else one of one."""
     if (rank is None) != (world_size is None):
         missing = "rank" if rank is None else "world_size"
         raise ValueError(f"{missing}: give rank and world_size both, or neither")
     if rank is None or world_size is None:
-        rank, world_size = _surroundings()
+        rank, world_size = _of_process()
     world_size = whole("world_size", world_size, 1)
     rank = whole("rank", rank, 0)
     if rank >= world_size:
@@ -39,9 +39,9 @@ def place_of(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def job_of(job: str | None) -> str:
-    """Return the job's name: as given, else one that nobody else has.
+    """Return the job's name: as given, else a unique one.
 
-    What launchers call a job is not one: torchrun says "none" of each, and Slurm the same of all steps.
+    The job ids of launchers are not unique: torchrun's is "none" unless set, and Slurm's is that of all steps.
     """
     if job is None:
         return secrets.token_hex(16)
@@ -50,13 +50,13 @@ def job_of(job: str | None) -> str:
     return job
 
 
-def _surroundings() -> tuple[int, int]:
+def _of_process() -> tuple[int, int]:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank(), torch.distributed.get_world_size()
     texts = [os.environ.get(name, "") for name in RANK_VARIABLES]
     for name, text in zip(RANK_VARIABLES, texts, strict=True):
         if text and not text.isdecimal():
-            raise ValueError(f"{name}={text!r}: it is set and is no number; set it as torchrun does, or unset it")
+            raise ValueError(f"{name}={text!r}: it is set but is not a number; set it as torchrun does, or unset it")
     if all(text.isdecimal() for text in texts):
         return int(texts[0]), int(texts[1])
     return 0, 1

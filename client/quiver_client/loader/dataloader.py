@@ -1,4 +1,4 @@
-"""``DataLoader``: torch's, with the order, the prefetching and the state of a run that reads through a cache."""
+"""``DataLoader``: torch's, with an order, prefetching and a state made for reading through a cache."""
 
 from __future__ import annotations
 
@@ -36,27 +36,26 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Without a ``transform`` and a ``collate_fn`` a batch is a dictionary of columns, as torch's collation makes it of
     the samples: tensors of numbers, lists of bytes; and fields of arrays of one shape (lists in Parquet, ``.npy``
-    files) are stacked into one tensor ``(batch, *shape)``, without a step a sample.
+    files) are stacked into one tensor ``(batch, *shape)``, without a Python step per sample.
 
-    All arguments of torch's are taken. With ``num_workers=0`` threads of this process fetch, transform and collate
+    All arguments of torch's are accepted. With ``num_workers=0`` threads of this process fetch, transform and collate
     ``prefetch_factor`` batches ahead (2 if not given); a random ``transform`` then shares the global generators with
     the training loop. Each pass is one epoch and the next pass the next one, whether or not ``set_epoch`` is called.
 
-    ``substitute``: take samples first that are resident, and the others later in the same epoch, each exactly once;
-    ``False``: the order is the seeded permutation, bit for bit, as it is without ``shuffle`` or with a ``sampler``.
+    ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
+    the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.
     ``lookahead``: from how many pending samples a batch may choose; ``"auto"``: from the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
-    or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does it. ``job``: a name that is the
-    same in all ranks: a job that starts again under its name takes the place of what it was, whose lease ran on
-    otherwise.
-    ``ledger``: a file to record the order in; ``replay``: such a file, whose order is taken again whatever the cache
-    holds. With several ranks each has its own, with ``.<rank>`` added to the name.
+    or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does. ``job``: a name that is the
+    same in all ranks: a job that restarts under its name replaces its former self, whose lease has to expire otherwise.
+    ``ledger``: a file to record the order in; ``replay``: such a file, whose order is read again whatever the cache
+    holds. With several ranks each has its own file, with ``.<rank>`` appended to the name.
 
-    Raises ``ValueError`` naming the argument for what cannot be, and what ``Dataset`` raises while reading.
+    Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
 
-    end_of_dataloader = False  # read by Accelerate: the batch that was handed out is the pass's last
+    end_of_dataloader = False  # read by Accelerate: the batch handed out was the last one of its pass
     _warned_of_repeats = False
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
@@ -88,16 +87,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         if batch_sampler is not None:
             raise ValueError(
-                "batch_sampler: this loader decides itself what makes a batch; give batch_size. Where a trainer puts in"
-                " a batch sampler of its own (Lightning's predict does), give it torch's DataLoader over the dataset"
+                "batch_sampler: this loader composes its batches itself; give batch_size. Where a trainer inserts a"
+                " batch sampler of its own (Lightning's predict does), give it torch's DataLoader over the dataset"
             )
         if batch_size is None:
             raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
         if sampler is not None and shuffle:
-            raise ValueError("sampler: it is an order of its own; give either it or shuffle")
+            raise ValueError("sampler: it determines the order; give either sampler or shuffle")
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and not stock.get("in_order", True):
-                raise ValueError(f"{name}: it is about the order that is taken, which in_order=False leaves to chance")
+                raise ValueError(f"{name}: it is about the order of batches, which in_order=False leaves to chance")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
         order = BatchSampler(
@@ -123,7 +122,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
-            order.deal.batch_size,  # an integer of torch's or numpy's is one too
+            order.deal.batch_size,  # an integer of torch's or numpy's is accepted, too
             sampler=cast(Any, Share(order) if sampler is None else sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
@@ -138,12 +137,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self._collate = collated if by_columns else self.collate_fn
         self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
-        # Not held: its threads know this loader, so that one that was dropped in the middle would never end.
+        # A weak reference: its threads refer to this loader, so a pass that was dropped midway would never end.
         self._passing: weakref.ref[_Pass] | None = None
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by Accelerate, which then leaves the loader alone: each rank has its share already.
+        """Read by Accelerate, which then leaves the loader unchanged: each rank has its share already.
 
         Raises ``ValueError`` naming ``sampler`` if each rank would read all of it.
         """
@@ -152,20 +151,20 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
-        """Take what Accelerate marks its own by. It changes nothing."""
+        """Accept the mark that Accelerate sets on its own loaders. It changes nothing."""
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last batch Accelerate's ``gather_for_metrics`` is to keep; 0 for all of them."""
+        """How many samples of the last batch Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
         if not self._warned_of_repeats:
             self._warned_of_repeats = True
             warn_of_repeats(self.order.deal)
         return 0
 
     def __len__(self) -> int:
-        """Return the batches of a whole epoch, which are as many in every rank.
+        """Return the number of batches of a whole epoch, the same in every rank.
 
-        While a loaded state is gone on with, more if those handed out before and those that are left are more.
+        In an epoch that is resumed it is more if the batches handed out before and those left are more.
         """
         return len(self.order)
 
@@ -188,24 +187,24 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return passing
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch's; a state loaded in the middle of it is gone on with."""
+        """Make the next pass this epoch's, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
     def state_dict(self) -> State:
-        """Return what was handed out so far: a plain dictionary of under 0.2 bytes a sample. See ``merge_states``."""
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``."""
         return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Make the next pass go on where ``state`` was taken, with any number of workers.
+        """Make the next pass resume where ``state`` was taken, with any number of workers.
 
-        The state of one rank of several goes to the same rank of as many (from an epoch's end, to any rank);
+        The state of one of several ranks is for the same rank of the same number (one of an epoch's end, for any rank);
         ``merge_states`` makes one for any number. Where a ``sampler`` gives the order each rank loads its own.
         Raises ``ValueError`` with the reason if it is of another dataset, seed or version.
         """
         self.order.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop prefetching and take one's needs back. The loader can be iterated again, and its state is as it was."""
+        """Stop prefetching and withdraw the reported needs. The loader can be iterated again, and its state stays."""
         self._end_pass()
         self.order.close()
 
@@ -217,7 +216,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
         reading = copy.copy(self)
-        reading.__dict__.update(dataset=self._source, collate_fn=self._collate)  # torch forbids to set them
+        reading.__dict__.update(dataset=self._source, collate_fn=self._collate)  # torch forbids setting them
         return WorkerBatches(reading)
 
     def _fetch(self, drawn: Drawn) -> Any:
@@ -228,7 +227,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
 
 class _Pass:
-    """The iterator that the training loop holds: counts a batch as consumed when it hands it out."""
+    """The iterator of the training loop: counts a batch as consumed when it hands it out."""
 
     def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
         self._order, self._epoch, self._sync = order, epoch, sync
@@ -266,7 +265,7 @@ class _Pass:
 
     @property
     def reading(self) -> bool:
-        """Whether it has not come to its end."""
+        """Whether it has not reached its end."""
         return self._batches is not None
 
     def close(self) -> None:
@@ -279,7 +278,7 @@ class _Pass:
 
 
 def _drop(order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
-    """End a pass that nobody holds, in whatever thread the collector runs: ``close`` might wait for that one."""
+    """End a pass that was collected, in whatever thread the collector runs: ``close`` could wait for that thread."""
     sync.end()
     order.abandon(epoch)
     batches.close(wait=False)

@@ -1,7 +1,7 @@
 """One pass over an epoch, or over what a resumed run left of it: batches drawn ahead, and consumed when handed out.
 
-Plain state and no threads: the sampler holds its lock while it calls. What is drawn and not consumed is still pending
-as far as a saved state goes, and what is consumed is consumed for good.
+Values only: no thread and no lock; ``BatchSampler`` holds its lock while it calls. In a saved state a batch that was
+drawn and not consumed is still pending; one that is consumed never becomes pending again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quiver.substitution import (
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """What an epoch's shares follow from, the same in every rank."""
+    """What the ranks' shares of an epoch follow from. All but ``rank`` is the same in every rank."""
 
     samples: int
     seed: int
@@ -39,32 +39,32 @@ class Deal:
     drop_last: bool
 
     def order(self, epoch: int, done: Mask) -> Ints:
-        """Return what is to be dealt of an epoch: the permutation without what was ``done`` before ``(samples,)``."""
+        """Return the samples of an epoch to deal: its permutation without those ``done`` before ``(samples,)``."""
         order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
         return order[~done[order]] if done.any() else order
 
     def share(self, order: Ints) -> tuple[Ints, Ints]:
-        """Return this rank's share of ``order``, and what no rank gets."""
+        """Return this rank's share of ``order``, and the samples that no rank gets."""
         return dealt(order, self.rank, self.world_size, self.batch_size, drop_last=self.drop_last)
 
     @property
     def share_samples(self) -> int:
-        """Samples of a rank's share of a whole epoch, which are as many for every rank."""
+        """Samples of a rank's share of a whole epoch: the same number for every rank."""
         if self.drop_last:
             return self.batches * self.batch_size
         return ceil(self.samples / self.world_size)
 
     @property
     def batches(self) -> int:
-        """Batches of a whole epoch, which are as many for every rank."""
+        """Batches of a whole epoch: the same number for every rank."""
         if self.drop_last:
             return self.samples // self.world_size // self.batch_size
         return ceil(ceil(self.samples / self.world_size) / self.batch_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Layout:
-    """Where samples lie: the shard of each ``(samples,)``; by shard ``(shards,)`` how many, and their mean bytes."""
+class ShardLayout:
+    """Which shard each sample lies in ``(samples,)``; by shard ``(shards,)`` how many samples, and their mean bytes."""
 
     shard_of: Ints
     counts: Ints
@@ -73,7 +73,7 @@ class Layout:
     drained_at_once: int = DRAINED_AT_ONCE
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Layout:
+    def of(cls, manifest: Manifest) -> ShardLayout:
         tables = manifest.tables
         shard_of = np.searchsorted(tables.firsts.astype(np.int64), tables.blob_of, "right") - 1
         counts = np.bincount(shard_of, minlength=manifest.shard_count)
@@ -84,12 +84,12 @@ class Layout:
         return cls(shard_of, counts, sample_bytes, float(sizes.mean()), drained)
 
     def bytes(self, rows: Ints) -> float:
-        """Return the bytes of these samples, about."""
+        """Return about how many bytes these samples have."""
         return float(self.sample_bytes[self.shard_of[rows]].sum())
 
 
 class Drawn(NamedTuple):
-    """A batch on its way: its number in this pass, its samples, and how many came earlier than their turn."""
+    """A drawn batch: its number in this pass, its samples, and how many of those came before their turn."""
 
     number: int
     rows: Ints
@@ -97,37 +97,37 @@ class Drawn(NamedTuple):
 
 
 class Epoch:
-    """What is pending, under way and consumed of one rank's share of one epoch."""
+    """What is pending, drawn and consumed of one rank's share of one epoch."""
 
     def __init__(
         self,
         epoch: int,
         share: Ints,
-        layout: Layout,
+        layout: ShardLayout,
         *,
         own: Mask | None = None,
         batches: int = 0,
         replayed: Ints | None = None,
     ) -> None:
-        """``own`` ``(share,)``: what this rank consumed of it; ``batches``: in how many.
+        """``own`` ``(share,)``: what this rank consumed of it before, in ``batches`` batches.
 
-        ``replayed``: samples in the order in which they are to be taken, instead of the share's own.
+        ``replayed``: samples in the order in which to draw them, in place of the share's own order.
         """
         self.number = epoch
         self.share = share
         self.consumed = np.zeros(len(share), bool) if own is None else own.copy()
         self.batches = batches
-        self.skipped = False  # a batch was passed over: it raised, or came out of order
+        self.has_skipped = False  # a later batch was consumed first: this one raised, or came out of order
         self._entries = np.flatnonzero(~self.consumed)
         if replayed is not None:
             known = _entries_of(share, self._entries, replayed)
-            rest = self._entries[~np.isin(self._entries, known)]  # what the ledger is short of comes last
+            rest = self._entries[~np.isin(self._entries, known)]  # what the ledger does not have comes last
             self._entries = np.concatenate([known, rest])
         self._rows = share[self._entries]
         self._shard_count = len(layout.counts)
         self.order = Order(layout.shard_of[self._rows], self._shard_count, layout.drained_at_once)
         self.drawn = 0
-        self._under_way: dict[int, Ints] = {}
+        self._in_flight: dict[int, Ints] = {}
         self._unread = np.zeros(self._shard_count, np.int64)  # drawn, and not in memory yet
         self._fetching: dict[int, Ints] = {}
 
@@ -138,11 +138,11 @@ class Epoch:
 
     @property
     def finished(self) -> bool:
-        return not self.pending and not self._under_way
+        return not self.pending and not self._in_flight
 
     @property
     def left(self) -> Ints:
-        """Entries by shard whose bytes are still to be read ``(shards,)``."""
+        """Entries by shard whose bytes have yet to be read ``(shards,)``."""
         return self.order.left + self._unread
 
     def soon(self, samples: int) -> list[int]:
@@ -153,13 +153,13 @@ class Epoch:
         return soon
 
     def choose(self, count: int, view: View | None, lookahead: int | None) -> Ints | None:
-        """Return the entries of the next batch, or ``None`` if it has to be waited for. ``view`` ``None``: plain."""
+        """Return the entries of the next batch, ``None`` if it has to wait. Without a ``view``: the permutation's."""
         if view is None:
             return self.order.plain(min(count, self.pending))
         return self.order.substituted(count, view, lookahead)
 
     def completed(self, count: int, view: View, lookahead: int | None) -> Ints:
-        """Return the entries of a batch for which no more is waited, and which no ``lookahead`` is left for either."""
+        """Return the entries of a batch that waits no longer, none from beyond the ``lookahead``."""
         if lookahead is None:
             return self.order.completed(count, view)
         count = min(count, self.pending)
@@ -168,45 +168,45 @@ class Epoch:
         return np.sort(window[np.argsort(absent, kind="stable")[:count]])
 
     def draw(self, entries: Ints) -> Drawn:
-        """Take a batch out of what is pending."""
+        """Draw a batch: its entries are no longer pending."""
         plain = self.order.plain(len(entries))
         early = int(np.count_nonzero(entries > plain[-1]))  # all that is pending up to there is in ``plain``
         shards = self.order.shards[entries]
         self.order.take(entries)
         number, self.drawn = self.drawn, self.drawn + 1
-        self._under_way[number] = entries
+        self._in_flight[number] = entries
         self._fetching[number] = shards
         self._unread += np.bincount(shards, minlength=self._shard_count)
         return Drawn(number, self._rows[entries], early)
 
     def rows(self, number: int) -> Ints:
-        """Return the samples of a batch that is on its way."""
-        return self._rows[self._under_way[number]]
+        """Return the samples of a batch that was drawn and not consumed."""
+        return self._rows[self._in_flight[number]]
 
     def fetched(self, number: int) -> None:
-        """A batch's bytes are in memory: its shards are not needed for it any more."""
+        """The bytes of a batch are in memory: it does not need its shards any more."""
         shards = self._fetching.pop(number, None)
         if shards is not None:
             self._unread -= np.bincount(shards, minlength=self._shard_count)
 
     def consume(self, number: int) -> Ints:
-        """A batch was handed out; return its samples."""
+        """Mark a batch as consumed; return its samples."""
         self.fetched(number)
-        self.skipped |= any(earlier < number for earlier in self._under_way)
-        entries = self._under_way.pop(number)
+        self.has_skipped |= any(earlier < number for earlier in self._in_flight)
+        entries = self._in_flight.pop(number)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
         return self._rows[entries]
 
 
 def _entries_of(share: Ints, pending: Ints, rows: Ints) -> Ints:
-    """Return the pending entries of a share in the order of these samples; those that are not pending are left out.
+    """Return the pending entries of a share in the order of ``rows``, without samples that are not pending.
 
-    A sample that the share has twice, to fill it up, stands for its entries one after the other.
+    Where the share has a sample twice, as padding, its first occurrence in ``rows`` is the first of its entries.
     """
     by_row = pending[np.argsort(share[pending], kind="stable")]
     sorted_rows = share[by_row]
-    nth = np.zeros(len(rows), np.int64)  # how many times the sample came before
+    nth = np.zeros(len(rows), np.int64)  # of this sample in ``rows``
     order = np.argsort(rows, kind="stable")
     starts = np.flatnonzero(np.r_[True, rows[order][1:] != rows[order][:-1]]) if len(rows) else np.zeros(0, np.int64)
     lengths = np.diff(np.append(starts, len(rows)))

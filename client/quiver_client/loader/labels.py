@@ -1,9 +1,9 @@
-"""Whether batches still look like a uniform shuffle's, by their labels; a warning if they do not.
+"""Whether the labels of batches still look like those of a uniform shuffle; a warning if they do not.
 
 Pearson's chi-squared of a batch's label counts against those of the whole dataset has, for uniform batches, a mean of
-(classes − 1), and a variance of twice that and a term that rare classes make large: for a class of one sample in ten
-thousand, forty times as large. The mean over many batches is held against it. Drawing without replacement makes both a
-little smaller, which is left out. ``docs/substitution.md`` has the distributions, and how often this errs.
+(classes − 1), and a variance of twice that plus a term that grows with rare classes: for a class of one sample in ten
+thousand it is forty times as large. The mean over many batches is compared with these. Drawing without replacement
+makes both a little smaller, which is neglected. ``docs/substitution.md`` has the distributions and the error rates.
 """
 
 from __future__ import annotations
@@ -18,30 +18,17 @@ from quiver_client.dataset import Dataset
 
 log = logging.getLogger("quiver_client")
 
-BATCHES: Final = 50  # that make a verdict
+BATCHES: Final = 50  # that are judged together
 SIGMAS: Final = 8.0
-DEPARTURE: Final = 1.5  # of the mean chi-squared from the uniform one that matters in practice
+DEPARTURE: Final = 1.5  # ratio of the mean chi-squared to the uniform one that matters in practice
 CLASSES_MAX: Final = 65_536
 
 
 class LabelWatch:
-    """Hears of every batch, and warns once a run."""
+    """Sees every batch, and warns once per run."""
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._begin(_labels_of(dataset))
-
-    @classmethod
-    def of_labels(cls, labels: Ints) -> LabelWatch:
-        """Watch samples of these labels ``(samples,)``, without a dataset."""
-        watch = cls.__new__(cls)
-        watch._begin(labels)
-        return watch
-
-    @property
-    def warned(self) -> bool:
-        return self._warned
-
-    def _begin(self, labels: Ints) -> None:
+    def __init__(self, labels: Ints) -> None:
+        """``labels`` ``(samples,)``: the label of each sample of the dataset; empty: never warn."""
         _, numbered, counts = np.unique(labels, return_inverse=True, return_counts=True)
         if len(counts) > CLASSES_MAX:
             numbered, counts = numbered[:0], counts[:0]
@@ -49,17 +36,21 @@ class LabelWatch:
         self._shares = counts / max(len(numbered), 1)
         classes = len(counts)
         self._rareness = float((1 / self._shares).sum()) - classes**2 - 2 * classes + 2
-        self._warned = False
+        self.has_warned = False
         self._reset()
 
+    @classmethod
+    def of(cls, dataset: Dataset) -> LabelWatch:
+        return cls(_labels_of(dataset))
+
     def seen(self, rows: Ints) -> None:
-        """A batch of these samples was handed out ``(batch,)``."""
-        if len(self._shares) < 2 or self._warned:
+        """A batch of these samples ``(batch,)`` was handed out."""
+        if len(self._shares) < 2 or self.has_warned:
             return
         expected = self._shares * len(rows)
         counts = np.bincount(self._labels[rows], minlength=len(self._shares))
         self._sum += float(((counts - expected) ** 2 / expected).sum())
-        # Of Pearson's statistic of a multinomial sample (Haldane, Biometrika 1937).
+        # The variance of Pearson's statistic of a multinomial sample (Haldane, Biometrika 1937).
         self._variance += 2.0 * (len(self._shares) - 1.0) + self._rareness / len(rows)
         self._batches += 1
         if self._batches == BATCHES:
@@ -67,14 +58,14 @@ class LabelWatch:
             self._reset()
 
     def _judge(self, mean: float, spread: float) -> None:
-        """``mean`` of chi-squared over the last batches, and the standard deviation that chance gives it."""
+        """``mean`` of chi-squared over the last batches, and its standard deviation by chance."""
         uniform = len(self._shares) - 1.0
         if mean > max(DEPARTURE * uniform, uniform + SIGMAS * spread):
-            self._warned = True
+            self.has_warned = True
             log.warning(
-                "labels: the last %d batches are further from a uniform shuffle than chance allows (chi-squared"
+                "labels: the last %d batches are further from a uniform shuffle than chance explains (chi-squared"
                 " %.0f where %.0f is usual). Samples that are stored together are read together: index with"
-                " `--layout mixed`, give the cache more room, or use substitute=False (docs/substitution.md)",
+                " `--layout mixed`, give the cache more capacity, or use substitute=False (docs/substitution.md)",
                 BATCHES,
                 mean,
                 uniform,
@@ -85,7 +76,7 @@ class LabelWatch:
 
 
 def _labels_of(dataset: Dataset) -> Ints:
-    """Return a label by sample, or nothing if there is no integer label."""
+    """Return the label of each sample, or an empty array if there is no integer label."""
     manifest = dataset.manifest
     names = [field.name for field in manifest.header.scalars if field.classes or field.name in ("label", "cls")]
     nothing = np.zeros(0, np.int64)

@@ -1,15 +1,15 @@
-"""What a checkpoint says of a loader: a plain dictionary that any serialiser takes, and that ranks can join.
+"""The state of a loader in a checkpoint: a plain dictionary that any serialiser takes, and that ranks can merge.
 
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
-    done    a bit a sample: behind already when the shares were dealt; None for none
-    own     a bit an entry of this rank's share: consumed since, in ``batches`` batches; None for none
+    done    one bit per sample: consumed before the shares were dealt; None for none
+    own     one bit per entry of this rank's share: consumed since, in ``batches`` batches; None for none
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
-    sampler True where the order is a sampler's, and missing elsewhere; it is this rank's own then, and never joined
-    rest    what such an order has left, as numbers of 8 bytes; missing where the sampler gives each sample once
+    sampler True where a sampler gives the order, and missing elsewhere; such a state is one rank's and never merged
+    rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
 
-The states of several ranks are joined by ``merge_states``: what is consumed then is all ``done``, and what remains is
-dealt out anew. With one rank that needs nobody else. Bits are packed, the first the highest. No empty bytes are among
-it: ``torch.load`` refuses those in a file that ``torch.save`` made of them, unless it may run any code.
+``merge_states`` merges the states of several ranks: everything consumed becomes ``done``, and what remains is dealt
+again. A state of one rank alone can be merged by itself. Bits are packed, the first in the highest bit. No value is an
+empty ``bytes``: ``torch.load`` refuses that in a file of ``torch.save`` unless it may run any code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
 ONE_RANKS: Final = (
     "A trainer that keeps rank 0's state alone, as Lightning does, can resume several ranks from the end of an epoch"
     " and not from its middle: save checkpoints at the end, or save merge_states of what"
-    " torch.distributed.all_gather_object gathers of loader.state_dict(), and give that to load_state_dict"
+    " torch.distributed.all_gather_object gathers of loader.state_dict(), and pass that to load_state_dict"
 )
 
 
@@ -49,7 +49,7 @@ def pack(mask: Mask) -> bytes | None:
 
 
 def unpack(bits: bytes | None, count: int) -> Mask:
-    """Return ``count`` bits. Raises ``ValueError`` if these are not as many."""
+    """Return ``count`` bits. Raises ``ValueError`` if ``bits`` has another length."""
     if not bits:
         return np.zeros(count, bool)
     _check_bits(bits, count)
@@ -58,7 +58,7 @@ def unpack(bits: bytes | None, count: int) -> Mask:
 
 def _check_bits(bits: bytes | None, count: int) -> None:
     if bits and len(bits) != -(-count // 8):
-        raise ValueError(f"state: {len(bits)} bytes of bits where {count} samples have {-(-count // 8)}")
+        raise ValueError(f"state: {len(bits)} bytes of bits, but {count} samples have {-(-count // 8)}")
 
 
 def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, own: Mask) -> State:
@@ -81,35 +81,35 @@ def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, o
 
 
 def counting(state: State, before: int) -> State:
-    """Return the state with the batches that were handed out before its shares were dealt."""
+    """Return the state with the number of batches that were handed out before its shares were dealt."""
     return {**state, "before": before} if before else state
 
 
 def counted(state: Mapping[str, Any]) -> int:
-    """Return how many batches of the epoch were handed out, by however many ranks and of whatever size."""
+    """Return how many batches of the epoch were handed out to a rank, whatever their size."""
     before: int = state.get("before", 0)
     return before + int(state["batches"])
 
 
 def of_sampler(state: State, rest: Ints | None) -> State:
-    """Return the state of an order that is a sampler's, of which ``rest`` is left; ``None``: what is not done."""
+    """Return the state of a sampler's order, of which ``rest`` is left; ``None``: all samples that are not done."""
     return {**state, "sampler": True} | ({"rest": rest.astype(_REST).tobytes()} if rest is not None else {})
 
 
 def rest_of(state: Mapping[str, Any]) -> Ints | None:
-    """Return what is left of a sampler's order, if the state has it."""
+    """Return what is left of a sampler's order, ``None`` if the state does not list it."""
     return np.frombuffer(state["rest"], _REST).astype(np.int64) if "rest" in state else None
 
 
 def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
-    """Return the state, checked, if it is of this dataset and order, whatever its rank. Raises ``ValueError``."""
+    """Return the state, checked. Raises ``ValueError`` if it is of another dataset or seed; its rank may be any."""
     state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
         if state[name] != ours[name]:
             raise ValueError(
                 f"state: it is of {_what(name)} {_short(state[name])}, this loader of {_short(ours[name])};"
-                " nothing of it can be resumed here"
+                " it cannot be resumed here"
             )
     if state["own"]:
         unpack(state["own"], len(_share(state)))
@@ -117,20 +117,20 @@ def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
 
 
 def fitted(state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool = False) -> State:
-    """Return the state as the loader of this deal goes on from it. Raises ``ValueError`` saying what does not fit."""
+    """Return the state as a loader of this deal resumes from it. Raises ``ValueError`` that says what does not fit."""
     state = belonging(state, dataset, deal)
     ours = {name: getattr(deal, name) for name in _SAME_SHARE}
     if state.get("sampler"):
         return _fitted_sampler(state, ours, sampler=sampler)
     different = [name for name in _SAME_SHARE if state[name] != ours[name]] if state["own"] else []
     if different == ["rank"] and unpack(state["own"], len(_share(state))).all():
-        # An epoch's end is the same in all ranks, and the state of one is what most trainers keep.
-        return {**state, **ours}  # each rank's share has as many entries
+        # The end of an epoch is the same in all ranks, and most trainers keep the state of one rank only.
+        return {**state, **ours}  # every rank's share has the same length
     if different and state["world_size"] > 1:
         name = different[0]
         raise ValueError(
             f"state: it is one rank's, with {name}={state[name]}, and this loader has {name}={ours[name]};"
-            " join the states of all ranks with merge_states first. " + ONE_RANKS
+            " merge the states of all ranks with merge_states first. " + ONE_RANKS
         )
     if different or (sampler and state["own"]):
         state = merge_states([state])
@@ -139,29 +139,29 @@ def fitted(state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool 
 
 def _fitted_sampler(state: State, ours: Mapping[str, Any], *, sampler: bool) -> State:
     if not sampler and (state["world_size"] > 1 or "rest" in state):
-        raise ValueError("state: its order is a sampler's; give the loader the same sampler")
+        raise ValueError("state: a sampler gave its order; give the loader the same sampler")
     for name in ("world_size", "rank"):
         if state[name] != ours[name]:
             raise ValueError(
                 f"state: it is of a sampler's order in one rank, with {name}={state[name]}, and this loader has"
-                f" {name}={ours[name]}: each rank goes on with its own. Without a sampler the loader deals the shares"
-                " itself, and merge_states joins the states of all ranks"
+                f" {name}={ours[name]}: each rank resumes from its own. Without a sampler the loader deals the shares"
+                " itself, and merge_states merges the states of all ranks"
             )
     return {**state, **ours}
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
-    """Join the states of all ranks of one run into one that loads into any world size and any number of workers.
+    """Merge the states of all ranks of one run into one that loads into any world size and any number of workers.
 
     ``states``: one of each rank, in any order, taken at the same point of training. Raises ``ValueError`` if a rank is
-    missing or twice, or if they are not of one run.
+    missing or there twice, or if they are not of one run.
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
     states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
     if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
-        raise ValueError("states: their order is a sampler's, which gives each rank its own; load each in its rank")
+        raise ValueError("states: a sampler gave each rank its own order; load each state in its rank")
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
             if state[name] != states[0][name]:
@@ -171,7 +171,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
                 )
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(world_size)):
-        raise ValueError(f"states: ranks {ranks} given where one of each of {world_size} ranks is wanted")
+        raise ValueError(f"states: ranks {ranks} given; give one state of each of {world_size} ranks")
     epoch = max(state["epoch"] for state in states)
     done = np.zeros(states[0]["samples"], bool)
     at_start = [state for state in states if state["epoch"] == epoch]
@@ -206,7 +206,7 @@ def _share(state: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _consumed(state: Mapping[str, Any]) -> Mask:
-    """Return which samples a state says are behind: ``(samples,)``."""
+    """Return which samples are consumed, as a state has it: ``(samples,)``."""
     deal = _deal_of(state)
     done = unpack(state["done"], deal.samples)
     if state["own"]:
@@ -217,36 +217,38 @@ def _consumed(state: Mapping[str, Any]) -> Mask:
 
 
 def _checked(state: Mapping[str, Any]) -> State:
-    """Return the state with plain numbers: what stored it may have made numpy's of them."""
+    """Return the state with plain numbers: a serialiser may have turned them into numpy's."""
     if not isinstance(state, Mapping):
-        raise ValueError(f"state: a dictionary made by state_dict() is wanted, not {type(state).__name__}")
+        raise ValueError(f"state: give a dictionary made by state_dict(), not {type(state).__name__}")
     if "version" in state and state["version"] != VERSION:
-        raise ValueError(f"state: version {state['version']!r} where this Quiver reads version {VERSION}")
+        raise ValueError(
+            f"state: it is version {state['version']!r}, but this release of Quiver reads version {VERSION}"
+        )
     plain = dict(state)
     for name, kind in _FIELDS.items():
         value = state.get(name)
         if isinstance(value, np.integer | np.bool_):
             plain[name] = value = value.item()
         if type(value) is not kind:
-            raise ValueError(f"state: {name!r} is missing or no {kind.__name__}; was it made by state_dict()?")
+            raise ValueError(f"state: {name!r} is missing or not {kind.__name__}; was it made by state_dict()?")
     for name in _BITS:
         if name not in state or type(state[name]) not in (bytes, type(None)):
-            raise ValueError(f"state: {name!r} is missing or no bytes; was it made by state_dict()?")
+            raise ValueError(f"state: {name!r} is missing or not bytes; was it made by state_dict()?")
     if not (0 <= plain["rank"] < plain["world_size"] <= RANKS_MAX and plain["batch_size"] > 0 and plain["samples"] > 0):
-        raise ValueError("state: rank, world_size, batch_size or samples are not possible")
+        raise ValueError("state: rank, world_size, batch_size or samples out of range")
     before = plain.get("before", 0)
     if isinstance(before, np.integer):
         plain["before"] = before = before.item()
     if type(before) is not int or not (plain["epoch"] >= 0 and plain["batches"] >= 0 and before >= 0):
-        raise ValueError("state: epoch or batches are not possible")
+        raise ValueError("state: epoch or batches out of range")
     _check_bits(plain["done"], plain["samples"])
     if "rest" in plain:
         rest = plain["rest"]
         if type(rest) is not bytes or not rest or len(rest) % _REST.itemsize:
-            raise ValueError("state: 'rest' is no list of samples; was it made by state_dict()?")
+            raise ValueError("state: 'rest' is not a list of samples; was it made by state_dict()?")
         rows = np.frombuffer(rest, _REST)
         if not 0 <= int(rows.min()) <= int(rows.max()) < plain["samples"]:
-            raise ValueError(f"state: 'rest' has samples that a dataset of {plain['samples']} does not have")
+            raise ValueError(f"state: 'rest' has indices outside the dataset's {plain['samples']} samples")
     return plain
 
 

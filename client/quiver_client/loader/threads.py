@@ -1,8 +1,8 @@
 """Batches fetched ahead by threads of this process: ``num_workers=0`` that still overlaps with the training loop.
 
-One thread draws, a few fetch and collate, and the loop takes the results in the order in which they were drawn. At most
-``depth`` batches are ahead of the loop. The threads know the run and never the iterator, so that one that is dropped
-in the middle of an epoch ends them.
+One thread draws, a few fetch and collate, and the loop receives the results in the order in which they were drawn. At
+most ``depth`` batches are ahead of the loop. The threads refer to the prefetcher and never to the iterator, so that
+an iterator that is collected in the middle of an epoch ends them.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ class ThreadedBatches:
         self, sampler: BatchSampler, epoch: Epoch, fetch: Callable[[Drawn], Any], depth: int, timeout: float
     ) -> None:
         self._timeout = timeout or None
-        self._run = _Run(sampler, epoch, fetch, depth)
-        # Called by the collector in whatever thread it runs, which may be one of these: nothing is waited for.
-        weakref.finalize(self, self._run.stop).atexit = False
-        self._run.start()
+        self._prefetcher = _Prefetcher(sampler, epoch, fetch, depth)
+        # The collector calls this in whatever thread it runs, which may be one of these: so it must not wait.
+        weakref.finalize(self, self._prefetcher.stop).atexit = False
+        self._prefetcher.start()
 
     def __iter__(self) -> ThreadedBatches:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        drawn, future = self._run.queue.get()
+        drawn, future = self._prefetcher.queue.get()
         if future is None:
             self.close()
             raise StopIteration
         if isinstance(future, BaseException):
             self.close()
             raise future
-        self._run.slots.release()
+        self._prefetcher.slots.release()
         if self._timeout and not wait([future], self._timeout).done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         try:
             return drawn, future.result()
         finally:
-            del future  # which has the exception, which has this frame
+            del future  # its exception refers to this frame
 
     def close(self, *, wait: bool = True) -> None:
-        """Stop drawing and fetching, and ``wait`` for what is under way."""
-        self._run.stop()
+        """Stop drawing and fetching, and ``wait`` for the batches in flight."""
+        self._prefetcher.stop()
         if wait:
-            self._run.join()
+            self._prefetcher.join()
 
 
-class _Run:
+class _Prefetcher:
     def __init__(self, sampler: BatchSampler, epoch: Epoch, fetch: Callable[[Drawn], Any], depth: int) -> None:
         self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
@@ -76,7 +76,7 @@ class _Run:
         self._thread = process_exit.start(self._draw, "quiver-draw")
 
     def stop(self) -> None:
-        if self._pid != os.getpid():  # a child that was forked has none of the threads, and a copy of what they held
+        if self._pid != os.getpid():  # a forked child has none of the threads, and a copy of what they held
             return
         if not self._closed:
             self._closed = True
@@ -90,7 +90,7 @@ class _Run:
         self._pool.shutdown()
 
     def _forget(self) -> None:
-        """Let go of what nobody takes: a batch that failed has an exception, which has all of this."""
+        """Release batches that nobody receives: a failed one has an exception, which refers to all of this."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self.queue.get_nowait()

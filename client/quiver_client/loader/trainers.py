@@ -1,8 +1,8 @@
-"""What trainers read of a loader, and what they do to one that would be wrong without a word.
+"""What trainers read of a loader, and which of their wrappers would silently lose samples and are refused.
 
 Accelerate, Lightning and the Trainer of Hugging Face look at a loader's attributes to find out whether it gives each
-rank a share already. Ours does, and says so in the words of each: a ``sampler`` that is a ``DistributedSampler``, and
-Accelerate's own mark. What they would deal or skip once more by wrapping our batches is refused (docs/adr/0020).
+rank a share already. Ours does, and tells each in its own terms: a ``sampler`` that is a ``DistributedSampler``, and
+Accelerate's own mark. Wrappers that would deal or skip our batches a second time are refused (docs/adr/0020).
 """
 
 from __future__ import annotations
@@ -12,43 +12,50 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 from torch.utils.data import DistributedSampler
 
 from quiver_client.loader.epoch import Deal
 
-if TYPE_CHECKING:
-    from quiver_client.loader.sampler import BatchSampler
-
 log = logging.getLogger("quiver_client")
 
-WRAPPERS: Final = "accelerate.data_loader"  # the module of those that deal our batches to ranks, or skip some
-STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that stand between us and a wrapper
+WRAPPERS: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
+STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that call us on behalf of a wrapper
 SHARDED: Final = (
-    "these batches are one rank's share, and Accelerate would deal them to the ranks once more and lose samples. Give"
-    " Accelerator.prepare the quiver_client.DataLoader, which it leaves as it is; or let Accelerate alone deal, by"
+    "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
+    " Accelerator.prepare the quiver_client.DataLoader, which it leaves unchanged; or let Accelerate alone deal, by"
     " BatchSampler(..., rank=0, world_size=1, substitute=False)"
 )
 SKIPPED: Final = (
-    "a trainer resumes by skipping batches, and which batches come first depends here on what is resident: it would"
+    "a trainer resumes by skipping batches, but which batches come first here depends on what is resident: it would"
     " skip samples that were not read, and read others twice. Save loader.state_dict() with each checkpoint and call"
-    " loader.load_state_dict(state) before training goes on (with ignore_data_skip=True where the Trainer of Hugging"
+    " loader.load_state_dict(state) before training resumes (with ignore_data_skip=True where the Trainer of Hugging"
     " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped;"
-    " a sampler= that draws anew each time, as a list that it was drawn into once"
+    " instead of a sampler= that draws again in each pass, a list that was drawn once"
 )
 
 
+class SharedOrder(Protocol):
+    """What a share reads of the order that it is of."""
+
+    @property
+    def deal(self) -> Deal: ...
+    @property
+    def epoch(self) -> int: ...
+    def set_epoch(self, epoch: int) -> None: ...
+
+
 class Share(DistributedSampler[Any]):
-    """A rank's share of the epoch, as ``loader.sampler``: it says that samples are dealt to the ranks already.
+    """A rank's share of the epoch, as ``loader.sampler``: it tells that samples are dealt to the ranks already.
 
     Iterated by itself it gives the share in the order of the permutation, whatever is resident. ``set_epoch`` is the
-    loader's. Its attributes are those of torch's, looked up in the order whenever they are read.
+    loader's. It has the attributes of torch's class, and reads them from the loader's order each time.
     """
 
-    def __init__(self, order: BatchSampler) -> None:
-        self._order = order  # and no super().__init__(), which would settle what is open until the first pass
+    def __init__(self, order: SharedOrder) -> None:
+        self._order = order  # and no super().__init__(), which would fix the rank before the first pass
 
     def __getattr__(self, name: str) -> Any:
         if name in ("seed", "shuffle", "drop_last", "rank"):
@@ -76,9 +83,9 @@ class Share(DistributedSampler[Any]):
 
 
 def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: bool) -> None:
-    """Raise ``RuntimeError`` if who iterates batches, by its frame, would lose samples without a word.
+    """Raise ``RuntimeError`` if the caller, told by its frame, would silently lose samples of the batches it iterates.
 
-    ``fixed``: their order does not depend on what is resident; ``known``: it is the order of an epoch that was named.
+    ``fixed``: their order does not depend on what is resident; ``known``: another process would read the same order.
     """
     wrappers: dict[str, Any] = {}
     while asking is not None and str(module := asking.f_globals.get("__name__")).startswith((WRAPPERS, *STOCK)):
@@ -92,49 +99,49 @@ def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: 
         raise RuntimeError(SKIPPED)
     if "BatchSamplerShard" in wrappers and not (fixed and deal.world_size == 1):
         raise RuntimeError(SHARDED)
-    if dispatcher is not None and deal.world_size > 1:  # rank 0 reads for all: any order will do, if it is whole
+    if dispatcher is not None and deal.world_size > 1:  # rank 0 reads for all ranks: any order is right, if it is whole
         raise RuntimeError(SHARDED)
 
 
 class GradientSync:
-    """Tells Accelerate which batch is a pass's last, where it synchronises gradients that it accumulates.
+    """Tells Accelerate which batch is the last of a pass, where it synchronises accumulated gradients.
 
-    Accelerate asks the loader that it was told of last: ``end_of_dataloader``, and ``remainder`` after the last batch.
+    Accelerate reads them from the loader registered last: ``end_of_dataloader`` and, at the end, ``remainder``.
     """
 
     def __init__(self, loader: Any) -> None:
-        self._refer = weakref.ref(loader)  # a pass ends by being collected, and its loader may hold it
+        self._refer = weakref.ref(loader)  # a pass may end by being collected, and its loader may refer to it
         self._state: Any = None
 
     def begin(self) -> None:
-        self._say(False)
-        module = sys.modules.get("accelerate.state")  # who does not use it has not imported it
+        self._tell(False)
+        module = sys.modules.get("accelerate.state")  # a program that does not use it has not imported it
         if module is not None:
             self._state = module.GradientState()
             self._state._add_dataloader(self._refer())
 
     def last(self) -> None:
-        """The batch that is handed out now is the last."""
-        self._say(True)
+        """The batch that is handed out now is the last one."""
+        self._tell(True)
 
     def end(self) -> None:
         state, self._state = self._state, None
         if state is not None:
             state._remove_dataloader(self._refer())
 
-    def _say(self, is_last: bool) -> None:
+    def _tell(self, is_last: bool) -> None:
         loader = self._refer()
         if loader is not None:
             loader.end_of_dataloader = is_last
 
 
 def warn_of_repeats(deal: Deal) -> None:
-    """Say that metrics gathered from all ranks count some samples twice: which ones cannot be told by their place."""
+    """Warn that metrics gathered from all ranks count some samples twice, whose positions are unknown."""
     repeated = 0 if deal.drop_last else -deal.samples % deal.world_size
     if repeated:
         log.warning(
-            "gather_for_metrics: %d of %d samples are in it twice, so that every rank has as many; give the loader"
-            " drop_last=True, or tell samples apart by __key__",
+            "gather_for_metrics: %d of %d samples are in it twice, so that every rank has the same number; give the"
+            " loader drop_last=True, or tell samples apart by __key__",
             repeated,
             deal.samples,
         )

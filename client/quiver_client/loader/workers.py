@@ -1,24 +1,22 @@
-"""Batches from torch's own worker processes, drawn no sooner than they can be read.
+"""Batches from torch's own worker processes, none drawn before it can be read.
 
-torch draws the next batch before it hands out one that is ready, so a batch that has to be waited for would hold that
-one back. Here such a draw is put off while anything else is on its way to the loop.
+torch draws the next batch before it hands out one that is ready, so a draw that waits for the cache would hold that
+batch back. Here such a draw is postponed while other batches are in flight.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from quiver_client.loader.epoch import Epoch
-
-if TYPE_CHECKING:
-    from quiver_client.loader.dataloader import DataLoader
+from quiver_client.loader.sampler import BatchSampler
 
 
 class NumberedBatches:
-    """Iterator over ``(number, batch)`` of one pass. One that raised goes on with the next batch, as torch's does."""
+    """Iterator over ``(number, batch)`` of one pass. After a batch that raised comes the next one, as with torch's."""
 
     def __init__(self, workers: WorkerBatches) -> None:
         self._workers: WorkerBatches | None = workers
@@ -33,21 +31,21 @@ class NumberedBatches:
         return self._workers.taken, batch
 
     def close(self, *, wait: bool = True) -> None:
-        """Let go of torch's iterator, which ends its processes unless they are to persist."""
+        """Release torch's iterator, which ends its processes unless they persist."""
         self._workers = None
 
 
 class WorkerBatches(_MultiProcessingDataLoaderIter):
     """torch's iterator over worker processes. After ``next``, ``taken`` is the number of the batch that it returned."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self._order = loader.order
+    def __init__(self, loader: Any) -> None:
+        self._order: BatchSampler = loader.order
         self.taken = -1
         super().__init__(loader)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._epoch: Epoch = loader.epoch
-        self._put_off = 0
+        self._postponed = 0
         super()._reset(loader, first_iter)
 
     def _next_index(self) -> list[int]:
@@ -57,15 +55,15 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         return drawn.rows.tolist()  # type: ignore[no-any-return]
 
     def _try_put_index(self) -> None:
-        if self._put_off or not self._order.ready(self._epoch):
-            self._put_off += 1
+        if self._postponed or not self._order.poll(self._epoch):
+            self._postponed += 1
         else:
             super()._try_put_index()
 
     def _next_data(self) -> Any:
-        # With nothing on its way there is nothing to hold back: then the draw is waited for.
-        while self._put_off and (not self._task_info or self._order.ready(self._epoch)):
-            self._put_off -= 1
+        # With nothing in flight there is nothing to hold back, so the draw may wait.
+        while self._postponed and (not self._task_info or self._order.poll(self._epoch)):
+            self._postponed -= 1
             super()._try_put_index()
         return super()._next_data()  # type: ignore[no-untyped-call]
 
@@ -75,14 +73,14 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         return got
 
     def _process_data(self, data: Any, *more: Any) -> Any:
-        # In order, what is handed out is the one before the next; out of order, it is the one that just came.
+        # In order, the batch handed out is the one before the next expected; out of order, the one just received.
         self.taken = self._rcvd_idx - 1 if getattr(self, "_in_order", True) else self._got
         if (
             isinstance(data, ExceptionWrapper)
             and data.exc_type is not None
             and issubclass(data.exc_type, StopIteration)
         ):
-            # The loop would take it for the end of the epoch. Its traceback, of another process, is in the message.
+            # The loop would take it for the end of the epoch. The traceback, of the worker, is in the message.
             rows, data.exc_type = self._epoch.rows(self.taken), RuntimeError
             data.exc_msg = f"{self._order.failure(StopIteration(), rows)}\n{data.exc_msg}"
         return super()._process_data(data, *more)  # type: ignore[no-untyped-call]

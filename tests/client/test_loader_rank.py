@@ -1,4 +1,4 @@
-"""Which share a loader reads: taken when its first pass begins, and compared with torch.distributed from then on."""
+"""Which share a loader reads: settled when its first pass begins, and compared with torch.distributed from then on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SequentialSample
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
-from quiver_client.loader.place import Place
+from quiver_client.loader.rank import SettledRank
 from tests.support.data import Files
 
 SAMPLES = 150
@@ -22,7 +22,7 @@ Group = Callable[[int, int], None]
 
 @pytest.fixture
 def keys(files: Files, tmp_path: Path, dataset: Callable[..., Dataset]) -> Dataset:
-    """The dataset with nothing but keys: reads no bytes."""
+    """The dataset with its keys only: no bytes are read."""
     return dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"])
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_changed_since_the_first_pass_is_refused(keys: Dataset, grou
     assert len(rows_of(keys, loader)) == SAMPLES
     group(0, 2)
     assert len(loader) == 3  # what was taken stays
-    with pytest.raises(ValueError, match=r"^rank: the first pass was rank 0's of 1, and .* rank 0 of 2"):
+    with pytest.raises(ValueError, match=r"^rank: the first pass read the share of rank 0 of 1, and .* rank 0 of 2"):
         iter(loader)
     loader.close()
 
@@ -117,12 +117,12 @@ def test_torchruns_variables_are_compared_with_the_process_group(
     loader = DataLoader(keys, 10)
     assert len(rows_of(keys, loader)) == SAMPLES // 2
     group(0, 2)
-    with pytest.raises(ValueError, match="the first pass was rank 1's of 2"):
+    with pytest.raises(ValueError, match="the first pass read the share of rank 1 of 2"):
         iter(loader)
     loader.close()
 
 
-def test_a_world_without_a_rank_is_no_world_of_one(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_world_size_without_a_rank_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")  # as Lightning's launcher does it before there is a process group
     loader = DataLoader(keys, 10)
     with pytest.raises(ValueError, match=r"^rank: WORLD_SIZE=2 is set and RANK is not"):
@@ -132,16 +132,16 @@ def test_a_world_without_a_rank_is_no_world_of_one(keys: Dataset, monkeypatch: p
     loader.close()
 
 
-def test_a_place_says_whether_it_is_open() -> None:
-    place = Place(None, None)
-    assert repr(place) == "Place(rank=0, world_size=1, open)"
+def test_the_repr_of_a_rank_shows_whether_it_is_settled() -> None:
+    place = SettledRank(None, None)
+    assert repr(place) == "SettledRank(rank=0, world_size=1, open)"
     assert not place.is_known
     place.settle()
     assert place.is_known
-    assert repr(place) == "Place(rank=0, world_size=1, settled)"
+    assert repr(place) == "SettledRank(rank=0, world_size=1, settled)"
 
 
-def test_a_state_loaded_before_there_is_a_process_group_is_that_of_the_rank_to_come(
+def test_a_state_loaded_before_the_process_group_exists_is_for_the_rank_that_it_will_have(
     keys: Dataset, group: Group
 ) -> None:
     orders = [BatchSampler(keys, 10, rank=rank, world_size=2, substitute=False) for rank in range(2)]
@@ -177,7 +177,7 @@ def test_an_epochs_end_is_the_same_in_all_ranks(keys: Dataset) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_order_that_repeats_samples_is_saved_and_gone_on_with(keys: Dataset, workers: int) -> None:
+def test_an_order_that_repeats_samples_is_saved_and_resumed(keys: Dataset, workers: int) -> None:
     def sampler(seed: int) -> WeightedRandomSampler:
         return WeightedRandomSampler([1.0] * SAMPLES, 60, generator=torch.Generator().manual_seed(seed))
 
@@ -199,8 +199,8 @@ def test_an_order_that_repeats_samples_is_saved_and_gone_on_with(keys: Dataset, 
     again.close()
 
 
-def test_a_part_of_a_dataset_is_gone_on_with_as_it_was_chosen(keys: Dataset) -> None:
-    """What was not chosen is not taken in place of what was left, though the sampler chooses anew."""
+def test_a_selected_part_of_a_dataset_is_resumed_as_it_was_selected(keys: Dataset) -> None:
+    """Samples that were left stay selected, although the sampler selects others the next time."""
     loader = DataLoader(keys, 10, sampler=RandomSampler(range(SAMPLES), num_samples=40))
     batches = iter(loader)
     next(batches)
@@ -226,7 +226,7 @@ def test_a_samplers_state_at_the_end_of_its_order_goes_on_with_the_next(keys: Da
     again.close()
 
 
-def test_torchs_distributed_sampler_is_gone_on_with_by_its_own_rank_alone(keys: Dataset) -> None:
+def test_torchs_distributed_sampler_is_resumed_by_its_own_rank_alone(keys: Dataset) -> None:
     def loader(rank: int) -> DataLoader:
         return DataLoader(keys, 10, sampler=DistributedSampler(keys, 2, rank, shuffle=False))
 
@@ -237,18 +237,18 @@ def test_torchs_distributed_sampler_is_gone_on_with_by_its_own_rank_alone(keys: 
     again.load_state_dict(state)
     assert rows_of(keys, again) == list(range(20, SAMPLES, 2))
     for other in (loader(1), DataLoader(keys, 10)):
-        with pytest.raises(ValueError, match=r"^state: .*sampler's"):
+        with pytest.raises(ValueError, match=r"^state: .*a sampler"):
             other.load_state_dict(state)
         other.close()
-    with pytest.raises(ValueError, match=r"^states: their order is a sampler's"):
+    with pytest.raises(ValueError, match=r"^states: a sampler gave each rank its own order"):
         merge_states([state, {**state, "rank": 1}])
-    with pytest.raises(ValueError, match=r"^sampler: it is of rank 1 of 2"):
+    with pytest.raises(ValueError, match=r"^sampler: it is that of rank 1 of 2"):
         DataLoader(keys, 10, sampler=DistributedSampler(keys, 2, 1), rank=0, world_size=2)
     first.close()
     again.close()
 
 
-def test_a_list_of_what_is_left_that_cannot_be_is_refused(keys: Dataset) -> None:
+def test_a_malformed_list_of_what_is_left_is_refused(keys: Dataset) -> None:
     loader = DataLoader(keys, 1, sampler=[5, 5, 7])
     next(iter(loader))
     state = loader.state_dict()
@@ -282,12 +282,12 @@ def test_gathered_metrics_that_count_samples_twice_are_reported_once(
         assert loader.remainder == 0
         loader.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has as many; give the loader"
-        " drop_last=True, or tell samples apart by __key__"
+        "gather_for_metrics: 2 of 150 samples are in it twice, so that every rank has the same number; give the"
+        " loader drop_last=True, or tell samples apart by __key__"
     ]
 
 
-def test_a_sampler_that_deals_nothing_is_not_passed_off_as_a_ranks_share(keys: Dataset, group: Group) -> None:
+def test_a_sampler_that_deals_nothing_does_not_pass_for_a_ranks_share(keys: Dataset, group: Group) -> None:
     """Accelerate took it for one, and each sample was read by both ranks."""
     whole = DataLoader(keys, 10, sampler=RandomSampler(keys))
     assert whole._is_accelerate_prepared  # there is one process
@@ -304,8 +304,8 @@ def test_a_sampler_that_deals_nothing_is_not_passed_off_as_a_ranks_share(keys: D
     whole.close()
 
 
-def test_an_epoch_that_was_set_on_a_given_sampler_is_kept_to(keys: Dataset) -> None:
-    """It was set back to the loader's own count."""
+def test_an_epoch_that_was_set_on_a_given_sampler_is_read(keys: Dataset) -> None:
+    """It used to be set back to the loader's own count."""
     sampler, torchs = (DistributedSampler(keys, 2, 1) for _ in range(2))
     loader = DataLoader(keys, 10, sampler=sampler)
 
@@ -334,9 +334,9 @@ def test_an_epoch_that_was_set_on_a_given_sampler_is_kept_to(keys: Dataset) -> N
     loader.close()
 
 
-def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Dataset) -> None:
+def test_a_sampler_that_gives_no_integers_or_is_exhausted_is_refused(keys: Dataset) -> None:
     for given in ([1.5, 2.0], ["1"], [None]):
-        with pytest.raises(ValueError, match=r"^sampler: it is to give integers"):
+        with pytest.raises(ValueError, match=r"^sampler: it must give integers"):
             iter(DataLoader(keys, 10, sampler=given))  # type: ignore[arg-type]
     assert rows_of(keys, DataLoader(keys, 10, sampler=[torch.tensor(3), 4])) == [3, 4]  # type: ignore[list-item]
     once = DataLoader(keys, 10, sampler=iter(range(SAMPLES)))
@@ -347,27 +347,27 @@ def test_a_sampler_of_what_are_no_numbers_or_that_is_used_up_is_refused(keys: Da
     assert rows_of(keys, DataLoader(keys, 10, sampler=[])) == []
 
 
-def test_a_rank_that_is_no_number_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_not_a_number_is_refused(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "x")
-    with pytest.raises(ValueError, match=r"^RANK='x': it is set and is no number"):
+    with pytest.raises(ValueError, match=r"^RANK='x': it is set but is not a number"):
         DataLoader(keys, 10)
 
 
-def test_only_an_order_that_is_the_same_in_the_next_process_may_be_skipped_into(keys: Dataset) -> None:
+def test_only_a_reproducible_order_may_be_resumed_by_skipping(keys: Dataset) -> None:
     def known(sampler: Any, epoch: int | None = None) -> bool:
         order = BatchSampler(keys, 10, sampler=sampler)
         if epoch is not None:
             order.set_epoch(epoch)
-        return order._is_known
+        return order._passes.is_reproducible
 
     dealt = DistributedSampler(keys, 2, 0)
     assert [known(each) for each in ([1], (1,), range(5), SequentialSampler(keys))] == [True] * 4
     assert [known(RandomSampler(keys)), known(RandomSampler(keys), 0), known(dealt, 0)] == [False, False, True]
 
 
-def test_an_epoch_that_others_began_is_as_long_as_what_was_read_and_what_is_left(keys: Dataset) -> None:
-    """Trainers that count its batches took it to end when one that is read from its beginning would have."""
+def test_the_length_of_a_resumed_epoch_is_what_was_read_and_what_is_left(keys: Dataset) -> None:
+    """Trainers that count batches used to end it as early as an epoch that is read from its beginning."""
     first = DataLoader(keys, 5, shuffle=True)
     batches = iter(first)
     for _ in range(12):
@@ -387,7 +387,7 @@ def test_an_epoch_that_others_began_is_as_long_as_what_was_read_and_what_is_left
     assert len(last) == 13 + 2
     assert len(rows_of(keys, last)) == 50
     assert len(last) == 4
-    with pytest.raises(ValueError, match="batches are not possible"):
+    with pytest.raises(ValueError, match="batches out of range"):
         last.load_state_dict({**first.state_dict(), "before": -1})
     for each in (first, again, other, last):
         each.close()

@@ -1,0 +1,135 @@
+"""This rank as a consumer of the cache: it reports what its pass still needs, and learns which shards are resident.
+
+No other module of the loader knows how reports travel. The reporting thread takes the sampler's lock to look at the
+pass; methods marked "locked" are called with it held.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from threading import RLock
+from typing import Final
+
+import numpy as np
+
+from quiver.need import Report, rounded_up
+from quiver.substitution import Ints, View
+from quiver_client.dataset import Dataset
+from quiver_client.loader.draw_wait import DrawWait
+from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.loop_rate import LoopPauses, LoopRate
+from quiver_client.loader.passes import Passes
+from quiver_client.needs_reporter import NeedsReporter
+
+FIRST_ANSWER_SECONDS: Final = 2.0
+LEASE_SECONDS: Final = 5.0  # several reports: so long the cache keeps what a suspended job needs
+REPORT_SECONDS: Final = (0.1, 1.0)  # bounds of the time between two reports
+SOON_SHARDS_MAX: Final = 1024
+
+
+class CacheConsumer:
+    """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
+
+    def __init__(
+        self, dataset: Dataset, passes: Passes, wait: DrawWait, lock: RLock, *, soon_samples: int | None
+    ) -> None:
+        """``soon_samples``: how many samples ahead the shards are asked for in order; ``None``: in any order."""
+        self._dataset, self._passes, self._wait, self._lock = dataset, passes, wait, lock
+        self._layout = passes.layout
+        self._soon_samples = soon_samples
+        self._rate = LoopRate()
+        self._pauses = LoopPauses()
+        self._name = b""
+        self._reporter: NeedsReporter | None = None
+
+    @property
+    def view(self) -> View | None:
+        """What is resident, as last heard."""
+        return self._reporter.view if self._reporter is not None else None
+
+    def begin(self, name: bytes) -> None:
+        """A pass begins; ``name`` tells this consumer from all others. Locked."""
+        self._name = name
+        self._rate.pause()
+        self._pauses.begin(time.monotonic())
+
+    def report_now(self) -> None:
+        """Report without delay what has changed, if anything is reported."""
+        if self._reporter is not None:
+            self._reporter.nudge()
+
+    def start(self, *, wait_for_answer: bool) -> None:
+        """Start to report, if this has not happened, and unless the process has no cache for this dataset."""
+        if self._reporter is not None:
+            self._reporter.nudge()
+            return
+        channel = self._dataset.needs()
+        if channel is None:
+            return
+        self._reporter = NeedsReporter(len(self._layout.counts), channel, self._report)
+        self._finalizer = weakref.finalize(self, self._reporter.close)
+        self._finalizer.atexit = False  # the reporter sees to that
+        if wait_for_answer:
+            self._reporter.first_answer(FIRST_ANSWER_SECONDS)
+
+    def wait_for_report(self, timeout_seconds: float) -> None:
+        """Wait for the next answer of the cache."""
+        if self._reporter is not None:
+            self._reporter.wait(timeout_seconds)
+
+    def asked(self) -> None:
+        """The training loop waits for a batch. Locked."""
+        was_paused = self._pauses.is_paused(time.monotonic())
+        self._pauses.asked()
+        if was_paused:
+            self.report_now()
+
+    def starved(self, seconds: float) -> None:
+        """A batch had to be waited for. Locked."""
+        self._rate.starved(seconds)
+
+    def consumed(self, rows: Ints, waited_seconds: float) -> None:
+        """The training loop received these samples, after waiting for them. Locked."""
+        self._pauses.consumed(time.monotonic())
+        self._rate.consumed(self._layout.bytes(rows), waited_seconds)
+
+    def close(self) -> None:
+        """Withdraw what this consumer needs. ``start`` may follow. Not locked: it waits for the reporting thread."""
+        reporter, self._reporter = self._reporter, None
+        if reporter is not None:
+            self._finalizer.detach()
+            reporter.close()
+
+    def _report(self) -> tuple[Report, float]:
+        """Return what to report now, and the seconds until the next report."""
+        with self._lock:
+            # A loop that pauses, to validate for instance, holds no claim on the cache meanwhile.
+            epoch = None if self._pauses.is_paused(time.monotonic()) else self._passes.reading
+            view = self.view
+            left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
+            soon = self._soon(epoch, view) if epoch is not None else ()
+            rate, is_starving = self._rate.value, self._wait.is_waiting
+        ahead = 0.0
+        if view is not None:
+            ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
+        report = Report(
+            consumer=self._name,
+            left=rounded_up(left, self._layout.counts),
+            rate=rate,
+            ahead_bytes=ahead,
+            lease_seconds=LEASE_SECONDS,
+            soon=soon,
+            ordered=self._soon_samples is not None,
+        )
+        shard_seconds = self._layout.shard_bytes / rate if rate > 0 else 0.0
+        least, most = REPORT_SECONDS
+        return report, least / 2 if is_starving else min(max(shard_seconds / 2, least), most)
+
+    def _soon(self, epoch: Epoch, view: View | None) -> tuple[int, ...]:
+        if self._soon_samples is None:
+            return ()
+        shards = epoch.soon(self._soon_samples)
+        if view is not None:
+            shards = [shard for shard in shards if not view.resident[shard]]
+        return tuple(shards[:SOON_SHARDS_MAX])

@@ -1,0 +1,231 @@
+"""One pass after another: which epoch comes next, which one is read, what of it is consumed, and the state of all that.
+
+A pass reads one epoch, or what a resumed run left of it. Values only: no thread, no lock, no file; ``BatchSampler``
+holds its lock while it calls. What is saved depends on what was consumed, never on what was drawn ahead.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.substitution import Ints, Mask
+from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.rank import SettledRank
+from quiver_client.loader.recording import Replay
+from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
+from quiver_client.loader.user_sampler import UserSampler
+
+log = logging.getLogger("quiver_client")
+
+
+class Passes:
+    """The passes of one loader in one rank. ``user``: the sampler that gives the order, in place of a seed."""
+
+    def __init__(
+        self, dataset: Digest, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
+    ) -> None:
+        self.layout = layout
+        self.rank = rank
+        self.user = user
+        self.current: Epoch | None = None  # the last pass that began; its state is saved
+        self.reading: Epoch | None = None  # the pass that a loop reads: its needs are reported
+        self.is_resumed = False  # from the state of another run, whose ledger is continued
+        self.done: Mask = np.zeros(0, bool)  # (samples,): consumed before the shares of this pass were dealt
+        self.resumed_from: State | None = None  # the state that this pass resumed from
+        self._dataset = str(dataset)
+        self._deal = deal
+        self._deal = self.deal
+        self._next_epoch = 0
+        self._is_named = False  # the user said which epoch comes next
+        self._resume: State | None = None  # the state that the next pass resumes from
+        self._before = 0  # batches of its epoch that were handed out before the shares were dealt
+        self._length: int | None = None  # batches of the whole epoch, where the pass was resumed
+        self._has_begun = False  # a batch of this pass was handed out
+        self._consumed: Mask = self.done  # (samples,): ``done``, and what was consumed since
+        self._left_out: Ints = np.zeros(0, np.int64)  # by drop_last
+
+    # -- what comes next ----------------------------------------------------------------------------------------------
+
+    @property
+    def deal(self) -> Deal:
+        """What the shares follow from; before the first pass, as if that began now."""
+        if self.user is not None:  # it has dealt them already, and its order is its own
+            return self._deal
+        rank, world_size = self.rank.current
+        if (rank, world_size) == (self._deal.rank, self._deal.world_size):
+            return self._deal
+        return replace(self._deal, rank=rank, world_size=world_size)
+
+    def settle(self) -> bool:
+        """Settle the rank as this process has it now; return whether the deal is another one by that."""
+        self.rank.settle()
+        before, self._deal = self._deal, self.deal
+        return self._deal != before
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that is read, or else of the next one."""
+        return self.current.number if self.current is not None else self._next_epoch
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Whether another process would read the next pass in the same order."""
+        if self.user is not None:
+            is_named = hasattr(self.user.sampler, "set_epoch") and (self._is_named or self.user.named is not None)
+            return is_named or self.user.is_fixed
+        return self._is_named or not self._deal.shuffle
+
+    @property
+    def batches(self) -> int:
+        """Batches of a whole epoch; of one that is resumed, no fewer than were handed out and are left.
+
+        No fewer than a whole epoch either: a trainer that asks once, as Lightning does, reads the next by it as well.
+        """
+        whole = self.user.batches(self._deal) if self.user is not None else None
+        return max(self.deal.batches if whole is None else whole, self._resumed_batches or 0)
+
+    @property
+    def _resumed_batches(self) -> int | None:
+        if self.current is not None and (self.reading is not None or not self._has_begun):
+            return self._length
+        if self._resume is None:
+            return None
+        try:
+            resume = self._fitted(self._resume)
+        except ValueError:
+            return None  # the next pass raises it
+        left = self._batches_left(resume)
+        return counted(resume) + left if left or self._is_named else None
+
+    def _batches_left(self, resume: State) -> int:
+        """Return how many batches a state has left for this rank."""
+        samples, rest = self._deal.samples, rest_of(resume)
+        deal = self.deal
+        left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
+        share = replace(deal, samples=left).share_samples
+        own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
+        return ceil((share - own) / deal.batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next pass this epoch's: all of it, or what a loaded state of it left."""
+        self._next_epoch, self._is_named = epoch, True
+        if self.current is not None and self.reading is None:
+            if not self._has_begun and self.current.number == epoch:
+                self._resume = self.resumed_from
+            self.drop()  # a pass that was broken off is not continued
+        if self._resume is not None and self._resume["epoch"] != epoch:
+            self._resume = None
+
+    # -- a pass -------------------------------------------------------------------------------------------------------
+
+    def begin(self, replay: Replay | None) -> Epoch:
+        """Begin the next epoch, or what a resumed run left of one, in the order of a ``replay`` if there is one."""
+        named = self.user.named if self.user is not None and not self._is_named else None
+        if named is not None:  # the user set the epoch of the sampler, and not the loader's
+            self.set_epoch(named)
+        untouched = self.current if not self._has_begun else None
+        if untouched is not None and (not self._is_named or self._next_epoch == untouched.number):
+            self._next_epoch, self._resume = untouched.number, self.resumed_from  # nothing of it was handed out
+        resume = self._fitted(self._resume) if self._resume is not None else None
+        is_named = self._is_named
+        self.drop()
+        epoch = self._dealt(self._next_epoch, resume, replay)
+        if resume is not None and not is_named and epoch.finished:
+            resume = None  # the state was taken at the very end of an epoch
+            epoch = self._dealt(self._next_epoch + 1, None, replay)
+        self.resumed_from, self._has_begun = resume, False
+        self._before = resume.get("before", 0) if resume is not None else 0
+        left = ceil(epoch.pending / self._deal.batch_size)
+        self._length = counted(resume) + left if resume is not None else None
+        self._resume, self._is_named = None, False
+        self.current = self.reading = epoch
+        self._next_epoch = epoch.number + 1
+        return epoch
+
+    def consumed(self, rows: Ints) -> None:
+        """The loop received these samples of the current pass."""
+        self._has_begun = True
+        self._consumed[rows] = True
+        self._consumed[self._left_out] = True
+
+    def stop_reading(self) -> None:
+        """The loop reads no more of this pass. What it had drawn ahead was not consumed; the state says so."""
+        self.reading = None
+        if self.current is not None and self.current.finished:
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget this pass: from here on the state is the next epoch's, untouched."""
+        self.current = self.reading = None
+        self.done = np.zeros(0, bool)
+
+    def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
+        samples = self._deal.samples
+        done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
+        order = self._deal.order(number, done) if self.user is None else self.user.rows(number, done, resume)
+        share, left_out = self._deal.share(order)
+        own = unpack(resume["own"], len(share)) if resume is not None else None
+        self.done, self._consumed = done, done.copy()
+        self._left_out = left_out if self.user is None else left_out[:0]
+        if own is not None and own.any():
+            self._consumed[share[own]] = True
+            self._consumed[self._left_out] = True
+        batches = resume["batches"] if resume is not None else 0
+        replayed = replay.order(number, self._deal, self.layout) if replay is not None else None
+        if replayed is not None and len(replayed) < len(share):
+            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
+        return Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+
+    # -- the state ----------------------------------------------------------------------------------------------------
+
+    def state(self, *, is_recorded: bool) -> State:
+        """Return what is consumed so far.
+
+        ``is_recorded``: by a ledger, which counts skipped batches, too. So after a skip the state does not count the
+        batches of this deal: the pass that resumes deals again.
+        """
+        if self.current is None:
+            return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+        epoch, nothing = self.current, self.done[:0]
+        if self.user is not None:
+            return self._users_state(self.user, epoch)
+        # One rank alone needs no ``own``: its state is ``merge_states`` of itself, kept up to date.
+        if self._deal.world_size == 1 and (self.done.any() or (epoch.has_skipped and is_recorded)):
+            state = self._state(epoch.number, 0, self._consumed, nothing)
+            return counting(state, self._before + epoch.batches)
+        return counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
+        # Which rank this is may be unknown yet: then the first pass tells whether the state is its own.
+        belongs = belonging(state, self._dataset, self._deal)
+        is_foreign = belongs.get("sampler") and self.user is None
+        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs
+        self.drop()
+        self._resume, self.is_resumed = resume, True
+        self._next_epoch, self._is_named = resume["epoch"], False
+        if self.user is not None:
+            self.user.leave_at(self._next_epoch)
+
+    def _fitted(self, state: State) -> State:
+        deal = self.deal
+        if self.user is not None:
+            rank, world_size = self.rank.current
+            deal = replace(deal, rank=rank, world_size=world_size)
+        return fitted(state, self._dataset, deal, sampler=self.user is not None)
+
+    def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
+        return make_state(self._dataset, self.deal, epoch, batches, done, own)
+
+    def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
+        rank, world_size = self.rank.current
+        done = np.ones_like(self._consumed) if epoch.finished else self._consumed
+        state = counting(self._state(epoch.number, 0, done, self.done[:0]), self._before + epoch.batches)
+        return user.state({**state, "rank": rank, "world_size": world_size}, epoch)

@@ -1,0 +1,165 @@
+"""What ``ledger=`` and ``replay=`` do for a sampler: ``Recorder`` writes the order down, ``Replay`` reads it back."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.substitution import Ints, Mask, Order
+from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped
+from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.ledger import LedgerReader, LedgerWriter, check_run
+from quiver_client.loader.ledger_format import Run
+
+log = logging.getLogger("quiver_client")
+
+
+def open_recording(
+    dataset: Digest, deal: Deal, ledger: str | None, replay: str | None
+) -> tuple[Recorder, Replay | None]:
+    """Return the recorder, which does nothing without a ``ledger``, and the replay if there is one.
+
+    Raises ``ValueError`` naming ``ledger`` or ``replay`` for a file that is not a ledger of this run.
+    """
+    run = Run(
+        dataset=str(dataset),
+        seed=deal.seed,
+        shuffle=deal.shuffle,
+        rank=deal.rank,
+        world_size=deal.world_size,
+        batch_size=deal.batch_size,
+        drop_last=deal.drop_last,
+    )
+    written = _path_of("ledger", ledger, run)
+    if written is not None:
+        check_run(written, run)
+    path = _path_of("replay", replay, run)
+    if path is None:
+        return Recorder(written, run), None
+    if path == written:
+        raise ValueError("replay: it is the ledger that is written; give ledger another name")
+    if not path.is_file():
+        raise ValueError(f"replay={str(path)!r}: no such file")
+    return Recorder(written, run), Replay(path, run)
+
+
+class Recorder:
+    """Writes consumed batches to a ledger, in the process that began it. A failing disk ends the recording only."""
+
+    def __init__(self, path: Path | None, run: Run) -> None:
+        self._path = path
+        self._run = run
+        self._writer: LedgerWriter | None = None
+        self._pid = os.getpid()
+        self._has_written = False  # then the ledger is this process's, and appended to
+        self._drawn: dict[int, bytes] = {}  # encoded batches by number, until they are consumed
+
+    @property
+    def is_recording(self) -> bool:
+        return self._writer is not None
+
+    def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
+        """A pass begins, of the samples that were not ``done`` before its shares were dealt.
+
+        ``resumed``: the run continues another one, and appends to its ledger.
+        """
+        if self._has_forked():
+            log.warning("ledger=%r: the process that began it writes it, and not this fork", str(self._path))
+            self._stop()
+        if self._path is None:
+            return
+        if self._writer is None:
+            try:
+                self._writer = LedgerWriter(self._path, self._run, resume=resumed or self._has_written)
+            except OSError as error:
+                raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
+            self._has_written, self._pid = True, os.getpid()
+        self._drawn.clear()
+        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, epoch.batches))
+
+    def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
+        """Remember a batch that is about to be drawn."""
+        if self._writer is not None:
+            self._drawn[number] = encode_batch(epoch.order, entries, self._run.batch_size)
+
+    def consumed(self, number: int) -> None:
+        """Write down a consumed batch. Batches before it that were not consumed raised, and the loop went on."""
+        for earlier in [each for each in self._drawn if each < number]:
+            self._write(skipped(self._drawn.pop(earlier)))
+        if number in self._drawn:
+            self._write(self._drawn.pop(number))
+
+    def flush(self) -> None:
+        """Hand what was consumed to the operating system: a checkpoint must not be ahead of the ledger."""
+        self._attempt(LedgerWriter.flush)
+
+    def close(self) -> None:
+        """Mark the ledger as complete. The next pass appends to it."""
+        self._attempt(LedgerWriter.close)
+        if not self._has_forked():
+            self._writer = None
+
+    def _write(self, batch: bytes) -> None:
+        self._attempt(lambda writer: writer.batch(batch))
+
+    def _attempt(self, write: Callable[[LedgerWriter], None]) -> None:
+        if self._writer is None or self._has_forked():
+            return
+        try:
+            write(self._writer)
+        except OSError as error:
+            why = error.strerror or error
+            log.warning("ledger=%r: %s; the order is not recorded from here on", str(self._path), why)
+            self._stop()
+
+    def _has_forked(self) -> bool:
+        """Whether this is a fork of the process whose ledger it is, with a copy of what that one has yet to write."""
+        return self._has_written and self._pid != os.getpid()
+
+    def _stop(self) -> None:
+        if self._writer is not None:
+            self._writer.abandon()
+        self._path = self._writer = None
+        self._drawn.clear()
+
+
+class Replay:
+    """The order that a ledger has, to be consumed again whatever is resident."""
+
+    def __init__(self, path: Path, run: Run) -> None:
+        self._reader = LedgerReader(path, run)
+
+    def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Ints:
+        """Return the samples of an epoch in the order in which they were consumed.
+
+        Raises ``ValueError`` if the ledger has nothing of the epoch, or batches that its order cannot have drawn.
+        """
+        consumed: list[Ints] = []
+        for done, batches in self._reader.batches(epoch):
+            before = np.zeros(deal.samples, bool) if done is None else done
+            if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
+                consumed = [rows for rows in consumed if done[rows].all()]
+            share, _ = deal.share(deal.order(epoch, before))
+            order = Order(layout.shard_of[share], len(layout.counts))
+            for batch in batches:
+                entries, was_skipped = decode_batch(order, batch, deal.batch_size)
+                order.take(entries)
+                if not was_skipped:
+                    consumed.append(share[entries])
+        if not consumed:
+            raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
+        return np.concatenate(consumed)
+
+
+def _path_of(name: str, path: str | None, run: Run) -> Path | None:
+    """Return the file of this rank."""
+    if path is None:
+        return None
+    if not isinstance(path, str | Path) or not str(path):
+        raise ValueError(f"{name}={path!r}: give a file's path")
+    return Path(path if run.world_size == 1 else f"{path}.{run.rank}")
