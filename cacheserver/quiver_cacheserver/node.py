@@ -35,7 +35,7 @@ from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.origins import Origins
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
-from quiver_cacheserver.turns import Places, Slices
+from quiver_cacheserver.serving.turns import Places, Slices
 
 log = logging.getLogger(__name__)
 

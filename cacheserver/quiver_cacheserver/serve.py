@@ -23,11 +23,11 @@ from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
 from quiver_cacheserver.config import Config, check
-from quiver_cacheserver.handoff import Handoff, bound
-from quiver_cacheserver.listening import Listening
 from quiver_cacheserver.memory import let_go_of_row_groups
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
+from quiver_cacheserver.serving.listening import Listening
+from quiver_cacheserver.serving.unix_socket import Handoff, bound
 
 log = logging.getLogger(__name__)
 

@@ -26,12 +26,12 @@ from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver.stream import PATH, PROTOCOL
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver import listening, reads, streams, timed, transfers
 from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
 from quiver_cacheserver.logs import FORMAT, OneLine
 from quiver_cacheserver.neighbours import MANIFEST_ASKED_MAX, Neighbours
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.serving import listening, reads, requests, streams, transfers
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard, shard_bytes_of
 from tests.support.inside import in_process, url_of
@@ -513,7 +513,7 @@ def test_a_traceback_does_not_begin_a_line_of_the_log() -> None:
 
 
 def test_the_time_for_an_answer_is_longer_than_that_for_a_body() -> None:
-    assert timed.ANSWER_SECONDS > reads.BODY_SECONDS_MAX
+    assert requests.ANSWER_SECONDS > reads.BODY_SECONDS_MAX
 
 
 def test_the_protocol_writes_every_limit_down() -> None:

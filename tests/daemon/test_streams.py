@@ -29,8 +29,8 @@ from quiver.store import Kind, OpenFile, Store
 from quiver.store.inventory import file_of
 from quiver.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
 from quiver.wire import FORGO, RANGE, READ_REQUEST_BYTES_MAX, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver import reads, streams
 from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.serving import reads, streams
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard, rebased
 from tests.support.etcd import free_ports

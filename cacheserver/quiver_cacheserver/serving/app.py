@@ -19,11 +19,11 @@ from quiver.wire import ErrorBody, RingView, message_of
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import body_of, read
 from quiver_cacheserver.residency import INLINE_SHARDS_MAX
-from quiver_cacheserver.streams import Streams
-from quiver_cacheserver.timed import began, client_of
-from quiver_cacheserver.transfers import Transfers
+from quiver_cacheserver.serving.reads import body_of, read
+from quiver_cacheserver.serving.requests import began, client_of
+from quiver_cacheserver.serving.streams import Streams
+from quiver_cacheserver.serving.transfers import Transfers
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import respond
-from quiver_cacheserver.sending import Payload
-from quiver_cacheserver.timed import client_of, unhurried
+from quiver_cacheserver.serving.payload import Payload
+from quiver_cacheserver.serving.reads import respond
+from quiver_cacheserver.serving.requests import client_of, unhurried
 
 PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
 PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte, each is not written by itself

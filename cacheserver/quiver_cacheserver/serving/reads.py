@@ -32,9 +32,9 @@ from quiver.wire import (
 from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.sending import Line, Payload
-from quiver_cacheserver.timed import client_of, unhurried
-from quiver_cacheserver.turns import SLICE, Turn
+from quiver_cacheserver.serving.payload import Line, Payload
+from quiver_cacheserver.serving.requests import client_of, unhurried
+from quiver_cacheserver.serving.turns import SLICE, Turn
 
 log = logging.getLogger(__name__)
 

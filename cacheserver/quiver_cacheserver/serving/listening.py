@@ -25,11 +25,11 @@ from typing import Final, Self
 
 from aiohttp import web
 
-from quiver_cacheserver.app import make_app
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.timed import ANSWER_SECONDS, Timed
+from quiver_cacheserver.serving.app import make_app
+from quiver_cacheserver.serving.requests import ANSWER_SECONDS, Timed
 
 log = logging.getLogger(__name__)
 

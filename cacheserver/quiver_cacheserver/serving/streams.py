@@ -25,10 +25,10 @@ from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather, unpacked
-from quiver_cacheserver.sending import Payload
-from quiver_cacheserver.timed import client_of, unhurried
-from quiver_cacheserver.turns import Turn
+from quiver_cacheserver.serving.payload import Payload
+from quiver_cacheserver.serving.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather, unpacked
+from quiver_cacheserver.serving.requests import client_of, unhurried
+from quiver_cacheserver.serving.turns import Turn
 
 log = logging.getLogger(__name__)
 
