@@ -1,18 +1,27 @@
 """Giving bytes to a socket and taking them from one: the one place that knows whether TLS lies in between.
 
 Whatever sends or receives goes through ``send_some`` and ``receive_some``, which behave the same for a plain socket and
-for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them.
+for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them; and only there
+does the kernel read them, so ``send_vector`` sends mapped pages of which an unreadable one is an error and no signal.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import select
 import socket
 import ssl
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 TLS_PIECE_BYTES: Final = 256 << 10  # joined before they are encrypted: small buffers would be a TLS record each
+VECTOR_MAX: Final = 1024  # buffers of one call: the kernel's IOV_MAX
+VECTOR: Final = np.dtype([("address", "<u8"), ("length", "<u8")])  # of one buffer: the kernel's struct iovec
 
 
 class NotReady(BlockingIOError):
@@ -40,6 +49,32 @@ def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
         raise NotReady(select.POLLIN) from None
     except (ssl.SSLWantWriteError, BlockingIOError):
         raise NotReady(select.POLLOUT) from None
+
+
+def is_plain(sock: socket.socket) -> bool:
+    """Whether the kernel itself takes what is sent, so that ``send_vector`` may be used."""
+    return not isinstance(sock, ssl.SSLSocket)
+
+
+def unread_bytes(sock: socket.socket) -> int:
+    """Return how many bytes were received and are held in this process, where no poll sees them: under TLS alone."""
+    return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
+
+
+def send_vector(sock: socket.socket, vector: npt.NDArray[np.void]) -> int:
+    """Give a plain socket up to ``VECTOR_MAX`` buffers by address (dtype ``VECTOR``); return how many bytes it took.
+
+    No Python object per buffer, and the GIL is free meanwhile. The caller keeps the memory mapped. Raises ``NotReady``,
+    ``OSError`` if the socket failed, and with ``EFAULT`` if it is a page that cannot be read.
+    """
+    message = _Message(None, 0, vector.ctypes.data, len(vector), None, 0, 0)
+    while (count := _sendmsg(sock.fileno(), ctypes.byref(message), _FLAGS)) < 0:
+        number = ctypes.get_errno()
+        if number == errno.EAGAIN:
+            raise NotReady(select.POLLOUT)
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return int(count)
 
 
 def receive_some(sock: socket.socket, buffer: memoryview, *, whole: bool = False) -> int:
@@ -71,3 +106,23 @@ def _first_bytes(buffers: Sequence[memoryview]) -> memoryview | bytes:
         if size >= TLS_PIECE_BYTES:
             break
     return b"".join(joined)
+
+
+class _Message(ctypes.Structure):
+    """``struct msghdr``."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("vector", ctypes.c_void_p),
+        ("vector_length", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_sendmsg = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, use_errno=True)(
+    ("sendmsg", ctypes.CDLL(None, use_errno=True))
+)

@@ -1,24 +1,20 @@
 """Ranges of files on their way to a reader, without passing through this process.
 
-A thread gives the kernel slices of mapped files, many in one call: nothing is copied here, no Python step is taken a
-byte, and the interpreter's lock is free meanwhile. A cold page is read from disk inside that call, so it holds up that
-thread and nobody else; a disk that fails there is an error of the call and not a signal. Where a reader takes nothing
-for a moment the thread is given back, and the event loop waits for him.
+The kernel is given slices of mapped files by address, many in one call: nothing is copied here, no Python step is taken
+per range or per byte, and the GIL is free meanwhile. A cold page is read from disk inside that call; one that cannot be
+read is an error of the call (``EFAULT``) and no signal.
+
+Under TLS it is this process that would touch the pages, and a file that became shorter would be SIGBUS. There the bytes
+are read into a buffer instead (``preadv``), and encrypted from it.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import errno
 import os
-import select
 import socket
-import time
-from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Executor
-from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -27,24 +23,39 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.errors import DiskFailed
 from quiver.store import OpenFile
-
-SLICES_MAX: Final = 1024  # of one call: the kernel's IOV_MAX
-STINT_BYTES: Final = 16 << 20  # then it is the next reader's turn
-STINT_SECONDS: Final = 1.0  # or then: a reader may take little at a time without ever being waited for
-PATIENCE_MS: Final = 20  # of a thread; a reader who is slower is waited for without one
+from quiver.transport.sockets import TLS_PIECE_BYTES, VECTOR, VECTOR_MAX, is_plain, send_some, send_vector
 
 Ints = npt.NDArray[np.int64]
 
+BUFFERS_KEPT: Final = 16
+_buffers: deque[bytearray] = deque(maxlen=BUFFERS_KEPT)  # to be used again: fresh memory costs as much as copying
+
 
 class Payload:
-    """What is to be sent of some files, in order: ``(n,)`` which file, and offset and length in bytes."""
+    """A head, and behind it ranges of files in order: ``(n,)`` which file, and offset and length in bytes.
 
-    def __init__(self, files: Sequence[OpenFile], numbers: Ints, offsets: Ints, lengths: Ints) -> None:
-        self.size_bytes = int(lengths.sum())
-        self.head = b""  # sent before the ranges, and not counted
-        self.shards: Sequence[Digest] = ()  # that the files are, to be verified again if one cannot be read
+    ``shards``: the shards that the files are, to be verified again if one of them cannot be read.
+    """
+
+    __slots__ = (
+        "_copied", "_ends", "_files", "_head", "_held", "_lengths", "_next", "_numbers", "_offsets", "_sent", "_vector",
+        "head_bytes", "shards", "size_bytes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        files: Sequence[OpenFile],
+        numbers: Ints,
+        offsets: Ints,
+        lengths: Ints,
+        head: bytes = b"",
+        shards: Sequence[Digest] = (),
+    ) -> None:
+        self.size_bytes = int(lengths.sum())  # without the head
+        self.head_bytes = len(head)
+        self.shards = shards
         self._files = files
-        self._views: dict[int, memoryview] = {}
+        self._head = head
         # What is asked for back to back is one range.
         ends = offsets + lengths
         begins = np.ones(len(numbers), bool)
@@ -52,96 +63,127 @@ class Payload:
         firsts = np.flatnonzero(begins)
         self._numbers, self._offsets = numbers[firsts], offsets[firsts]
         self._lengths = np.add.reduceat(lengths, firsts) if len(firsts) else lengths
-        self._next = 0  # range
-        self._slices: list[memoryview] = []
-        self._ends: list[int] = []  # of the slices, from the first one's start
-        self._sent = 0  # bytes of the slices
+        self._next = 0  # range, that is not in the vector yet
+        self._vector = np.empty(0, VECTOR)
+        self._ends = np.empty(0, np.int64)  # of its buffers, from the first one's start
+        self._sent = 0  # bytes of the vector
+        self._held: object = None  # what the vector points into besides the files
+        self._copied: memoryview | None = None  # under TLS: bytes that were read and are not sent yet
 
-    def push(self, sock: socket.socket, stopped: list[bool]) -> tuple[int, bool]:
-        """In a thread: send what the reader takes; return how many bytes that were, and whether he is to be waited for.
-
-        ``stopped`` ends it at the next turn once there is something in it. Raises ``OSError`` of the reader's socket,
-        and ``DiskFailed`` of a disk that does not give out what it holds.
-        """
-        poller = select.poll()
-        poller.register(sock, select.POLLOUT)
-        total, ends_at = 0, time.monotonic() + STINT_SECONDS
-        while total < STINT_BYTES and time.monotonic() < ends_at and not stopped and self._prepare():
-            first = bisect_right(self._ends, self._sent)
-            vector = self._slices[first:]
-            vector[0] = vector[0][self._sent - (self._ends[first - 1] if first else 0) :]
-            try:
-                count = sock.sendmsg(vector)
-            except BlockingIOError:
-                if not poller.poll(PATIENCE_MS):
-                    return total, True
-                continue
-            except OSError as error:
-                if error.errno == errno.EFAULT:  # a page that cannot be had is told of as an address that is none
-                    raise DiskFailed("a shard's file cannot be read, or became shorter") from error
-                raise
-            self._sent += count
-            total += count
-        return total, False
+    @classmethod
+    def of(cls, data: bytes) -> Payload:
+        """Return a payload of these bytes alone."""
+        none = np.zeros(0, np.int64)
+        return cls((), none, none, none, data)
 
     @property
     def done(self) -> bool:
-        sent = not self._ends or self._sent >= self._ends[-1]
-        return sent and self._next >= len(self._numbers) and not self.head
+        return self._next >= len(self._numbers) and not self._head and self._is_vector_sent() and not self._copied
 
-    def _prepare(self) -> bool:
-        """Have slices that are not sent yet; return whether there are any."""
-        if self._ends and self._sent < self._ends[-1]:
-            return True
-        part = slice(self._next, self._next + SLICES_MAX - 1)
-        numbers, starts = self._numbers[part], self._offsets[part]
-        ends = starts + self._lengths[part]
-        for number in np.unique(numbers).tolist():
-            if number not in self._views:
-                self._views[number] = self._files[number].mapped()
-        views = self._views
-        cuts = zip(numbers.tolist(), starts.tolist(), ends.tolist(), strict=True)
-        self._slices = [views[number][start:end] for number, start, end in cuts]
-        if self.head:
-            self._slices.insert(0, memoryview(self.head))
-            self.head = b""
-        self._ends = list(accumulate(map(len, self._slices)))
-        self._sent, self._next = 0, self._next + len(numbers)
-        return bool(self._ends) and self._ends[-1] > 0
+    def send(self, sock: socket.socket) -> int:
+        """Send what the socket takes in one call; return how many bytes that was, the head's included.
 
+        Raises ``NotReady`` if it takes nothing now, ``OSError`` of the reader's connection, and ``DiskFailed`` of a
+        disk that does not return what it holds.
+        """
+        return self._send_mapped(sock) if is_plain(sock) else self._send_copied(sock)
 
-class Line:
-    """A reader's connection, written to beside the transport that owns it and that has nothing left to write."""
+    # -- by address ---------------------------------------------------------------------------------------------------
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        given = transport.get_extra_info("socket")
-        self._socket = socket.socket(fileno=os.dup(given.fileno()))
-        self._socket.setblocking(False)
+    def _is_vector_sent(self) -> bool:
+        return not len(self._ends) or self._sent >= int(self._ends[-1])
 
-    def __enter__(self) -> Line:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
-
-    async def push(self, payload: Payload, threads: Executor) -> tuple[int, bool]:
-        """``Payload.push`` in a thread, which has let go of the socket whatever happens here."""
-        stopped: list[bool] = []
-        pushing = asyncio.get_running_loop().run_in_executor(threads, payload.push, self._socket, stopped)
+    def _send_mapped(self, sock: socket.socket) -> int:
+        while self._is_vector_sent():
+            if not self._fill_vector():
+                return 0
+        vector = self._vector
+        if self._sent:
+            first = int(np.searchsorted(self._ends, self._sent, side="right"))
+            vector = vector[first:].copy()
+            left = int(self._ends[first]) - self._sent
+            vector["address"][0] += int(vector["length"][0]) - left
+            vector["length"][0] = left
         try:
-            return await asyncio.shield(pushing)
-        except asyncio.CancelledError:
-            stopped.append(True)
-            with contextlib.suppress(OSError, DiskFailed):
-                await pushing
+            count = send_vector(sock, vector)
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # the kernel reports a page that it cannot read as a bad address
+                raise DiskFailed("a shard's file cannot be read, or became shorter") from error
             raise
+        self._sent += count
+        return count
 
-    async def writable(self) -> None:
-        """Wait until the reader takes something."""
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_writer(self._socket, ready.set)
+    def _fill_vector(self) -> bool:
+        """Make the next buffers to send; return whether there are any."""
+        part = slice(self._next, self._next + VECTOR_MAX - 1)
+        numbers = self._numbers[part]
+        if not len(numbers) and not self._head:
+            return False
+        vector = np.empty(len(numbers) + bool(self._head), VECTOR)
+        ranges = vector[bool(self._head) :]
+        if len(numbers):
+            used = np.unique(numbers)
+            at = np.zeros(int(used[-1]) + 1, np.uint64)
+            at[used] = [self._files[number].mapped_at() for number in used.tolist()]
+            ranges["address"] = at[numbers] + self._offsets[part].astype(np.uint64)
+            ranges["length"] = self._lengths[part]
+        if self._head:
+            self._held = head = np.frombuffer(self._head, np.uint8)
+            vector["address"][0], vector["length"][0] = head.ctypes.data, len(head)
+            self._head = b""
+        self._next += len(numbers)
+        self._vector, self._sent = vector, 0
+        self._ends = np.cumsum(vector["length"].astype(np.int64))
+        return True
+
+    # -- by copies ----------------------------------------------------------------------------------------------------
+
+    def _send_copied(self, sock: socket.socket) -> int:
+        if not self._copied and not self._copy():
+            return 0
+        assert self._copied is not None
+        count = send_some(sock, [self._copied])
+        self._copied = self._copied[count:]
+        if not self._copied:
+            self._release_buffer()
+        return count
+
+    def _copy(self) -> bool:
+        """Read the next bytes to send into a buffer; return whether there are any."""
         try:
-            await ready.wait()
-        finally:
-            loop.remove_writer(self._socket)
+            buffer = _buffers.pop()
+        except IndexError:
+            buffer = bytearray(TLS_PIECE_BYTES)
+        out, used = memoryview(buffer), 0
+        piece = self._head[: len(out)]
+        out[: len(piece)] = piece
+        self._head, used = self._head[len(piece) :], len(piece)
+        while used < len(out) and self._next < len(self._numbers):
+            number, offset = int(self._numbers[self._next]), int(self._offsets[self._next]) + self._sent
+            length = int(self._lengths[self._next]) - self._sent
+            wanted = out[used : used + length]
+            count = self._read(self._files[number], wanted, offset)
+            used, self._sent = used + count, self._sent + count
+            if count == length:
+                self._next, self._sent = self._next + 1, 0
+        self._held, self._copied = buffer, out[:used]
+        if not used:
+            self._release_buffer()
+        return used > 0
+
+    def _read(self, file: OpenFile, out: memoryview, offset: int) -> int:
+        done = 0
+        while done < len(out):
+            try:
+                count = os.preadv(file.fd, [out[done:]], offset + done)
+            except OSError as error:
+                raise DiskFailed(f"a shard's file cannot be read: {error.strerror}") from error
+            if not count:
+                raise DiskFailed("a shard's file cannot be read, or became shorter")
+            done += count
+        return done
+
+    def _release_buffer(self) -> None:
+        buffer, self._held, self._copied = self._held, None, None
+        if isinstance(buffer, bytearray):
+            _buffers.append(buffer)

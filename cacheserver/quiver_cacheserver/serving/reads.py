@@ -1,90 +1,86 @@
-"""``POST /v1/read``: all that one reader wants of this daemon for a batch, in one answer.
+"""Batched reads: all that one reader wants of this daemon for a batch, in one answer.
 
-Shards that are missing are brought in while the reader waits, as long as it said it would; the rest is answered by
-status. What is present goes from the page cache to the socket, by a thread (``sending``).
+Shards that are missing are filled while the reader waits, for as long as it said it would; the rest is answered by
+status. ``unpacked``, ``at_hand`` and ``gather`` answer a read however it came; ``read_route`` is ``POST /v1/read``, the
+plain way, and ``streams`` the fast one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
-from collections.abc import AsyncIterator, Sequence, Set
-from typing import Final
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from aiohttp import web
 
-from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Bytes, Digest
-from quiver.errors import BadRequest, DiskFailed, NotFound, QuiverError
+from quiver.errors import DiskFailed, NotFound
 from quiver.store import Kind, OpenFile
-from quiver.wire import (
-    FORGO,
-    READ_REQUEST_BYTES_MAX,
-    READ_TYPE,
-    RECHECK,
-    RangeStatus,
-    ReadRequest,
-)
-from quiver_cacheserver.budget import Cost, Resource
+from quiver.wire import FORGO, READ_REQUEST_BYTES_MAX, READ_TYPE, RECHECK, RangeStatus, ReadRequest
+from quiver_cacheserver.budget import Cost
 from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.serving.payload import Line, Payload
-from quiver_cacheserver.serving.requests import client_of, unhurried
-from quiver_cacheserver.serving.turns import SLICE, Turn
+from quiver_cacheserver.serving.payload import Ints, Payload
+from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.serving.sender import Sender
+from quiver_cacheserver.serving.turns import Places, Turn
+from quiver_cacheserver.slices import SLICE
 
-log = logging.getLogger(__name__)
-
-BODY_SECONDS_MAX: Final = 10.0
-FREE_SHARDS: Final = 4096  # of a read; each further one is charged
+FREE_SHARDS: Final = 4096  # of a request; each further one is charged
 SHARD_SECONDS: Final = 10e-6  # what it takes to unpack one, look it up and answer for it
-SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``Taking``
+STATUS_NAMES: Final = {int(status): status.name.lower() for status in RangeStatus}
 
 
-Answer = tuple[npt.NDArray[np.uint8], Payload]  # a status per range, and what is to be sent
+class Answer(NamedTuple):
+    """A status per range, and of those that are present in which file they are, and offset and length in bytes."""
+
+    statuses: npt.NDArray[np.uint8]
+    shards: Sequence[Digest]  # that the files are
+    files: Sequence[OpenFile]
+    numbers: Ints
+    offsets: Ints
+    lengths: Ints
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the ranges that are present."""
+        return int(self.lengths.sum())
+
+    def payload(self, head: bytes = b"") -> Payload:
+        return Payload(self.files, self.numbers, self.offsets, self.lengths, head, self.shards)
 
 
-async def read(request: web.Request, node: Node) -> web.StreamResponse:
-    """Answer one batched read."""
-    unhurried(request)
-    async with body_of(request, node, READ_REQUEST_BYTES_MAX) as body:
-        with Turn(node.reading, node.counters, client_of(request)) as turn:
-            async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
-                asked = unpacked(node, body, turn.client)
-            statuses, payload = await gather(node, asked, turn)
-            headers = {"Content-Type": READ_TYPE, "Content-Length": str(len(statuses) + payload.size_bytes)}
-            return await respond(request, node, headers, statuses.tobytes(), payload)
+def read_route(node: Node, sender: Sender, reading: Places) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return the handler of ``POST /v1/read``."""
+
+    async def read(request: web.Request) -> web.StreamResponse:
+        unhurried(request)
+        async with body_of(request, node.budgets, READ_REQUEST_BYTES_MAX) as body:
+            with Turn(reading, node.counters, client_of(request)) as turn:
+                async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
+                    asked = unpacked(node, body, turn.client)
+                answer = await gather(node, asked, turn)
+                size_bytes = len(answer.statuses) + answer.size_bytes
+                headers = {"Content-Type": READ_TYPE, "Content-Length": str(size_bytes)}
+                return await sender.respond(request, headers, answer.statuses.tobytes(), answer.payload())
+
+    return read
 
 
-@contextlib.asynccontextmanager
-async def body_of(request: web.Request, node: Node, limit_bytes: int) -> AsyncIterator[bytes]:
-    """Yield a request's body, which counts as held until the end of the block.
-
-    Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or on its way.
-    """
-    client, size_bytes = client_of(request), request.content_length
-    if size_bytes is None or size_bytes > limit_bytes:
-        raise BadRequest(f"a body with a Content-Length of at most {limit_bytes} is wanted")
-    with node.budgets.holding(client, Resource.BODY_BYTES, size_bytes):
-        here = request.content.is_eof()  # as that of most is, with the head
-        with contextlib.nullcontext() if here else node.budgets.holding(client, Resource.ARRIVING):
-            try:
-                async with asyncio.timeout(BODY_SECONDS_MAX):
-                    body = await request.content.readexactly(size_bytes)
-            except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
-                raise BadRequest("the body did not arrive") from error
-        yield body
+def charge(node: Node, shards: int, client: str) -> None:
+    """Charge a client for a request that names so many shards. Raises ``OverCapacity``."""
+    over, now = shards - FREE_SHARDS, time.monotonic()
+    if over > 0 and not node.budgets.spend(client, Cost.WORK_SECONDS, over * SHARD_SECONDS, now):
+        raise node.budgets.refusal(Cost.WORK_SECONDS, client, now)
 
 
 def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
     """Return what a body asks for, charged to its client. Raises ``BadRequest`` and ``OverCapacity``."""
-    over = ReadRequest.shards_named(body) - FREE_SHARDS
-    now = time.monotonic()
-    if over > 0 and not node.budgets.spend(client, Cost.WORK_SECONDS, over * SHARD_SECONDS, now):
-        raise node.budgets.refusal(Cost.WORK_SECONDS, client, now)
+    charge(node, ReadRequest.shards_named(body), client)
     return ReadRequest.decode(body)
 
 
@@ -101,7 +97,7 @@ def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
 
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
-    """Bring in what is missing, as long as the reader waits for it, and answer."""
+    """Fill what is missing, for as long as the reader waits for it, and answer."""
     wanted = asked.shards
     if asked.flags & RECHECK:
         await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
@@ -170,22 +166,27 @@ def _answer(
     node: Node, asked: ReadRequest, files: Sequence[OpenFile | None], of_shards: Sequence[RangeStatus]
 ) -> Answer:
     """Return the status of each range, which is its shard's unless it ends past that, and what is present."""
-    numbers = asked.ranges["shard"]
+    numbers, offsets, lengths = asked.ranges["shard"], asked.ranges["offset"], asked.ranges["length"]
     statuses = np.asarray([*of_shards, 0], np.uint8)[numbers]
     sizes = np.asarray([*(file.size_bytes if file else 0 for file in files), 0], np.uint64)[numbers]
-    offsets, lengths = asked.ranges["offset"], asked.ranges["length"]
     outside = (offsets > sizes) | (lengths > sizes) | (offsets > sizes - np.minimum(lengths, sizes))
     statuses[(statuses == RangeStatus.PRESENT) & outside] = RangeStatus.BAD_RANGE
-    present = statuses == RangeStatus.PRESENT
-    opened = [file for file in files if file is not None]
-    place = np.cumsum([file is not None for file in files]) - 1
     for status, count in enumerate(np.bincount(statuses).tolist()):
         if count:
-            node.counters.count("ranges", RangeStatus(status).name.lower(), count)
-    which = place[numbers[present]] if len(files) else np.zeros(0, np.int64)
-    payload = Payload(opened, which, offsets[present].astype(np.int64), lengths[present].astype(np.int64))
-    payload.shards = [digest for digest, file in zip(asked.shards, files, strict=True) if file is not None]
-    return statuses, payload
+            node.counters.count("ranges", STATUS_NAMES[status], count)
+    present = statuses == RangeStatus.PRESENT
+    if not present.all():
+        numbers, offsets, lengths = numbers[present], offsets[present], lengths[present]
+    opened = [file for file in files if file is not None]
+    place = np.cumsum([file is not None for file in files]) - 1
+    return Answer(
+        statuses,
+        [digest for digest, file in zip(asked.shards, files, strict=True) if file is not None],
+        opened,
+        place[numbers] if len(files) else np.zeros(0, np.int64),
+        offsets.astype(np.int64),
+        lengths.astype(np.int64),
+    )
 
 
 def _read_from(asked: ReadRequest) -> list[Digest | None]:
@@ -202,82 +203,3 @@ def _open_all(node: Node, digests: Sequence[Digest | None]) -> list[OpenFile | N
         except (NotFound, DiskFailed):
             files.append(None)
     return files
-
-
-async def respond(
-    request: web.Request, node: Node, headers: dict[str, str], first: bytes, payload: Payload | None
-) -> web.StreamResponse:
-    """Answer with ``first`` and the payload behind it, which ``headers`` announce.
-
-    What fails once the head is sent can only cut the connection: an error answer would be taken for what was promised.
-    """
-    response = web.StreamResponse(headers=headers)
-    transport = request.transport
-    if transport is None:
-        return response  # the reader is gone, as the server finds when it starts to send
-    transport.set_write_buffer_limits(0)  # what is drained has left the process: the rest goes past the transport
-    try:
-        async with asyncio.timeout(SEND_SECONDS_MAX):
-            writer = await response.prepare(request)
-            assert writer is not None
-            if first:
-                await writer.write(first)
-            await writer.drain()
-        if payload is not None and payload.size_bytes:
-            with Line(transport) as line:
-                await _send(line, node, payload, client_of(request))
-    except (OSError, QuiverError) as error:
-        if cut_off(error) and payload is not None:
-            node.suspect(payload.shards)  # or every reader of them would be cut off
-        transport.abort()
-        response.force_close()
-        return response  # an error raised here would be logged once more, with a traceback for each reader who goes
-    await response.write_eof()
-    return response
-
-
-async def _send(line: Line, node: Node, payload: Payload, client: str) -> None:
-    taking = Taking(node, payload)
-    while not payload.done:
-        await node.sending.take(client, SEND_SECONDS_MAX)  # one that takes its answers slowly takes up threads as well
-        try:
-            count, slow = await line.push(payload, node.send_threads)
-        finally:
-            node.sending.end(client)
-        seconds = taking.took(count)
-        if slow:
-            async with asyncio.timeout(seconds):
-                await line.writable()
-
-
-class Taking:
-    """How a reader takes an answer: what he took is counted, and what he leaves is waited for, though not for ever.
-
-    One who takes a little now and then would otherwise hold one of the reads that may be under way for as long as he
-    likes. So whatever was sent, it took no longer than it takes at the rate at which readers themselves give up.
-    """
-
-    def __init__(self, node: Node, payload: Payload) -> None:
-        self._counters = node.counters
-        self._payload = payload
-        self._head_bytes = len(payload.head)  # which are not counted
-        self._until = time.monotonic() + SEND_SECONDS_MAX
-
-    def took(self, count: int) -> float:
-        """Count it; return for how many seconds more he is waited for. Raises ``TimeoutError`` if that is none."""
-        of_head = min(count, self._head_bytes)
-        self._head_bytes -= of_head
-        self._counters.add("served_bytes", count - of_head)
-        self._until += count / SLOWEST_BYTES_PER_SECOND
-        left = self._until - time.monotonic()
-        if left <= 0 and not self._payload.done:
-            raise TimeoutError("the reader takes it too slowly")
-        return min(left, SEND_SECONDS_MAX)
-
-
-def cut_off(error: OSError | QuiverError) -> bool:
-    """Log why an answer ends early; return whether its shards are to be verified again."""
-    gone = isinstance(error, ConnectionError)  # a reader who ended, of which there may be thousands, and no fault here
-    level = logging.DEBUG if gone else logging.WARNING
-    log.log(level, "an answer was cut off: %s", str(error) or "the reader does not take it")
-    return isinstance(error, DiskFailed)

@@ -1,182 +1,298 @@
-"""``GET /v1/stream``: connections that carry batched reads and nothing else, each served by a thread of its own.
+"""``GET /v1/stream``: connections that carry batched reads and nothing else.
 
-A read of shards that are here, which is nearly every one, is answered without the event loop: the thread takes the
-request off the socket, and gives the kernel the head of the answer and slices of the files in one call. What has to be
-brought in is asked of the loop, as any other route does, and waited for.
+An idle stream is a file descriptor in the poller and a few hundred bytes. A read of shards that are resident, which is
+nearly every one, is answered without the event loop: the worker that the request woke takes it off the socket, and
+gives the kernel the head of the answer and slices of the files in one call. What has to be filled first is a coroutine
+on the loop, as with any other route, and no thread waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import logging
-import os
-import select
 import socket
+import threading
 import time
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
+from math import inf
 from typing import Final
 
 from aiohttp import HttpVersion11, web
 
 from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
 from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
+from quiver.transport.sockets import NotReady, receive_some, unread_bytes
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.reads import BODY_SECONDS_MAX, Answer, Taking, at_hand, cut_off, gather, unpacked
-from quiver_cacheserver.serving.requests import client_of, unhurried
-from quiver_cacheserver.serving.turns import Turn
+from quiver_cacheserver.serving.poller import ENDED, PARKED, READABLE, WRITABLE, Channel, Poller
+from quiver_cacheserver.serving.reads import Answer, at_hand, gather, unpacked
+from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, client_of, unhurried
+from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
+from quiver_cacheserver.serving.turns import Places, Turn
 
 log = logging.getLogger(__name__)
 
 IDLE_SECONDS: Final = 120.0
-PIECE_BYTES: Final = 64 << 10  # what a request may take up before it has come
+PIECE_BYTES: Final = 64 << 10  # received at a time; a request takes memory as it arrives, whatever size it announces
 ANSWER_SECONDS_MAX: Final = 90.0  # the longest wait that a reader may ask for, and what looking a manifest up takes
+NO_STREAM_SECONDS: Final = 60.0
+NOTHING: Final = -1  # held: a request may announce a body of 0 bytes
+
+_worker = threading.local()
 
 
 class Streams:
     """The open streams of a daemon."""
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._threads = ThreadPoolExecutor(node.budgets.held_max[Resource.STREAMS], thread_name_prefix="quiver-stream")
-        self._sockets: set[socket.socket] = set()
+    def __init__(self, node: Node, poller: Poller, reading: Places) -> None:
+        self.node = node
+        self.poller = poller
+        self.reading = reading
+        self._gathering: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def serve(self, request: web.Request) -> web.StreamResponse:
-        """Take a connection over for as long as its reader wants it."""
+        """Switch a connection to the protocol, and hand it to the poller. The handler ends then."""
         transport = request.transport
         if not _is_upgrade(request):
             raise BadRequest(f"upgrade an HTTP/1.1 connection to {PROTOCOL} and send no body, or POST /v1/read")
-        client, budgets = client_of(request), self._node.budgets
+        client, budgets = client_of(request), self.node.budgets
         if self._closed or transport is None or not budgets.hold(client, Resource.STREAMS):
-            raise OverCapacity("as many streams are open here as this address may have; POST /v1/read", 60.0)
+            raise OverCapacity(
+                "as many streams are open here as this address may have; POST /v1/read", NO_STREAM_SECONDS
+            )
         try:
             return await self._switch(request, transport, client)
-        finally:
+        except BaseException:
             budgets.release(client, Resource.STREAMS)
+            raise
 
     async def _switch(self, request: web.Request, transport: asyncio.Transport, client: str) -> web.StreamResponse:
-        """Answer 101 and serve the stream to its end. Raises ``OSError`` if the reader is gone before that."""
-        sock = _own_socket(transport)
+        """Answer 101 and give the connection to a ``Stream``. Raises ``OSError`` if the reader is gone before that."""
+        sock = own_socket(transport)
         try:
             transport.set_write_buffer_limits(0)
-            transport.pause_reading()  # from here on the thread reads
+            transport.pause_reading()  # from here on a worker reads
             response = web.StreamResponse(status=101, headers={"Connection": "Upgrade", "Upgrade": PROTOCOL})
             async with asyncio.timeout(BODY_SECONDS_MAX):
                 writer = await response.prepare(request)
                 assert writer is not None
                 await writer.drain()
+            unhurried(request)
+            transport.abort()  # closes its descriptor of the connection, and not ours
+            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, client), READABLE)
         except BaseException:
             sock.close()
             raise
-        unhurried(request)
-        self._sockets.add(sock)
-        loop = asyncio.get_running_loop()
-        try:
-            await asyncio.shield(loop.run_in_executor(self._threads, self._run, sock, loop, client))
-        finally:
-            self._end(sock)
-            transport.abort()
         return response
 
     def close(self) -> None:
         """End all streams. What is being sent is cut off."""
         self._closed = True
-        for sock in list(self._sockets):
-            self._end(sock)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for task in self._gathering:
+            task.cancel()
+        self.poller.end_all(Stream)
 
-    def _end(self, sock: socket.socket) -> None:
-        """Have the thread find its socket at an end; it closes it."""
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+    # -- from workers -------------------------------------------------------------------------------------------------
 
-    # -- in the stream's thread ---------------------------------------------------------------------------------------
+    def gather(self, stream: Stream, asked: ReadRequest, turn: Turn) -> None:
+        """Answer a read on the event loop, and resume its stream then."""
+        stream.loop.call_soon_threadsafe(self._begin, stream, asked, turn)
 
-    def _run(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, client: str) -> None:
+    def suspect(self, stream: Stream, payload: Payload) -> None:
+        """Have shards verified again of which the disk did not return what it holds."""
+        stream.loop.call_soon_threadsafe(self.node.suspect, payload.shards)
+
+    # -- on the event loop --------------------------------------------------------------------------------------------
+
+    def _begin(self, stream: Stream, asked: ReadRequest, turn: Turn) -> None:
+        task = asyncio.get_running_loop().create_task(self._gather(stream, asked, turn))
+        self._gathering.add(task)
+        task.add_done_callback(partial(self._end, stream))
+        if self._closed:
+            task.cancel()
+
+    async def _gather(self, stream: Stream, asked: ReadRequest, turn: Turn) -> None:
         try:
-            while self._one(sock, loop, client):
-                pass
-        except (OSError, CancelledError) as error:
-            log.debug("a stream ended: %s", error)
-        finally:
-            self._sockets.discard(sock)
-            sock.close()
-
-    def _one(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, client: str) -> bool:
-        """Serve one read; return whether there may be another."""
-        head = _receive(sock, SIZE.size, IDLE_SECONDS)
-        if head is None:
-            return False
-        size = SIZE.unpack(head)[0]
-        if size > READ_REQUEST_BYTES_MAX:
-            sock.sendall(refusal_frame(BadRequest(f"a request of {size} bytes; {READ_REQUEST_BYTES_MAX} are the most")))
-            return False
-        budgets = self._node.budgets
-        if not budgets.hold(client, Resource.BODY_BYTES, size):
-            sock.sendall(refusal_frame(budgets.refusal(Resource.BODY_BYTES)))
-            return False  # its body is not read: what would come next is not a request
-        try:
-            return self._read(sock, loop, size, client)
-        finally:
-            budgets.release(client, Resource.BODY_BYTES, size)
-
-    def _read(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, size: int, client: str) -> bool:
-        """Take the body of a request and answer it; return whether there may be another."""
-        body = _receive(sock, size, BODY_SECONDS_MAX)
-        if body is None:
-            return False
-        try:
-            with Turn(self._node.reading, self._node.counters, client) as turn:
-                statuses, payload = self._answer(loop, unpacked(self._node, body, client), turn)
-                payload.head = ranges_frame(statuses, payload.size_bytes)
-                return self._send(sock, loop, payload)
+            async with asyncio.timeout(ANSWER_SECONDS_MAX):
+                stream.answer = await gather(self.node, asked, turn)
+        except TimeoutError:
+            stream.refusal = Unavailable(self.node.url, "does not complete a request in time; retry")
         except QuiverError as error:
-            sock.sendall(refusal_frame(error))
-            return not isinstance(error, BadRequest)
+            stream.refusal = error
+        except Exception:  # a supervisor: a bug costs this read, and not the daemon
+            log.exception("a read failed")
+            stream.refusal = QuiverError("the read failed unexpectedly; see the daemon's log")
 
-    def _answer(self, loop: asyncio.AbstractEventLoop, asked: ReadRequest, turn: Turn) -> Answer:
-        answer = at_hand(self._node, asked, turn.client)
-        if answer is None:
-            asking = asyncio.run_coroutine_threadsafe(gather(self._node, asked, turn), loop)
-            try:
-                answer = asking.result(ANSWER_SECONDS_MAX)
-            except TimeoutError:
-                asking.cancel()
-                raise Unavailable(self._node.url, "is not done with a request; ask again") from None
-        return answer
+    def _end(self, stream: Stream, task: asyncio.Task[None]) -> None:
+        self._gathering.discard(task)
+        self.poller.resume(stream)
 
-    def _send(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, payload: Payload) -> bool:
-        """Send an answer; return whether it went out whole. What fails here can only cut it off: see ``respond``."""
-        taking = Taking(self._node, payload)
+
+class Stream(Channel):
+    """One stream: at any time idle, receiving a request, waiting for the event loop's answer, or sending one.
+
+    ``answer`` or ``refusal``: what the event loop made of a read that it was given. A task that was cancelled leaves
+    neither, which ends the stream.
+    """
+
+    __slots__ = (
+        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "loop",
+        "refusal",
+    )  # fmt: skip
+
+    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, client: str) -> None:
+        super().__init__(sock, client, time.monotonic() + IDLE_SECONDS)
+        self.loop = loop
+        self.answer: Answer | None = None
+        self.refusal: QuiverError | None = None
+        self._streams = streams
+        self._received: bytearray | None = None  # of requests that are not complete yet
+        self._arriving_until = inf  # the request is to be complete
+        self._body_bytes = NOTHING  # held for the request that arrives or is answered
+        self._turn: Turn | None = None
+        self._sending: Sending | None = None
+        self._ends = False  # after what is being sent
+
+    def serve(self) -> int:
         try:
-            while not payload.done:
-                count, slow = payload.push(sock, [])
-                seconds = taking.took(count)
-                if slow and not _ready(sock, select.POLLOUT, seconds):
-                    raise TimeoutError("the reader does not take it")
+            if self._sending is not None:
+                return self._send(self._sending)
+            if self._turn is not None:
+                return self._resumed()
+            return self._receive()
+        except OSError as error:
+            log.debug("a stream ended: %s", error)
+            return ENDED
+
+    def ended(self) -> None:
+        node = self._streams.node
+        if self.late and self._sending is None:
+            node.counters.count("connections_closed", "late" if self._received else "idle")
+        self._settle()
+        node.budgets.release(self.client, Resource.STREAMS)
+
+    # -- a request ----------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> int:
+        """Receive what there is of a request; answer it once it is complete."""
+        buffer = _buffer()
+        while True:
+            if self._received is not None and len(self._received) >= SIZE.size:
+                size = SIZE.unpack_from(self._received)[0]
+                refusal = self._refusal_of(size)
+                if refusal is not None:
+                    self._ends = True  # its body is not read: what follows is no request
+                    return self._refuse(refusal)
+                if len(self._received) >= SIZE.size + size:
+                    return self._begin(self._received, SIZE.size + size)
+            try:
+                count = receive_some(self.sock, buffer)
+            except NotReady as wait:
+                self.deadline = self._patience()
+                return wait.events
+            if not count:
+                return ENDED
+            if self._received is None:
+                self._received = bytearray(buffer[:count])
+            else:
+                self._received += buffer[:count]
+
+    def _refusal_of(self, size: int) -> QuiverError | None:
+        """Hold what the body of a request takes; return why it is not read, if so."""
+        budgets = self._streams.node.budgets
+        if size > READ_REQUEST_BYTES_MAX:
+            return BadRequest(f"a request of {size} bytes; {READ_REQUEST_BYTES_MAX} are the most")
+        if self._body_bytes == NOTHING:
+            if not budgets.hold(self.client, Resource.BODY_BYTES, size):
+                return budgets.refusal(Resource.BODY_BYTES)
+            self._body_bytes = size
+        return None
+
+    def _patience(self) -> float:
+        """Return until when the other end is waited for: longer for a new request than for the rest of one."""
+        now = time.monotonic()
+        if not self._received:
+            return now + IDLE_SECONDS
+        self._arriving_until = min(self._arriving_until, now + BODY_SECONDS_MAX)
+        return self._arriving_until
+
+    def _begin(self, received: bytearray, size: int) -> int:
+        """Answer a request, or have the event loop do so."""
+        self._received, self._arriving_until = received[size:] or None, inf
+        node = self._streams.node
+        turn = Turn(self._streams.reading, node.counters, self.client)
+        try:
+            turn.begin()
+            self._turn = turn
+            asked = unpacked(node, memoryview(received)[SIZE.size : size], self.client)
+            answer = at_hand(node, asked, self.client)
+        except QuiverError as error:
+            return self._refuse(error)
+        if answer is None:
+            self._streams.gather(self, asked, turn)  # and from here on this is not the worker's
+            return PARKED
+        return self._reply(answer)
+
+    def _resumed(self) -> int:
+        """Send what the event loop made of the request."""
+        answer, refusal = self.answer, self.refusal
+        self.answer = self.refusal = None
+        if refusal is not None:
+            return self._refuse(refusal)
+        return ENDED if answer is None else self._reply(answer)
+
+    # -- its answer ---------------------------------------------------------------------------------------------------
+
+    def _reply(self, answer: Answer) -> int:
+        head = ranges_frame(answer.statuses, answer.size_bytes)
+        return self._send(Sending(answer.payload(head), self._streams.node.counters))
+
+    def _refuse(self, error: QuiverError) -> int:
+        self._ends = self._ends or isinstance(error, BadRequest)
+        return self._send(Sending(Payload.of(refusal_frame(error)), self._streams.node.counters))
+
+    def _send(self, sending: Sending) -> int:
+        """Send as much of an answer as the reader takes. What fails here can only cut it off: see ``sender``."""
+        self._sending = sending
+        try:
+            if self.late:
+                raise TimeoutError("the reader does not take it in time")
+            events = sending.stint(self.sock)
         except (OSError, QuiverError) as error:
-            if cut_off(error):
-                loop.call_soon_threadsafe(self._node.suspect, payload.shards)
-            return False
-        return True
+            if log_cut(error):
+                self._streams.suspect(self, sending.payload)
+            return ENDED
+        if events:
+            self.deadline = sending.deadline
+            return events
+        self._settle()
+        if self._ends:
+            return ENDED
+        self.deadline = self._patience()
+        # What was received already is no event: it is looked at when it is this stream's turn again.
+        return WRITABLE if self._received or unread_bytes(self.sock) else READABLE
+
+    def _settle(self) -> None:
+        """Release what the request held."""
+        self._sending = None
+        if self._turn is not None:
+            self._turn.end()
+            self._turn = None
+        if self._body_bytes != NOTHING:
+            self._streams.node.budgets.release(self.client, Resource.BODY_BYTES, self._body_bytes)
+            self._body_bytes = NOTHING
 
 
-def _own_socket(transport: asyncio.Transport) -> socket.socket:
-    """Return a socket of our own on a connection. Raises ``OverCapacity`` without a descriptor for it."""
+def _buffer() -> memoryview:
+    """Return this worker's buffer to receive into."""
     try:
-        fd = os.dup(transport.get_extra_info("socket").fileno())
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise OverCapacity("no descriptor is left for a stream; POST /v1/read", 60.0) from error
-        raise ConnectionResetError("the reader is gone") from error
-    sock = socket.socket(fileno=fd)
-    sock.setblocking(False)
-    return sock
+        return _worker.buffer  # type: ignore[no-any-return]
+    except AttributeError:
+        _worker.buffer = memoryview(bytearray(PIECE_BYTES))
+        return _worker.buffer  # type: ignore[no-any-return]
 
 
 def _is_upgrade(request: web.Request) -> bool:
@@ -189,28 +305,3 @@ def _is_upgrade(request: web.Request) -> bool:
         and request.headers.get("Upgrade", "").lower() == PROTOCOL
         and not has_body
     )
-
-
-def _receive(sock: socket.socket, size: int, seconds: float) -> bytearray | None:
-    """Return so many bytes; ``None`` if the reader is gone, or does not send them in time.
-
-    Room is made for what comes and not for what was announced: four bytes of a reader's would cost megabytes here.
-    """
-    data, deadline = bytearray(), time.monotonic() + seconds
-    while len(data) < size:
-        try:
-            piece = sock.recv(min(size - len(data), PIECE_BYTES))
-        except BlockingIOError:
-            if not _ready(sock, select.POLLIN, deadline - time.monotonic()):
-                return None
-            continue
-        if not piece:
-            return None
-        data += piece
-    return data
-
-
-def _ready(sock: socket.socket, event: int, seconds: float) -> bool:
-    poller = select.poll()
-    poller.register(sock, event)
-    return seconds > 0 and bool(poller.poll(seconds * 1000))
