@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 TLS_PIECE_BYTES: Final = 256 << 10  # joined before they are encrypted: small buffers would be a TLS record each
 VECTOR_MAX: Final = 1024  # buffers of one call: the kernel's IOV_MAX
-VECTOR: Final = np.dtype([("address", "<u8"), ("length", "<u8")])  # of one buffer: the kernel's struct iovec
 
 
 class NotReady(BlockingIOError):
@@ -61,13 +60,15 @@ def unread_bytes(sock: socket.socket) -> int:
     return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
 
 
-def send_vector(sock: socket.socket, vector: npt.NDArray[np.void]) -> int:
-    """Give a plain socket up to ``VECTOR_MAX`` buffers by address (dtype ``VECTOR``); return how many bytes it took.
+def send_vector(sock: socket.socket, vector: npt.NDArray[np.uint64], first: int = 0) -> int:
+    """Give a plain socket buffers by address; return how many bytes it took.
 
-    No Python object per buffer, and the GIL is free meanwhile. The caller keeps the memory mapped. Raises ``NotReady``,
-    ``OSError`` if the socket failed, and with ``EFAULT`` if it is a page that cannot be read.
+    ``vector``: ``(n, 2)`` address and length in bytes, of which those from ``first`` on are sent; at most
+    ``VECTOR_MAX`` of them. No Python object per buffer, and the GIL is free meanwhile. The caller keeps the memory
+    mapped. Raises ``NotReady``; ``OSError`` if the socket failed, and with ``EFAULT`` for a page that cannot be read.
     """
-    message = _Message(None, 0, vector.ctypes.data, len(vector), None, 0, 0)
+    address = vector.__array_interface__["data"][0] + first * _ENTRY_BYTES
+    message = _Message(None, 0, address, len(vector) - first, None, 0, 0)
     while (count := _sendmsg(sock.fileno(), ctypes.byref(message), _FLAGS)) < 0:
         number = ctypes.get_errno()
         if number == errno.EAGAIN:
@@ -122,6 +123,7 @@ class _Message(ctypes.Structure):
     )
 
 
+_ENTRY_BYTES: Final = 16  # of the kernel's struct iovec
 _FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 _sendmsg = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, use_errno=True)(
     ("sendmsg", ctypes.CDLL(None, use_errno=True))

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.errors import DiskFailed
 from quiver.store import OpenFile
-from quiver.transport.sockets import TLS_PIECE_BYTES, VECTOR, VECTOR_MAX, is_plain, send_some, send_vector
+from quiver.transport.sockets import TLS_PIECE_BYTES, VECTOR_MAX, is_plain, send_some, send_vector
 
 Ints = npt.NDArray[np.int64]
 
@@ -38,8 +38,8 @@ class Payload:
     """
 
     __slots__ = (
-        "_copied", "_ends", "_files", "_head", "_held", "_lengths", "_next", "_numbers", "_offsets", "_sent", "_vector",
-        "head_bytes", "shards", "size_bytes",
+        "_addresses", "_copied", "_ends", "_files", "_head", "_held", "_lengths", "_next", "_numbers", "_offsets", "_part",
+        "_sent", "_size", "_vector", "head_bytes", "shards", "size_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -64,9 +64,12 @@ class Payload:
         self._numbers, self._offsets = numbers[firsts], offsets[firsts]
         self._lengths = np.add.reduceat(lengths, firsts) if len(firsts) else lengths
         self._next = 0  # range, that is not in the vector yet
-        self._vector = np.empty(0, VECTOR)
+        self._addresses = np.zeros(len(files), np.uint64)  # of the files; 0: not mapped yet
+        self._vector = np.empty((0, 2), np.uint64)  # address and length: what is being sent
         self._ends = np.empty(0, np.int64)  # of its buffers, from the first one's start
-        self._sent = 0  # bytes of the vector
+        self._size = 0  # bytes of the vector
+        self._sent = 0  # of those
+        self._part = 0  # under TLS: bytes of the next range that were read already
         self._held: object = None  # what the vector points into besides the files
         self._copied: memoryview | None = None  # under TLS: bytes that were read and are not sent yet
 
@@ -78,7 +81,7 @@ class Payload:
 
     @property
     def done(self) -> bool:
-        return self._next >= len(self._numbers) and not self._head and self._is_vector_sent() and not self._copied
+        return self._next >= len(self._numbers) and self._sent >= self._size and not self._head and not self._copied
 
     def send(self, sock: socket.socket) -> int:
         """Send what the socket takes in one call; return how many bytes that was, the head's included.
@@ -90,22 +93,18 @@ class Payload:
 
     # -- by address ---------------------------------------------------------------------------------------------------
 
-    def _is_vector_sent(self) -> bool:
-        return not len(self._ends) or self._sent >= int(self._ends[-1])
-
     def _send_mapped(self, sock: socket.socket) -> int:
-        while self._is_vector_sent():
+        while self._sent >= self._size:
             if not self._fill_vector():
                 return 0
-        vector = self._vector
+        first = 0
         if self._sent:
-            first = int(np.searchsorted(self._ends, self._sent, side="right"))
-            vector = vector[first:].copy()
+            first = int(self._ends.searchsorted(self._sent, "right"))
             left = int(self._ends[first]) - self._sent
-            vector["address"][0] += int(vector["length"][0]) - left
-            vector["length"][0] = left
+            self._vector[first, 0] += self._vector[first, 1] - np.uint64(left)
+            self._vector[first, 1] = left
         try:
-            count = send_vector(sock, vector)
+            count = send_vector(sock, self._vector, first)
         except OSError as error:
             if error.errno == errno.EFAULT:  # the kernel reports a page that it cannot read as a bad address
                 raise DiskFailed("a shard's file cannot be read, or became shorter") from error
@@ -116,25 +115,30 @@ class Payload:
     def _fill_vector(self) -> bool:
         """Make the next buffers to send; return whether there are any."""
         part = slice(self._next, self._next + VECTOR_MAX - 1)
-        numbers = self._numbers[part]
-        if not len(numbers) and not self._head:
+        numbers, at = self._numbers[part], int(bool(self._head))
+        if not len(numbers) and not at:
             return False
-        vector = np.empty(len(numbers) + bool(self._head), VECTOR)
-        ranges = vector[bool(self._head) :]
+        vector = np.empty((at + len(numbers), 2), np.uint64)
         if len(numbers):
-            used = np.unique(numbers)
-            at = np.zeros(int(used[-1]) + 1, np.uint64)
-            at[used] = [self._files[number].mapped_at() for number in used.tolist()]
-            ranges["address"] = at[numbers] + self._offsets[part].astype(np.uint64)
-            ranges["length"] = self._lengths[part]
-        if self._head:
+            vector[at:, 0] = self._mapped(numbers)[numbers]
+            vector[at:, 0] += self._offsets[part].astype(np.uint64)
+            vector[at:, 1] = self._lengths[part]
+        if at:
             self._held = head = np.frombuffer(self._head, np.uint8)
-            vector["address"][0], vector["length"][0] = head.ctypes.data, len(head)
+            vector[0] = head.__array_interface__["data"][0], len(head)
             self._head = b""
         self._next += len(numbers)
         self._vector, self._sent = vector, 0
-        self._ends = np.cumsum(vector["length"].astype(np.int64))
+        self._ends = np.cumsum(vector[:, 1]).astype(np.int64)
+        self._size = int(self._ends[-1])
         return True
+
+    def _mapped(self, numbers: Ints) -> npt.NDArray[np.uint64]:
+        """Return where the files are mapped, those of ``numbers`` at least. Raises ``DiskFailed``."""
+        used = np.bincount(numbers, minlength=len(self._addresses))
+        for number in np.flatnonzero((used > 0) & (self._addresses == 0)).tolist():
+            self._addresses[number] = self._files[number].mapped_at()
+        return self._addresses
 
     # -- by copies ----------------------------------------------------------------------------------------------------
 
@@ -159,13 +163,13 @@ class Payload:
         out[: len(piece)] = piece
         self._head, used = self._head[len(piece) :], len(piece)
         while used < len(out) and self._next < len(self._numbers):
-            number, offset = int(self._numbers[self._next]), int(self._offsets[self._next]) + self._sent
-            length = int(self._lengths[self._next]) - self._sent
+            number, offset = int(self._numbers[self._next]), int(self._offsets[self._next]) + self._part
+            length = int(self._lengths[self._next]) - self._part
             wanted = out[used : used + length]
             count = self._read(self._files[number], wanted, offset)
-            used, self._sent = used + count, self._sent + count
+            used, self._part = used + count, self._part + count
             if count == length:
-                self._next, self._sent = self._next + 1, 0
+                self._next, self._part = self._next + 1, 0
         self._held, self._copied = buffer, out[:used]
         if not used:
             self._release_buffer()

@@ -33,6 +33,7 @@ READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 PARKED: Final = 0  # the event loop will call ``resume``
 ENDED: Final = -1
+AGAIN: Final = -2  # there is more to do at once, after whoever else is ready
 WORKERS: Final = HELD_MAX[Resource.SENDS]
 
 
@@ -55,7 +56,7 @@ class Channel(ABC):
     def serve(self) -> int:
         """In a worker: do what can be done without waiting for the other end, for a stint.
 
-        Return the events to wait for, ``PARKED`` or ``ENDED``.
+        Return the events to wait for, ``AGAIN``, ``PARKED`` or ``ENDED``.
         """
 
     @abstractmethod
@@ -156,34 +157,45 @@ class Poller:
 
     def _work(self) -> None:
         while True:
-            ready = self._epoll.poll(-1, 1)
+            channel = self._ready(-1)
             if self._stopped:
                 return  # and the event stays, for the other workers
-            for fd, _ in ready:
-                channel: Channel | None = self._channels[fd]
-                while channel is not None:
-                    channel = self._turn(channel)
+            while channel is not None and not self._stopped:
+                channel = self._turn(channel)
+
+    def _ready(self, seconds: float) -> Channel | None:
+        """Take a channel that is ready; this worker owns it then."""
+        for fd, _ in self._epoll.poll(seconds, 1):
+            return self._channels.get(fd)
+        return None
 
     def _turn(self, channel: Channel) -> Channel | None:
-        """Serve a channel, if its address has a worker to spare; return one that waited for that."""
+        """Serve a channel, if its address has a worker to spare; return one to serve next, if any is known."""
         channel.deadline = inf
         client = channel.client
         with self._turns:
             if not self._budgets.hold(client, Resource.SENDS, counted=False):
                 self._deferred.setdefault(client, deque()).append(channel)
                 return None
+        following: Channel | None = None
         try:
             events = channel.serve()
+            while (
+                events == AGAIN and not self._deferred and not self._stopped and (following := self._ready(0)) is None
+            ):
+                events = channel.serve()  # nobody else is ready: to arm it would only wake another worker
         except Exception:  # a supervisor: a bug costs this connection, and not the worker
             log.exception("a connection was closed")
             events = ENDED
         if events == ENDED:
             self._close(channel)
         elif events != PARKED:
-            self._arm(channel, events)
+            self._arm(channel, WRITABLE if events == AGAIN else events)
         with self._turns:
             self._budgets.release(client, Resource.SENDS)
-            return self._next() if self._deferred else None
+            if self._deferred and following is None:
+                following = self._next()
+        return following
 
     def _next(self) -> Channel | None:
         """Take a channel that waited for a worker, of each address in turn."""

@@ -32,6 +32,7 @@ from quiver_cacheserver.slices import SLICE
 
 FREE_SHARDS: Final = 4096  # of a request; each further one is charged
 SHARD_SECONDS: Final = 10e-6  # what it takes to unpack one, look it up and answer for it
+PRESENT: Final = int(RangeStatus.PRESENT)  # which is 0
 STATUS_NAMES: Final = {int(status): status.name.lower() for status in RangeStatus}
 
 
@@ -170,13 +171,15 @@ def _answer(
     statuses = np.asarray([*of_shards, 0], np.uint8)[numbers]
     sizes = np.asarray([*(file.size_bytes if file else 0 for file in files), 0], np.uint64)[numbers]
     outside = (offsets > sizes) | (lengths > sizes) | (offsets > sizes - np.minimum(lengths, sizes))
-    statuses[(statuses == RangeStatus.PRESENT) & outside] = RangeStatus.BAD_RANGE
-    for status, count in enumerate(np.bincount(statuses).tolist()):
-        if count:
-            node.counters.count("ranges", STATUS_NAMES[status], count)
-    present = statuses == RangeStatus.PRESENT
-    if not present.all():
+    statuses[(statuses == PRESENT) & outside] = RangeStatus.BAD_RANGE
+    if statuses.any():
+        for status, count in enumerate(np.bincount(statuses).tolist()):
+            if count:
+                node.counters.count("ranges", STATUS_NAMES[status], count)
+        present = statuses == PRESENT
         numbers, offsets, lengths = numbers[present], offsets[present], lengths[present]
+    elif len(statuses):
+        node.counters.count("ranges", STATUS_NAMES[PRESENT], len(statuses))
     opened = [file for file in files if file is not None]
     place = np.cumsum([file is not None for file in files]) - 1
     return Answer(

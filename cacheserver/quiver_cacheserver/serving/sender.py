@@ -25,7 +25,7 @@ from quiver.transport.sockets import NotReady
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.poller import ENDED, WRITABLE, Channel, Poller
+from quiver_cacheserver.serving.poller import AGAIN, ENDED, WRITABLE, Channel, Poller
 from quiver_cacheserver.serving.requests import client_of
 
 log = logging.getLogger(__name__)
@@ -56,16 +56,16 @@ class Sending:
         return min(self._until, time.monotonic() + SEND_SECONDS_MAX)
 
     def stint(self, sock: socket.socket) -> int:
-        """In a worker: send what the reader takes, for a stint; return the events to wait for, 0 once all is sent.
+        """In a worker: send what the reader takes, for a stint; return the events to wait for, or ``AGAIN``.
 
-        Raises ``OSError`` of the connection, and ``DiskFailed``.
+        0: all is sent. Raises ``OSError`` of the connection, and ``DiskFailed``.
         """
         payload, total = self.payload, 0
         ends_at = time.monotonic() + STINT_SECONDS
         try:
             while not payload.done:
                 if total >= STINT_BYTES or time.monotonic() >= ends_at:
-                    return WRITABLE
+                    return AGAIN
                 total += payload.send(sock)
         except NotReady as wait:
             return wait.events

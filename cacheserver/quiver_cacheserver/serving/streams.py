@@ -26,7 +26,7 @@ from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.poller import ENDED, PARKED, READABLE, WRITABLE, Channel, Poller
+from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, Channel, Poller
 from quiver_cacheserver.serving.reads import Answer, at_hand, gather, unpacked
 from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, client_of, unhurried
 from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
@@ -272,8 +272,8 @@ class Stream(Channel):
         if self._ends:
             return ENDED
         self.deadline = self._patience()
-        # What was received already is no event: it is looked at when it is this stream's turn again.
-        return WRITABLE if self._received or unread_bytes(self.sock) else READABLE
+        # No event tells of what was received already.
+        return AGAIN if self._received or unread_bytes(self.sock) else READABLE
 
     def _settle(self) -> None:
         """Release what the request held."""
