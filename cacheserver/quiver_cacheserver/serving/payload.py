@@ -38,8 +38,8 @@ class Payload:
     """
 
     __slots__ = (
-        "_addresses", "_copied", "_ends", "_files", "_head", "_held", "_lengths", "_next", "_numbers", "_offsets", "_part",
-        "_sent", "_size", "_vector", "head_bytes", "shards", "size_bytes",
+        "_addresses", "_copied", "_ends", "_files", "_head", "_held", "_lengths", "_next", "_numbers", "_offsets",
+        "_part", "_sent", "_size", "_vector", "head_bytes", "shards", "size_bytes",
     )  # fmt: skip
 
     def __init__(
