@@ -2,54 +2,69 @@
 
 Blocking and without threads of its own, so that it can be used from a thread of a daemon and in a training process that
 forks: connections belong to the process that opened them. Whatever a peer answers is bounded by what was asked. Reads
-go by streams where the peer has them (``quiver.stream``), all else by HTTP (``quiver.exchange``).
+go by streams where the peer has them (``transport.stream``), all else by HTTP (``transport.http``).
 """
 
 from __future__ import annotations
 
+import ssl
+from typing import Final
+
+import numpy as np
+
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
-from quiver.exchange import Exchange
-from quiver.liveness import PATIENT, Patience
 from quiver.reporting import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
-from quiver.stream import U8, ReadStreams
+from quiver.transport.connection import U8, Endpoint
+from quiver.transport.http import HttpVerbs
+from quiver.transport.liveness import PATIENT, Patience
+from quiver.transport.stream import ReadStreams
 from quiver.wire import (
     JSON_BYTES_MAX,
+    MSGPACK_TYPE,
     READ_TYPE,
     SHARD_TYPE,
+    FillRequest,
+    ForgoRequest,
     NodeStatus,
     RangeStatus,
     ReadRequest,
+    RecheckRequest,
     RingView,
+    ShardStatuses,
     decode_json,
 )
+
+STATUSES_BYTES_SLACK: Final = 64  # of the message around a byte per shard
 
 
 class PeerClient:
     """The verbs of one daemon. Raises ``Unavailable`` when it does not answer, ``Corrupt`` when it answers nonsense."""
 
-    def __init__(self, url: str, patience: Patience = PATIENT) -> None:
-        self.url = check_url(url)
-        self.name = f"peer {self.url}"
-        self._exchange = Exchange(self.url, self.name, patience)
-        self._streams = ReadStreams(self.url, self.name, patience)
+    def __init__(self, url: str, patience: Patience = PATIENT, *, tls: ssl.SSLContext | None = None) -> None:
+        """``tls``: speak TLS with the daemon, under this context."""
+        endpoint = Endpoint(check_url(url), patience, tls)
+        self.url = endpoint.url
+        self.name = endpoint.name
+        self._http = HttpVerbs(endpoint)
+        self._streams = ReadStreams(endpoint)
 
     def __repr__(self) -> str:
         return f"PeerClient({self.url!r})"
 
     def close(self) -> None:
-        self._exchange.close()
+        self._http.close()
         self._streams.close()
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
     def ring(self) -> RingView:
-        view: RingView = decode_json(self._json("GET", "/v1/ring"), RingView, f"the ring that {self.url} answered")
+        view: RingView = decode_json(self._json("/v1/ring"), RingView, f"the ring that {self.url} answered")
         return view
 
     def status(self) -> NodeStatus:
-        status: NodeStatus = decode_json(self._json("GET", "/v1/status"), NodeStatus, f"the status of {self.url}")
+        status: NodeStatus = decode_json(self._json("/v1/status"), NodeStatus, f"the status of {self.url}")
         return status
 
     def read(self, request: ReadRequest) -> tuple[U8, U8]:
@@ -57,25 +72,54 @@ class PeerClient:
         return self._streams.read(request) or self._read_by_http(request)
 
     def _read_by_http(self, request: ReadRequest) -> tuple[U8, U8]:
-        wait = request.wait_ms / 1000
-        with self._exchange.asked("POST", "/v1/read", request.encode(), READ_TYPE, wait) as answer:
-            count = len(request.ranges)
-            if answer.size_bytes < count:
-                raise Corrupt(f"an answer of {answer.size_bytes} bytes to {count} ranges", self.name)
-            statuses = answer.receive(count)
-            present = int(request.ranges["length"][statuses == RangeStatus.PRESENT].sum())
-            if answer.size_bytes != count + present:
-                raise Corrupt(f"an answer of {answer.size_bytes} bytes where {count + present} belong", self.name)
-            return statuses, answer.receive(present, by_rate=True)
+        lengths = request.ranges["length"]
+        count, wanted = len(lengths), int(lengths.sum())
+        answer = self._http.request(
+            "POST",
+            "/v1/read",
+            request.encode(),
+            READ_TYPE,
+            answer_bytes_max=count + wanted,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        if len(answer) < count:
+            raise Corrupt(f"an answer of {len(answer)} bytes to {count} ranges", self.name)
+        statuses = answer[:count]
+        present = int(lengths[statuses == RangeStatus.PRESENT].sum())
+        if len(answer) != count + present:
+            raise Corrupt(f"an answer of {len(answer)} bytes where {count + present} belong", self.name)
+        return statuses, answer[count:]
+
+    def fill(self, request: FillRequest) -> U8:
+        """Make shards resident, as long as the request waits. Return a ``RangeStatus`` per shard ``(n,)``."""
+        answer = self._http.request(
+            "POST",
+            "/v1/fill",
+            request.encode(),
+            MSGPACK_TYPE,
+            answer_bytes_max=len(request.shards) + STATUSES_BYTES_SLACK,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        try:
+            told = ShardStatuses.decode(answer.data, len(request.shards))
+        except BadRequest as error:
+            raise Corrupt(str(error), self.name) from error
+        return np.frombuffer(told.statuses, np.uint8)
+
+    def forgo(self, request: ForgoRequest) -> None:
+        """Give up uploads that this reader was chosen for: whoever waits for them need not wait for their time out."""
+        self._http.request("POST", "/v1/forgo", request.encode(), MSGPACK_TYPE)
+
+    def recheck(self, request: RecheckRequest) -> None:
+        """Have the peer verify shards on its disk before it serves them again: wrong bytes of them came."""
+        self._http.request("POST", "/v1/recheck", request.encode(), MSGPACK_TYPE)
 
     def needs(self, report: NeedsReport) -> NeedsAnswer:
-        """Tell what a consumer needs; return what the peer holds of it. Raises ``NotFound`` where nobody listens."""
-        with self._exchange.asked("POST", "/v1/needs", report.encode(), NEEDS_TYPE) as told:
-            if told.size_bytes > ANSWER_BYTES_MAX:
-                raise Corrupt(f"an answer of {told.size_bytes} bytes to a report of needs", self.name)
-            data = told.receive(told.size_bytes).data
+        """Report what a consumer needs; return what the peer holds of it. Raises ``NotFound`` if it takes none."""
+        body = report.encode()
+        told = self._http.request("POST", "/v1/needs", body, NEEDS_TYPE, answer_bytes_max=ANSWER_BYTES_MAX)
         try:
-            answer = NeedsAnswer.decode(data)
+            answer = NeedsAnswer.decode(told.data)
         except BadRequest as error:
             raise Corrupt(str(error), self.name) from error
         wanted = len(report.report.left) if answer.status is NeedsStatus.TAKEN and not report.leaving else 0
@@ -84,7 +128,7 @@ class PeerClient:
         return answer
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
-        """Return a shard that the peer has at hand; it is not made to fill it. ``ShardSource``."""
+        """Return a shard that is resident there; the peer does not fill it. ``ShardSource``."""
         return self._file(f"/v1/shards/{digest}", size_bytes)
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
@@ -104,31 +148,22 @@ class PeerClient:
         return data
 
     def put_shard(self, digest: Digest, data: Bytes) -> None:
-        with self._exchange.asked("PUT", f"/v1/shards/{digest}", data, SHARD_TYPE):
-            pass
+        self._http.request("PUT", f"/v1/shards/{digest}", data, SHARD_TYPE)
 
     def put_manifest(self, digest: Digest, content: Bytes) -> None:
-        with self._exchange.asked("PUT", f"/v1/manifests/{digest}", content, SHARD_TYPE):
-            pass
+        self._http.request("PUT", f"/v1/manifests/{digest}", content, SHARD_TYPE)
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def _file(self, path: str, size_bytes_max: int) -> Bytes:
-        with self._exchange.asked("GET", path) as answer:
-            if answer.size_bytes > size_bytes_max:
-                what = f"a file of {answer.size_bytes} bytes where at most {size_bytes_max} were expected"
-                raise Corrupt(what, self.name)
-            return answer.receive(answer.size_bytes, by_rate=True).data
+        return self._http.request("GET", path, answer_bytes_max=size_bytes_max).data
 
     def _has(self, path: str) -> bool:
         try:
-            with self._exchange.asked("HEAD", path):
-                return True
+            self._http.request("HEAD", path)
         except NotFound:
             return False
+        return True
 
-    def _json(self, method: str, path: str) -> Bytes:
-        with self._exchange.asked(method, path) as answer:
-            if answer.size_bytes > JSON_BYTES_MAX:
-                raise Corrupt(f"{path}: {answer.size_bytes} bytes of JSON", self.name)
-            return answer.receive(answer.size_bytes).data
+    def _json(self, path: str) -> Bytes:
+        return self._http.request("GET", path, answer_bytes_max=JSON_BYTES_MAX).data

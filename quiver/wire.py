@@ -36,7 +36,6 @@ RANGE: Final = np.dtype([("shard", "<u4"), ("unused", "<u4"), ("offset", "<u8"),
 RANGES_MAX: Final = 1 << 16
 READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this bounds a request's time and not memory
 WAIT_MS_MAX: Final = 30_000
-MESSAGE_CHARS_MAX: Final = 4096
 JSON_BYTES_MAX: Final = 4 << 20
 # Flags of a read by clients that do not know the verbs of their own: as ``RecheckRequest`` and ``ForgoRequest``.
 RECHECK: Final = 1
@@ -272,16 +271,10 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Every answer that is an error."""
+    """Every answer that is an error: ``quiver.errors.answer_of`` says with what code and message."""
 
     error: str
     message: str
-
-
-def message_of(error: Exception) -> str:
-    """Return what an answer says of an error: some of what its text repeats may be whatever somebody sent."""
-    text = str(error)
-    return text if len(text) <= MESSAGE_CHARS_MAX else text[:MESSAGE_CHARS_MAX] + "…"
 
 
 def _decode_msgpack(body: Bytes, kind: type[T], what: str) -> T:

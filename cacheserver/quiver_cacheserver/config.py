@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 import msgspec
 
 from quiver.errors import BadRequest, Misconfigured
-from quiver.handoff import is_this_host
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.location import Location, shown
 from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
+from quiver.transport.handoff import is_this_host
 from quiver.wire import PORT
 from quiver_cacheserver.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 

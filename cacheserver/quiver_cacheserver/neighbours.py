@@ -15,9 +15,9 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.errors import OverCapacity, QuiverError
-from quiver.liveness import IN_RACK
 from quiver.peer import PeerClient
 from quiver.ring import Member
+from quiver.transport.liveness import IN_RACK
 from quiver_cacheserver.registry import Registry
 
 log = logging.getLogger(__name__)

@@ -1,8 +1,10 @@
 """Giving bytes to a socket and taking them from one: the one place that knows whether TLS lies in between.
 
 Whatever sends or receives goes through ``send_some`` and ``receive_some``, which behave the same for a plain socket and
-for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them; and only there
-does the kernel read them, so ``send_vector`` sends mapped pages of which an unreadable one is an error and no signal.
+for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them, and only the
+kernel can wait for all of a buffer by itself (``kernel_waits``); an ``SSLSocket`` does not block and is polled. And only
+of a plain one does the kernel read the buffers: ``send_vector`` sends mapped pages, of which an unreadable one is an
+error and no signal.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 from collections.abc import Sequence
 from typing import Final
 
@@ -29,6 +32,37 @@ class NotReady(BlockingIOError):
     def __init__(self, events: int) -> None:
         super().__init__("the socket is not ready")
         self.events = events
+
+
+def connect(host: str, port: int, seconds: float, tls: ssl.SSLContext | None = None) -> socket.socket:
+    """Return a connection without Nagle's delay; with ``tls``, the handshake done. Raises ``OSError``."""
+    sock = socket.create_connection((host, port), seconds)
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock if tls is None else tls.wrap_socket(sock, server_hostname=host)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def kernel_waits(sock: socket.socket) -> bool:
+    """Whether a blocking call can wait as long as ``set_wait`` says. Not under TLS: it may read in order to write."""
+    return not isinstance(sock, ssl.SSLSocket)
+
+
+def set_wait(sock: socket.socket, seconds: float) -> None:
+    """Have the kernel end a blocking call after so long without progress: ``NotReady``, or what came until then."""
+    microseconds = max(int(seconds * 1e6), 1000)
+    wait = struct.pack("ll", *divmod(microseconds, 1_000_000))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, wait)
+
+
+def is_ready(sock: socket.socket, events: int, seconds: float) -> bool:
+    """Wait for one of these events of ``poll``; return whether it came in time."""
+    poller = select.poll()
+    poller.register(sock, events)
+    return bool(poller.poll(max(seconds, 0.0) * 1000))
 
 
 def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:

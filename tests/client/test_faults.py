@@ -18,7 +18,7 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Changed, Unavailable
-from quiver.liveness import Patience
+from quiver.transport.liveness import Patience
 from quiver.wire import RangeStatus, ReadRequest
 from quiver_client import Dataset
 from quiver_client.tiers import members as members_module

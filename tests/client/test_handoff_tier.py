@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from quiver.errors import Forbidden
-from quiver.handoff import USED, FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
 from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
+from quiver.transport.handoff import USED, FileStatus, HandoffRequest, Verb, files_answer, held_answer, hello_answer
 from quiver.wire import RANGE, ReadRequest
 from quiver_client import Dataset
 from quiver_client.stats import Stats

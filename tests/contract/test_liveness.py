@@ -14,8 +14,8 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Unavailable
-from quiver.liveness import IN_RACK, Patience, is_alive
 from quiver.peer import PeerClient
+from quiver.transport.liveness import IN_RACK, Patience, is_alive
 from quiver.wire import RANGE, ReadRequest
 from tests.support.daemon import Daemon
 from tests.support.data import Files

@@ -22,7 +22,6 @@ import pytest
 from quiver.digest import Digest
 from quiver.errors import Changed, Corrupt, NotFound, QuiverError, Unavailable
 from quiver.fill import OriginShards
-from quiver.liveness import Patience
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
 from quiver.origin.isolated import IsolatedStore
@@ -32,6 +31,7 @@ from quiver.shard import verified
 from quiver.source import MemorySource, ShardSource, first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
+from quiver.transport.liveness import Patience
 from quiver_client import index
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, make_shard, random_files, rebased, shard_bytes_of

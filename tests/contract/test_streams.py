@@ -14,9 +14,19 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, OverCapacity, QuiverError, Unavailable
-from quiver.liveness import Patience
 from quiver.peer import U8, PeerClient
-from quiver.stream import FRAME, HANDSHAKE_SECONDS, MAGIC, PROTOCOL, RANGES, REFUSAL, ReadStream, refusal_frame
+from quiver.transport.connection import Connection, Endpoint
+from quiver.transport.liveness import Patience
+from quiver.transport.stream import (
+    FRAME,
+    HANDSHAKE_SECONDS,
+    MAGIC,
+    PROTOCOL,
+    RANGES,
+    REFUSAL,
+    read_on,
+    refusal_frame,
+)
 from quiver.wire import RANGE, ReadRequest
 from tests.support.servers import HostileServer, ok
 
@@ -126,7 +136,7 @@ def test_who_does_not_upgrade_is_asked_by_http_and_for_a_stream_no_more(upgrade:
 def test_a_stream_is_wanted_again_after_a_while() -> None:
     with served(said(ok(b"", status="404 Not Found"))) as (peer, server):
         check(peer.read(request()))
-        peer._streams.none_until = time.monotonic()
+        peer._streams.no_stream.pause(0)
         check(peer.read(request()))
         assert [asked.split()[0] for asked in server.requests] == [b"GET", b"POST", b"GET", b"POST"]
 
@@ -205,7 +215,7 @@ def test_what_went_wrong_on_a_stream_is_not_met_by_the_next_read(answer: bytes |
 
 def test_a_peer_that_drips_a_large_answer_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each byte comes well within the silence that is allowed."""
-    monkeypatch.setattr("quiver.stream.SLOWEST_BYTES_PER_SECOND", 1 << 20)
+    monkeypatch.setattr("quiver.transport.liveness.SLOWEST_BYTES_PER_SECOND", 1 << 20)
 
     def drip(connection: socket.socket) -> None:
         connection.sendall(GOOD[:18])
@@ -235,11 +245,11 @@ def test_a_peer_that_takes_a_request_by_the_byte_is_given_up_in_time() -> None:
     over = threading.Event()
     sipping = threading.Thread(target=sip)
     sipping.start()
-    stream = ReadStream(mine, "http://127.0.0.1:9", "peer", PATIENCE)
+    stream = Connection(mine)
     try:
         began = time.monotonic()
-        with pytest.raises(TimeoutError, match="takes no request"):
-            stream.read(many)
+        with pytest.raises(TimeoutError, match="takes the request too slowly"):
+            read_on(Endpoint("http://127.0.0.1:9", PATIENCE), many, stream)
         assert time.monotonic() - began < LONG_SECONDS
     finally:
         over.set()

@@ -24,7 +24,7 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest
 from quiver.peer import PeerClient
 from quiver.ring import Member
-from quiver.stream import PATH, PROTOCOL
+from quiver.transport.stream import PATH, PROTOCOL
 from quiver.wire import RANGE, RangeStatus, ReadRequest
 from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
 from quiver_cacheserver.logs import FORMAT, OneLine

@@ -17,13 +17,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from blockbuster import blockbuster_ctx
 
 from quiver.digest import Digest
 from quiver.errors import Misconfigured, OverCapacity
-from quiver.handoff import (
+from quiver.peer import PeerClient
+from quiver.ring import Member
+from quiver.store import Kind, Store
+from quiver.transport.handoff import (
     ANSWER_BYTES_MAX,
     FILES_MAX,
     HELD_MAX,
@@ -31,14 +35,13 @@ from quiver.handoff import (
     REQUEST_BYTES_MAX,
     USED,
     FileStatus,
+    HandoffAnswer,
     HandoffClient,
     HandoffRequest,
     Held,
+    Status,
     Verb,
 )
-from quiver.peer import PeerClient
-from quiver.ring import Member
-from quiver.store import Kind, Store
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver.budget import HELD_MAX as HELD_AT_ONCE
 from quiver_cacheserver.budget import Resource
@@ -110,7 +113,8 @@ def greeted(connection: socket.socket) -> bool:
     """Whether the daemon answers, and does not turn us away in one of the ways in which that can be seen."""
     try:
         connection.send(HELLO)
-        return connection.recv(ANSWER_BYTES_MAX)[4:8] == bytes(4)
+        answer = connection.recv(ANSWER_BYTES_MAX)
+        return bool(answer) and HandoffAnswer.decode(answer).status is Status.OK
     except ConnectionError:
         return False
 
@@ -372,11 +376,11 @@ def test_a_socket_of_another_kind_that_lives_is_not_taken(tmp_path: Path) -> Non
 GARBAGE = {
     "nothing of ours": b"GET / HTTP/1.1\r\n\r\n",
     "one byte": b"Q",
-    "no such verb": HELLO[:4] + b"\x09" + HELLO[5:],
-    "entries that are not there": HELLO[:4] + b"\x01\0\0\0\x01" + HELLO[9:],
+    "no such verb": msgspec.msgpack.encode({"verb": 9}),
+    "entries that are not there": msgspec.msgpack.encode({"verb": Verb.HELD, "shards": bytes(32)}),
     "more files than may be": HandoffRequest(Verb.FILES, (Held(ABSENT, 0),) * (FILES_MAX + 1)).encode(),
     "more held than may be": HandoffRequest(Verb.HELD, (Held(ABSENT, 0),) * (HELD_MAX + 1)).encode(),
-    "2^32 entries": HELLO[:4] + b"\x02\0\0\0\xff\xff\xff\xff" + HELLO[12:],
+    "2^32 entries": b"\x82\xa4verb\x02\xa6shards\xc6\xff\xff\xff\xff",
     "too long": bytes(REQUEST_BYTES_MAX + 1),
     "much too long": bytes(150_000),
 }
@@ -386,7 +390,7 @@ GARBAGE = {
 def test_garbage_is_refused_and_the_connection_closed(served: Daemon, client: HandoffClient, garbage: bytes) -> None:
     with raw(path_of(served)) as connection:
         connection.send(garbage)
-        assert connection.recv(ANSWER_BYTES_MAX)[4:8] == b"\x02\0\0\0"
+        assert HandoffAnswer.decode(connection.recv(ANSWER_BYTES_MAX)).status is Status.REFUSED
         assert connection.recv(ANSWER_BYTES_MAX) == b""
     assert client.hello() == "me"
     assert "Traceback" not in served.log

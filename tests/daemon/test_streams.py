@@ -27,7 +27,7 @@ from quiver.errors import DiskFailed, OverCapacity, Unavailable
 from quiver.peer import U8, PeerClient
 from quiver.store import Kind, OpenFile, Store
 from quiver.store.inventory import file_of
-from quiver.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
+from quiver.transport.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
 from quiver.wire import FORGO, RANGE, READ_REQUEST_BYTES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.serving import sender, streams
@@ -66,7 +66,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 def client(url: str, *, by_http: bool = False) -> Iterator[PeerClient]:
     with contextlib.closing(PeerClient(url)) as peer:
         if by_http:
-            peer._streams.none_until = inf
+            peer._streams.no_stream.pause(inf)
         yield peer
 
 
@@ -352,10 +352,10 @@ def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(tmp_path:
             assert third.read(LITTLE)[1].tobytes() == SMALL_DATA[:500]
         assert not third._streams.idle.kept
         first.close()
-        third._streams.none_until = 0.0
+        third._streams.no_stream.succeed()
 
         def served_again() -> bool:
-            third._streams.none_until = 0.0
+            third._streams.no_stream.succeed()
             third.read(LITTLE)
             return bool(third._streams.idle.kept)
 

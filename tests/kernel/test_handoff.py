@@ -9,7 +9,6 @@ import itertools
 import json
 import os
 import socket
-import struct
 import tempfile
 import threading
 import time
@@ -26,8 +25,14 @@ from hypothesis import strategies as st
 from quiver import membership as m
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
-from quiver.handoff import (
+from quiver.membership.record import write
+from quiver.ring import SOCKET_BYTES_MAX, Member, Ring
+from quiver.transport.handoff import (
+    ANSWER_BYTES_MAX,
+    FILES_MAX,
+    HELD_MAX,
     IDLE_CONNECTIONS_MAX,
+    NODE_ID_BYTES_MAX,
     REQUEST_BYTES_MAX,
     FileStatus,
     HandoffClient,
@@ -40,8 +45,6 @@ from quiver.handoff import (
     hello_answer,
     refusal,
 )
-from quiver.membership.record import write
-from quiver.ring import SOCKET_BYTES_MAX, Member, Ring
 from quiver.wire import RingView, decode_json
 
 LONGEST = "/" + "s" * (SOCKET_BYTES_MAX - 1)
@@ -96,9 +99,48 @@ def test_a_request_survives_the_wire(entries: list[tuple[Digest, int]], verb: Ve
 @settings(max_examples=300)
 @given(st.binary(max_size=200), st.integers(0, 3), st.integers(0, 5))
 def test_any_message_is_a_request_or_refused(tail: bytes, verb: int, count: int) -> None:
-    for message in (tail, struct.pack("<4sIII", b"QHF1", verb, count, 0) + tail):
+    fields = {"verb": verb, "shards": tail[: count * 32], "editions": list(tail[:count]), "flags": 0}
+    for message in (tail, msgspec.msgpack.encode(fields), msgspec.msgpack.encode(fields) + tail):
         with contextlib.suppress(BadRequest):
-            assert HandoffRequest.decode(message).encode() == message
+            request = HandoffRequest.decode(message)
+            assert HandoffRequest.decode(request.encode()) == request
+            assert len(request.encode()) <= len(message)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"verb": 3},
+        {"verb": -1},
+        {"verb": "files"},
+        {"verb": 0, "shards": bytes(32)},
+        {"verb": 1, "shards": bytes(33)},
+        {"verb": 1, "shards": bytes(32 * (FILES_MAX + 1))},
+        {"verb": 1, "shards": bytes(32), "editions": [1, 2]},
+        {"verb": 2, "shards": bytes(32)},
+        {"verb": 2, "shards": bytes(32), "editions": [1, 2]},
+        {"verb": 2, "shards": bytes(32), "editions": [-1]},
+        {"verb": 2, "shards": bytes(32 * (HELD_MAX + 1)), "editions": [1] * (HELD_MAX + 1)},
+        {"verb": 1, "flags": -1},
+        {"verb": 1, "flags": 1 << 32},
+        {"verb": 1, "more": bytes(REQUEST_BYTES_MAX)},
+        {"shards": bytes(32)},
+    ],
+    ids=lambda fields: ",".join(
+        f"{name} {len(value) if hasattr(value, '__len__') else value}" for name, value in fields.items()
+    ),
+)
+def test_a_request_that_breaks_a_limit_or_does_not_add_up_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(BadRequest):
+        HandoffRequest.decode(msgspec.msgpack.encode(fields))
+
+
+def test_the_largest_messages_are_within_their_bounds() -> None:
+    held = tuple(Held(Digest(b"a" * 32), 2**64 - 1) for _ in range(HELD_MAX))
+    assert len(HandoffRequest(Verb.HELD, held, 3).encode()) <= REQUEST_BYTES_MAX
+    assert len(held_answer([True] * HELD_MAX)) <= ANSWER_BYTES_MAX
+    assert len(files_answer([(FileStatus.PRESENT, 2**64 - 1)] * FILES_MAX)) <= ANSWER_BYTES_MAX
+    assert len(hello_answer("n" * NODE_ID_BYTES_MAX)) <= ANSWER_BYTES_MAX
 
 
 # -- a server that says anything --------------------------------------------------------------------------------------
@@ -380,14 +422,14 @@ def test_threads_share_a_client_and_keep_few_connections(tmp_path: Path) -> None
         client = HandoffClient(str(path), answer_seconds=10)
         with ThreadPoolExecutor(8) as pool:
             assert all(pool.map(lambda _: client.held([Held(NAME, 7)]) == [True], range(100)))
-        assert len(client._idle.kept) <= IDLE_CONNECTIONS_MAX
+        assert len(client._dialogue.idle.kept) <= IDLE_CONNECTIONS_MAX
         client.close()
 
 
 def test_a_child_does_not_use_its_parents_connection(tmp_path: Path) -> None:
     def answer(connection: socket.socket, number: int, request: bytes) -> None:
-        told = struct.pack("<i", number).ljust(8, b"\0")  # as an edition: which request of its connection this is
-        connection.send(HELLO if number == 0 else struct.pack("<4sIII", b"QHA1", 0, 1, 0) + told + b"\1")
+        told = files_answer([(FileStatus.ABSENT, number)])  # as an edition: which request of its connection this is
+        connection.send(HELLO if number == 0 else told)
 
     with server(tmp_path / "s", answer) as path:
         client = HandoffClient(str(path), answer_seconds=10)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from math import ceil
 from typing import Final, NamedTuple
 
 import msgspec
@@ -14,10 +13,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from quiver.errors import OverCapacity, QuiverError
+from quiver.errors import QuiverError, answer_of
 from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
-from quiver.wire import ErrorBody, RingView, message_of
+from quiver.wire import ErrorBody, RingView
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
@@ -171,10 +170,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         gone.force_close()
         return gone
     except QuiverError as error:
-        headers = (
-            {"Retry-After": str(max(ceil(error.retry_after_seconds), 1))} if isinstance(error, OverCapacity) else {}
-        )
-        return _json(ErrorBody(error.code, message_of(error)), error.status, headers)
+        told = answer_of(error)
+        return _json(ErrorBody(told.code, told.message), told.status, told.headers)
     except web.HTTPException as error:
         if error.status < 400:
             raise

@@ -18,9 +18,9 @@ from typing import Final
 
 from aiohttp import web
 
-from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Digest
 from quiver.errors import DiskFailed, OverCapacity, QuiverError
+from quiver.transport.liveness import SLOWEST_BYTES_PER_SECOND
 from quiver.transport.sockets import NotReady
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node

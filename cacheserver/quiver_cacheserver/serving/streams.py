@@ -20,8 +20,8 @@ from typing import Final
 from aiohttp import HttpVersion11, web
 
 from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
-from quiver.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.transport.sockets import NotReady, receive_some, unread_bytes
+from quiver.transport.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node

@@ -14,11 +14,11 @@ from typing import Final
 import numpy as np
 from aiohttp import web
 
-from quiver.connections import SLOWEST_BYTES_PER_SECOND
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, DiskFailed
 from quiver.shard import verified
 from quiver.store import Kind, Writing
+from quiver.transport.liveness import SLOWEST_BYTES_PER_SECOND
 from quiver.wire import SHARD_TYPE
 from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.budget import Cost, Resource

@@ -1,4 +1,4 @@
-"""The socket of ``--socket``: open shard files for the readers on this host (``quiver.handoff``, docs/protocol.md).
+"""The socket of ``--socket``: open shard files for the readers on this host (docs/protocol.md).
 
 Who may connect is said by the socket's permissions and its folder's. Whoever may can make the daemon open files and
 look things up, and nothing else: a request is one message of bounded size, descriptors that are sent here are dropped
@@ -29,7 +29,8 @@ from typing import Final, Self
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, OverCapacity, QuiverError
-from quiver.handoff import (
+from quiver.store import Kind, MemoryInventory, OpenFile
+from quiver.transport.handoff import (
     RECHECK,
     REQUEST_BYTES_MAX,
     USED,
@@ -43,7 +44,6 @@ from quiver.handoff import (
     hello_answer,
     refusal,
 )
-from quiver.store import Kind, MemoryInventory, OpenFile
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 

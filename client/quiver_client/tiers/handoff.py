@@ -17,9 +17,9 @@ import numpy as np
 
 from quiver import forks
 from quiver.errors import Corrupt, DiskFailed, OverCapacity, QuiverError
-from quiver.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver.manifest import Manifest
 from quiver.ring import Ring
+from quiver.transport.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver_client import process_exit
 from quiver_client.delivery import Delivery, Positions
 from quiver_client.gather import Buffer

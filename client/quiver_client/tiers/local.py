@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 
 from quiver import forks
 from quiver.errors import QuiverError
-from quiver.handoff import HandoffClient, is_this_host
 from quiver.ring import Member, Ring
+from quiver.transport.handoff import HandoffClient, is_this_host
 from quiver_client.stats import Stats
 from quiver_client.tiers.members import Members
 

@@ -15,11 +15,11 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
-from quiver.liveness import IN_RACK, is_alive
 from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.ring import Ring
+from quiver.transport.liveness import IN_RACK, is_alive
 from quiver_client.stats import Stats
 
 RING_SECONDS: Final = 5.0  # half of the lease's time: a dead daemon is off this ring within a lease and a half

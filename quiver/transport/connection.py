@@ -1,0 +1,292 @@
+"""One connection to a daemon: every byte of every carrier goes through here, under the same deadlines.
+
+The stream of reads, the HTTP verbs and the Unix socket differ in what they say. How long a connection waits, what its
+failures mean, and when a request is sent once more are the same for all three and stand here alone:
+
+- A wait ends after silence, at less than the slowest rate, or when a health check fails (``liveness``).
+- A daemon may close an idle connection at any moment, also the one in which the next request is sent. So a request that
+  meets the end of a connection that had been idle is sent once more, on a new one (``Dialogue.run``).
+- A connection is used again only if its last answer was received to its end (``Connection.finish``).
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.errors import BrokenOff, QuiverError, Unavailable
+from quiver.transport.idle import Idle
+from quiver.transport.liveness import Patience, Vigil, is_alive
+from quiver.transport.sockets import NotReady, connect, is_ready, kernel_waits, receive_some, send_some, set_wait
+
+U8 = npt.NDArray[np.uint8]
+T = TypeVar("T")
+HEAD_PIECE_BYTES: Final = 8 << 10
+
+
+class Ended(ConnectionResetError):
+    """The other side closed the connection before the end of an answer."""
+
+
+class Watch(Protocol):
+    """When to give up waiting: ``liveness.Vigil``, or a plain ``Deadline``."""
+
+    @property
+    def first_wait_seconds(self) -> float: ...
+    def wait_seconds(self) -> float: ...
+    def asked(self) -> None: ...
+    def sent(self, count: int) -> None: ...
+    def heard(self, count: int) -> None: ...
+    def check_rate(self) -> None: ...
+    def check(self, sock: socket.socket) -> None: ...
+
+
+class Message(NamedTuple):
+    """A datagram, and what came with it: see ``socket.recvmsg``."""
+
+    data: bytes
+    ancillary: list[tuple[int, int, bytes]]
+    flags: int
+
+
+class Connection:
+    """A connected socket. Blocking; belongs to one thread at a time and to the process that opened it.
+
+    An exchange is ``begin``, ``send``, ``receive`` until the answer is complete, then ``finish``. A wait that is too
+    long raises ``TimeoutError`` (``Gone`` after a failed health check), the end of the connection ``ConnectionError``.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.is_finished = True  # the last answer was received to its end, and the connection may be used again
+        self.is_answering = False  # some of this exchange's answer came
+        self._socket = sock
+        self._watch: Watch
+        self._kernel_waits = kernel_waits(sock)
+        self._set_wait_seconds = 0.0
+        sock.setblocking(self._kernel_waits)
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def begin(self, watch: Watch) -> None:
+        """Begin an exchange, whose waits ``watch`` ends."""
+        self.is_finished = self.is_answering = False
+        self._watch = watch
+        self._set_wait(watch.first_wait_seconds)
+
+    def finish(self) -> None:
+        """Say that the answer was received to its end, and nothing is behind it."""
+        self.is_finished = True
+
+    def send(self, *buffers: bytes | memoryview) -> None:
+        """Send a whole request."""
+        left = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        while left:
+            try:
+                count = send_some(self._socket, left)
+            except NotReady as error:
+                self._wait(error.events)
+                continue
+            self._watch.sent(count)
+            left = _behind(left, count)
+            if left:
+                self._watch.check_rate()
+        self._watch.asked()
+
+    def receive(self, out: memoryview) -> None:
+        """Fill ``out``, in as few calls as the kernel makes of it."""
+        while out:
+            count = self._receive(out, whole=True)
+            out = out[count:]
+            if out:
+                self._watch.check_rate()
+
+    def receive_some(self, out: memoryview) -> int:
+        """Receive what is there, one byte at least; return how much that was."""
+        self._watch.check_rate()
+        return self._receive(out, whole=False)
+
+    def receive_until(self, mark: bytes, size_bytes_max: int) -> tuple[bytes, bytes]:
+        """Return what comes up to the first ``mark`` and including it, and what came behind it.
+
+        Raises ``ValueError`` if there is no mark in so many bytes.
+        """
+        data, piece = b"", memoryview(bytearray(HEAD_PIECE_BYTES))
+        while (at := data.find(mark)) < 0:
+            if len(data) >= size_bytes_max:
+                raise ValueError(f"more than {size_bytes_max} bytes without an end")
+            data += piece[: self.receive_some(piece)]
+        end = at + len(mark)
+        return data[:end], data[end:]
+
+    def send_message(self, message: bytes) -> None:
+        """Send a datagram, which goes whole or not at all."""
+        while True:
+            try:
+                self._watch.sent(send_some(self._socket, [memoryview(message)]))
+            except NotReady as error:
+                self._wait(error.events)
+            else:
+                return self._watch.asked()
+
+    def receive_message(self, size_bytes_max: int, ancillary_bytes_max: int) -> Message:
+        """Return a datagram. Descriptors that come with it are the caller's to close. Empty at the end."""
+        while True:
+            try:
+                got = self._socket.recvmsg(size_bytes_max, ancillary_bytes_max, socket.MSG_CMSG_CLOEXEC)
+            except BlockingIOError:
+                self._watch.check(self._socket)
+                continue
+            self.is_answering = bool(got[0])
+            return Message(*got[:3])
+
+    def _receive(self, out: memoryview, *, whole: bool) -> int:
+        while True:
+            try:
+                count = receive_some(self._socket, out, whole=whole)
+            except NotReady as error:
+                self._wait(error.events)
+                continue
+            if not count:
+                raise Ended(f"the answer ends {len(out)} bytes early")
+            self.is_answering = True
+            self._watch.heard(count)
+            return count
+
+    def _wait(self, events: int) -> None:
+        """Return when it is worth trying again. The kernel has waited already where it does."""
+        if not self._kernel_waits and is_ready(self._socket, events, self._watch.wait_seconds()):
+            return
+        self._watch.check(self._socket)
+        self._set_wait(self._watch.wait_seconds())
+
+    def _set_wait(self, seconds: float) -> None:
+        if self._kernel_waits and seconds != self._set_wait_seconds:
+            set_wait(self._socket, seconds)
+            self._set_wait_seconds = seconds
+
+
+def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
+    """Return what of the buffers is behind the first ``count`` bytes."""
+    for at, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[at + 1 :]]
+        count -= len(buffer)
+    return []
+
+
+# -- the other side ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A daemon by its address: how it is connected to, how long it is waited for, and what its failures are called.
+
+    ``tls``: speak TLS with it, under this context.
+    """
+
+    url: str
+    patience: Patience
+    tls: ssl.SSLContext | None = None
+
+    @property
+    def name(self) -> str:
+        """The daemon as the source of bytes."""
+        return f"peer {self.url}"
+
+    @property
+    def host(self) -> str:
+        """What ``Host`` says in a request."""
+        return urlsplit(self.url).netloc
+
+    def connect(self) -> Connection:
+        """Raises ``Unavailable``."""
+        parts = urlsplit(self.url)
+        try:
+            sock = connect(parts.hostname or "", parts.port or 80, self.patience.connect_seconds, self.tls)
+        except OSError as error:
+            why = f"cannot be reached ({error.strerror or error}); is the daemon running there?"
+            raise Unavailable(self.url, why) from error
+        return Connection(sock)
+
+    def vigil(self, extra_seconds: float = 0.0) -> Vigil:
+        """Return the watch of one exchange. ``extra_seconds``: for the first byte of the answer, see ``Vigil``."""
+        return Vigil(self.patience, self._is_alive, extra_seconds)
+
+    def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
+        """Return what it means that an exchange failed."""
+        if is_answering and isinstance(error, ConnectionError):
+            return BrokenOff(self.url, f"{error}; the daemon died, or the shard on its disk is damaged")
+        why = f"does not answer ({str(error) or type(error).__name__}); is the daemon running there?"
+        return Unavailable(self.url, why)
+
+    def _is_alive(self, meanwhile: socket.socket) -> bool:
+        return is_alive(self.url, self.patience.alive_seconds, meanwhile, self.tls)
+
+
+class _Failure(Protocol):
+    def __call__(self, error: OSError, *, is_answering: bool) -> QuiverError: ...
+
+
+class Dialogue:
+    """Requests to one daemon on connections that are kept while idle. Safe from threads.
+
+    The one place that sends a request once more, and that says what failures mean.
+    """
+
+    def __init__(self, failure: _Failure, kept_max: int | None = None) -> None:
+        """``failure`` makes an error of ``OSError``; ``kept_max`` bounds the idle connections further."""
+        self.idle: Idle[Connection] = Idle(kept_max) if kept_max is not None else Idle()
+        self._failure = failure
+
+    def close(self) -> None:
+        self.idle.close()
+
+    def run(self, opened: Callable[[], Connection], exchange: Callable[[Connection], T]) -> T:
+        """Return what ``exchange`` returns, given an idle connection or one that is ``opened``.
+
+        If the idle one turns out to have been closed, ``exchange`` is run once more with a new one: it must do no harm
+        twice. The connection is kept if the exchange ``finish``-ed it, whether or not it raised then.
+        """
+        connection = self.idle.take()
+        if connection is not None:
+            try:
+                return self._run_on(connection, exchange)
+            except ConnectionError:
+                self.idle.clear()  # all of them were idle for longer than this one
+            self.idle.begin_use()
+        try:
+            connection = opened()
+        except BaseException:
+            self.idle.drop(None)
+            raise
+        try:
+            return self._run_on(connection, exchange)
+        except ConnectionError as error:
+            raise self._failure(error, is_answering=connection.is_answering) from error
+
+    def _run_on(self, connection: Connection, exchange: Callable[[Connection], T]) -> T:
+        """Run the exchange; keep the connection or close it. Lets ``ConnectionError`` through."""
+        try:
+            return exchange(connection)
+        except ConnectionError:
+            connection.is_finished = False
+            raise
+        except OSError as error:
+            connection.is_finished = False
+            raise self._failure(error, is_answering=connection.is_answering) from error
+        finally:
+            if connection.is_finished:
+                self.idle.keep(connection)
+            else:
+                self.idle.drop(connection)

@@ -1,0 +1,378 @@
+"""Open files over a Unix socket: how a daemon hands shards to the readers on its own host (docs/protocol.md).
+
+The socket is of type SOCK_SEQPACKET: a request is one message and so is its answer, each arrives whole or not at all,
+and descriptors belong to exactly one message. In a stream they would need framing, and hang on a byte of it. Messages
+are MessagePack.
+
+    hello     the answer has the daemon's node id
+    files     names shards; the answer has for each a status and an edition, and with it come the descriptors of those
+              that are present, in order
+    held      names shards and editions; the answer has for each whether that is still the file of that name
+
+One request at a time on a connection. Blocking and without threads of its own, like ``quiver.peer``: connections belong
+to the process that opened them.
+"""
+
+from __future__ import annotations
+
+import array
+import enum
+import errno
+import os
+import socket
+import struct
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Final, NamedTuple, TypeVar
+
+import msgspec
+
+from quiver.digest import DIGEST_BYTES, Bytes, Digest
+from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
+from quiver.store import OpenFile
+from quiver.transport.connection import Connection, Dialogue, Ended
+
+FILES_MAX: Final = 64  # descriptors of one message; the kernel takes 253
+HELD_MAX: Final = 1024
+NODE_ID_BYTES_MAX: Final = 64
+RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before handing them out
+USED: Final = 2  # flag: the reader read these since its last request: they are in use
+FLAGS_MAX: Final = (1 << 32) - 1  # flags that are not known are ignored
+ANSWER_SECONDS: Final = 1.0
+IDLE_CONNECTIONS_MAX: Final = 2
+EDITION_BYTES_MAX: Final = 9  # of an integer as MessagePack
+OVERHEAD_BYTES_MAX: Final = 128  # names of fields, and lengths
+REQUEST_BYTES_MAX: Final = HELD_MAX * (DIGEST_BYTES + EDITION_BYTES_MAX) + OVERHEAD_BYTES_MAX
+ANSWER_BYTES_MAX: Final = HELD_MAX + FILES_MAX * EDITION_BYTES_MAX + NODE_ID_BYTES_MAX + OVERHEAD_BYTES_MAX
+
+_CREDENTIALS: Final = struct.Struct("iII")  # process, user, group: the kernel's struct ucred
+T = TypeVar("T")
+_Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Verb(enum.IntEnum):
+    """What a reader can ask."""
+
+    HELLO = 0
+    FILES = 1
+    HELD = 2
+
+
+class Status(enum.IntEnum):
+    """What became of a request. After ``REFUSED`` the daemon closes the connection."""
+
+    OK = 0
+    BUSY = 1
+    REFUSED = 2
+
+
+class FileStatus(enum.IntEnum):
+    """Whether a shard's file comes with the answer."""
+
+    PRESENT = 0
+    ABSENT = 1
+    NOT_NOW = 2  # here, and to be verified first; or the daemon has no descriptor left
+
+
+class Held(NamedTuple):
+    """A file that a reader has: the shard's name, and which of the files that have had it."""
+
+    digest: Digest
+    edition: int
+
+
+_ENTRIES_MAX: Final = {Verb.HELLO: 0, Verb.FILES: FILES_MAX, Verb.HELD: HELD_MAX}
+
+
+class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request as it travels: digests back to back; editions of ``HELD`` alone, as many."""
+
+    verb: Verb
+    shards: bytes = b""
+    editions: tuple[_Unsigned, ...] = ()
+    flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_MAX)] = 0
+
+
+class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An answer: of hello the node id, of files a ``FileStatus`` and an edition each, of held a 0 or 1 each."""
+
+    status: Status
+    node: Annotated[str, msgspec.Meta(max_length=NODE_ID_BYTES_MAX)] = ""
+    statuses: bytes = b""
+    editions: tuple[_Unsigned, ...] = ()
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, message: Bytes) -> HandoffAnswer:
+        """Parse a message. Raises ``BadRequest``."""
+        return _decode(message, cls)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffRequest:
+    """One message of a reader. The editions of ``files`` are 0: any will do."""
+
+    verb: Verb
+    entries: tuple[Held, ...] = ()
+    flags: int = 0
+
+    def encode(self) -> bytes:
+        shards = b"".join(entry.digest for entry in self.entries)
+        editions = tuple(entry.edition for entry in self.entries) if self.verb is Verb.HELD else ()
+        return msgspec.msgpack.encode(_Request(self.verb, shards, editions, self.flags))
+
+    @classmethod
+    def decode(cls, message: Bytes) -> HandoffRequest:
+        """Parse a message. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
+        if len(message) > REQUEST_BYTES_MAX:
+            raise BadRequest(f"a request has at most {REQUEST_BYTES_MAX} bytes, not {len(message)}")
+        told = _decode(message, _Request)
+        shards = Digest.many(told.shards)
+        editions = told.editions if told.verb is Verb.HELD else (0,) * len(shards)
+        if len(shards) > _ENTRIES_MAX[told.verb] or len(editions) != len(shards) or len(told.editions) > len(shards):
+            what = f"{len(shards)} shards and {len(told.editions)} editions"
+            raise BadRequest(f"{what} in a request for {told.verb.name.lower()}")
+        return cls(told.verb, tuple(map(Held, shards, editions)), told.flags)
+
+
+def hello_answer(node: str) -> bytes:
+    return HandoffAnswer(Status.OK, node=node).encode()
+
+
+def files_answer(files: Sequence[tuple[FileStatus, int]]) -> bytes:
+    """Return the answer about shards, given the status and edition of each. Their descriptors go with it."""
+    statuses, editions = bytes(status for status, _ in files), tuple(edition for _, edition in files)
+    return HandoffAnswer(Status.OK, statuses=statuses, editions=editions).encode()
+
+
+def held_answer(held: Sequence[bool]) -> bytes:
+    return HandoffAnswer(Status.OK, statuses=bytes(held)).encode()
+
+
+def refusal(status: Status) -> bytes:
+    return HandoffAnswer(status).encode()
+
+
+def _decode(message: Bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(message, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadRequest(f"malformed message: {error}") from error
+
+
+class Handed(NamedTuple):
+    """What became of a shard that was asked for: its file, if it was present."""
+
+    status: FileStatus
+    edition: int
+    file: OpenFile | None
+
+
+class Deadline:
+    """The watch of an exchange that ends at a moment, however it goes: ``connection.Watch``."""
+
+    def __init__(self, seconds: float) -> None:
+        self._ends_at = time.monotonic() + seconds
+
+    @property
+    def first_wait_seconds(self) -> float:
+        return self.wait_seconds()
+
+    def wait_seconds(self) -> float:
+        return max(self._ends_at - time.monotonic(), 0.001)
+
+    def asked(self) -> None:
+        pass
+
+    def sent(self, count: int) -> None:
+        pass
+
+    def heard(self, count: int) -> None:
+        pass
+
+    def check_rate(self) -> None:
+        if time.monotonic() >= self._ends_at:
+            raise TimeoutError("does not answer in time")
+
+    def check(self, sock: socket.socket) -> None:
+        self.check_rate()
+
+
+class HandoffClient:
+    """The verbs of the daemon behind one socket. Safe from threads.
+
+    The kernel says on each connection who listens, which has to be root, this user or one of ``trusted``: whoever may
+    write to a folder can put a socket of its own under a path that was checked before.
+
+    Raises ``Unavailable`` when it does not answer or is another daemon than before, ``Forbidden`` when the socket's
+    permissions keep this user out or a stranger listens, ``OverCapacity`` when it is busy, ``Corrupt`` when it answers
+    nonsense. Whatever it sends, no descriptor is left open.
+    """
+
+    def __init__(self, path: str, trusted: Collection[int] = (), *, answer_seconds: float = ANSWER_SECONDS) -> None:
+        """``trusted``: ids of users. ``answer_seconds``: for a request and what it takes to connect."""
+        self.path = path
+        self.trusted = frozenset(trusted)
+        self.node = ""  # as the daemon named itself
+        self._answer_seconds = answer_seconds
+        self._dialogue = Dialogue(self._failure, IDLE_CONNECTIONS_MAX)
+
+    def __repr__(self) -> str:
+        return f"HandoffClient({self.path!r}, {self.node!r})"
+
+    def close(self) -> None:
+        self._dialogue.close()
+
+    def hello(self) -> str:
+        """Return the daemon's node id: whether the ring has that member there is for the caller to check."""
+        self._dialogue.run(partial(self._opened, Deadline(self._answer_seconds)), lambda connection: None)
+        return self.node
+
+    def files(self, digests: Sequence[Digest], flags: int = 0) -> list[Handed]:
+        """Return for each of at most ``FILES_MAX`` shards what became of it. The daemon fills nothing."""
+        if not digests:
+            return []
+        answer, files = self._asked(Verb.FILES, [Held(digest, 0) for digest in digests], flags)
+        present = answer.statuses.count(FileStatus.PRESENT)
+        if len(answer.editions) != len(digests) or max(answer.statuses) > FileStatus.NOT_NOW or present != len(files):
+            raise Corrupt(
+                f"{len(files)} descriptors and {len(answer.editions)} editions for {present} files", self.path
+            )
+        passed = iter(files)
+        return [
+            Handed(FileStatus(status), edition, next(passed) if status == FileStatus.PRESENT else None)
+            for status, edition in zip(answer.statuses, answer.editions, strict=True)
+        ]
+
+    def held(self, held: Sequence[Held], flags: int = 0) -> list[bool]:
+        """Return for each of at most ``HELD_MAX`` files whether the daemon still holds it, as that shard's."""
+        answer, _ = self._asked(Verb.HELD, held, flags)
+        return [bool(entry) for entry in answer.statuses]
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _asked(self, verb: Verb, entries: Sequence[Held], flags: int) -> tuple[HandoffAnswer, list[OpenFile]]:
+        """Return the answer, which has as many statuses as the request has entries, and the files that came with it."""
+        message, deadline = HandoffRequest(verb, tuple(entries), flags).encode(), Deadline(self._answer_seconds)
+
+        def exchange(connection: Connection) -> tuple[HandoffAnswer, list[OpenFile]]:
+            data, files = _exchange(connection, message, deadline)
+            answer = self._parsed(data)
+            if len(answer.statuses) != len(entries):
+                raise Corrupt(f"an answer about {len(answer.statuses)} shards to {len(entries)}", self.path)
+            connection.finish()
+            return answer, files
+
+        return self._dialogue.run(partial(self._opened, deadline), exchange)
+
+    def _parsed(self, data: bytes) -> HandoffAnswer:
+        try:
+            answer = HandoffAnswer.decode(data)
+        except BadRequest as error:
+            raise Corrupt(str(error), self.path) from error
+        if answer.status is Status.BUSY:
+            raise OverCapacity(f"{self.path}: the daemon is busy", 1.0)
+        if answer.status is not Status.OK:
+            raise Corrupt("the daemon refuses the request as malformed", self.path)
+        return answer
+
+    def _opened(self, deadline: Deadline) -> Connection:
+        """Return a new connection, on which the daemon said who it is."""
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except (OSError, AttributeError) as error:
+            raise Unavailable(self.path, f"cannot be tried here ({error})") from error
+        try:
+            sock.settimeout(deadline.wait_seconds())
+            sock.connect(self.path)
+            self._check_listener(sock)
+            connection = Connection(sock)
+            data, _ = _exchange(connection, HandoffRequest(Verb.HELLO).encode(), deadline)
+            self._greet(self._parsed(data).node)
+        except OSError as error:
+            sock.close()
+            raise self._failure(error, is_answering=False) from error
+        except BaseException:
+            sock.close()
+            raise
+        connection.finish()
+        return connection
+
+    def _check_listener(self, sock: socket.socket) -> None:
+        """Raise ``Forbidden`` if it was not somebody trusted who made this a socket to connect to."""
+        told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        _, uid, _ = _CREDENTIALS.unpack(told)
+        if uid not in (0, os.geteuid()) and uid not in self.trusted:
+            raise Forbidden(
+                f"{self.path}: user {uid} listens there, who is neither root, nor you, nor a system account whose "
+                "socket it is; did somebody put it in the daemon's place?"
+            )
+
+    def _greet(self, node: str) -> None:
+        """Take the daemon's name, which stays the same from the first connection on."""
+        if not node:
+            raise Corrupt("malformed answer: no node id", self.path)
+        if self.node and self.node != node:
+            raise Unavailable(self.path, f"is another daemon's by now: node {node!r}")
+        self.node = node
+
+    def _failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
+        """Return what it means that the socket cannot be used."""
+        if isinstance(error, (BlockingIOError, TimeoutError)):  # the former where the queue of the listener is full
+            return Unavailable(self.path, "does not answer in time")
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return Forbidden(f"{self.path}: {error.strerror}; let this user, or a group of its, use the socket")
+        return Unavailable(self.path, f"cannot be used ({error.strerror or error}); is the daemon running?")
+
+
+def is_this_host(host: str) -> bool:
+    """Whether a host name or address is this machine's: whether one can bind to it."""
+    try:
+        addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
+    except OSError:
+        return False
+    for family, kind, _, _, address in addresses:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.bind(address)
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _exchange(connection: Connection, message: bytes, deadline: Deadline) -> tuple[bytes, list[OpenFile]]:
+    """Send a message; return the answer and the files that came with it. Raises ``OSError``."""
+    connection.begin(deadline)
+    connection.send_message(message)
+    room = socket.CMSG_SPACE(FILES_MAX * array.array("i").itemsize)
+    answer, passed, flags = connection.receive_message(ANSWER_BYTES_MAX, room)
+    files = _taken(passed)
+    if flags & socket.MSG_CTRUNC:  # more than there can be, or more than this process may have open
+        raise OverCapacity("not all descriptors could be taken; may this process have more open (ulimit -n)?", 1.0)
+    if flags & socket.MSG_TRUNC:
+        raise Corrupt(f"an answer of more than {ANSWER_BYTES_MAX} bytes", "the socket's daemon")
+    if not answer:
+        raise Ended("the daemon closes the connection")
+    return answer, files
+
+
+def _taken(passed: Sequence[tuple[int, int, bytes]]) -> list[OpenFile]:
+    """Return the files that were passed. Raises ``Corrupt``, all closed, if one of them is no regular file."""
+    numbers = array.array("i")
+    for level, kind, data in passed:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            numbers.frombytes(data[: len(data) - len(data) % numbers.itemsize])
+    files, wrong = [], ""
+    for fd in numbers:
+        try:
+            files.append(OpenFile.adopt(fd))  # which closes it if it cannot be used
+        except OSError as error:
+            wrong = error.strerror or str(error)
+    if wrong:
+        raise Corrupt(f"what was passed is no file of a shard: {wrong}", "the socket's daemon")
+    return files

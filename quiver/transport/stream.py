@@ -1,0 +1,208 @@
+"""Batched reads on a connection of their own: what ``POST /v1/read`` says, without HTTP around every batch.
+
+A reader asks ``GET /v1/stream`` to upgrade a connection and from then on sends read requests on it, one after the
+other, each answered by a frame (docs/protocol.md). It saves both ends the parsing of HTTP and the daemon its event
+loop: for a batch of small samples that is most of what a request costs. A daemon that does not take the upgrade, or has
+no stream to spare, is read by HTTP meanwhile.
+
+    request   size u32, then the body of ``POST /v1/read``
+    answer    "QRA1", kind u32, size u64; kind 0: a status byte per range, then the bytes of those that are present;
+              kind 1: a ``Refusal`` as JSON                                                       all little-endian
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from quiver import forks
+from quiver.backoff import Backoff
+from quiver.errors import Corrupt, OverCapacity, QuiverError, answer_of, error_from
+from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
+from quiver.transport.http import Head, receive_head, tokens
+from quiver.transport.idle import Idle
+from quiver.transport.liveness import Gone
+from quiver.wire import ErrorBody, RangeStatus, ReadRequest
+
+PROTOCOL: Final = "quiver-read"
+PATH: Final = "/v1/stream"
+FRAME: Final = struct.Struct("<4sIQ")
+SIZE: Final = struct.Struct("<I")
+MAGIC: Final = b"QRA1"
+RANGES: Final = 0
+REFUSAL: Final = 1
+REFUSAL_BYTES_MAX: Final = 1 << 16
+HANDSHAKE_SECONDS: Final = 1.0  # a proxy in between may not know how to upgrade, and say nothing at all
+# How long a daemon that took no upgrade is read by HTTP: one that has none of it is asked rarely, one that has no
+# stream to spare says how long.
+NO_STREAM_SECONDS: Final = 5.0
+NO_STREAM_SECONDS_MAX: Final = 60.0
+EAGER_BYTES_MAX: Final = 64 << 20  # of memory for an answer before its head says how large it is
+ALIGNED_BYTES: Final = 64
+
+
+class Refusal(ErrorBody, frozen=True):
+    """Why a read was not answered; the connection goes on unless the request was a bad one."""
+
+    retry_after_seconds: float = 0.0
+
+
+class NotUpgraded(Exception):
+    """The daemon is there and gave no stream. ``retry_after_seconds``: when it asks to try again, 0 if it does not."""
+
+    def __init__(self, retry_after_seconds: float = 0.0) -> None:
+        super().__init__("no stream")
+        self.retry_after_seconds = retry_after_seconds
+
+
+def refusal_frame(error: QuiverError) -> bytes:
+    """Return the answer to a request that failed."""
+    told = answer_of(error)
+    body = msgspec.json.encode(Refusal(told.code, told.message, told.retry_after_seconds))
+    return FRAME.pack(MAGIC, REFUSAL, len(body)) + body
+
+
+def ranges_frame(statuses: U8, payload_bytes: int) -> bytes:
+    """Return what comes before the bytes of the ranges that are present."""
+    return FRAME.pack(MAGIC, RANGES, len(statuses) + payload_bytes) + statuses.tobytes()
+
+
+class ReadStreams:
+    """The streams to one daemon, as long as it takes upgrades. Blocking; safe from threads."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.dialogue = Dialogue(endpoint.failure)
+        self.no_stream = Backoff(NO_STREAM_SECONDS, NO_STREAM_SECONDS_MAX)
+        self._endpoint = endpoint
+        self._lock = forks.lock()  # of ``no_stream``
+
+    @property
+    def idle(self) -> Idle[Connection]:
+        return self.dialogue.idle
+
+    def close(self) -> None:
+        self.dialogue.close()
+
+    def read(self, request: ReadRequest) -> tuple[U8, U8] | None:
+        """Ask for ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
+
+        Returns ``None`` if reads go by HTTP for now. Raises what the daemon refused with, ``Corrupt`` for a wrong
+        answer, and ``Unavailable``.
+        """
+        if self.no_stream.is_waiting and not self.idle.kept:
+            return None
+        try:
+            return self.dialogue.run(self._opened, partial(read_on, self._endpoint, request))
+        except NotUpgraded as error:
+            with self._lock:
+                if error.retry_after_seconds > 0:
+                    self.no_stream.pause(min(error.retry_after_seconds, NO_STREAM_SECONDS_MAX))
+                else:
+                    self.no_stream.fail()
+            return None
+
+    def _opened(self) -> Connection:
+        connection = open_stream(self._endpoint)
+        with self._lock:
+            self.no_stream.succeed()
+        return connection
+
+
+def open_stream(endpoint: Endpoint) -> Connection:
+    """Return a new connection that the daemon upgraded to a stream.
+
+    Raises ``NotUpgraded`` if it did not, ``Unavailable`` if it does not answer anything else either.
+    """
+    connection = endpoint.connect()
+    try:
+        _upgrade(connection, endpoint)
+    except Gone as error:
+        connection.close()
+        raise endpoint.failure(error, is_answering=False) from error
+    except (OSError, ValueError) as error:  # what is alive and cannot upgrade is read by HTTP
+        connection.close()
+        raise NotUpgraded from error
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _upgrade(connection: Connection, endpoint: Endpoint) -> None:
+    patience = endpoint.patience._replace(silence_seconds=HANDSHAKE_SECONDS)
+    connection.begin(replace(endpoint, patience=patience).vigil())
+    connection.send(
+        f"GET {PATH} HTTP/1.1\r\nHost: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
+    )
+    head, behind = receive_head(connection)
+    if not _is_switched(head) or behind:  # a daemon says nothing more until it is asked
+        busy = head.status == OverCapacity.status
+        raise NotUpgraded((head.retry_after_seconds or 0.0) if busy else 0.0)
+    connection.finish()
+
+
+def _is_switched(head: Head) -> bool:
+    return head.is_http_11 and head.status == 101 and tokens(head.headers, "Upgrade") == [PROTOCOL]
+
+
+def read_on(endpoint: Endpoint, request: ReadRequest, connection: Connection) -> tuple[U8, U8]:
+    """Send a read on a stream; return what ``ReadStreams.read`` does. Raises ``OSError`` besides."""
+    lengths = request.ranges["length"]
+    count, wanted = len(lengths), int(lengths.sum())
+    body = request.encode()
+    connection.begin(endpoint.vigil(request.wait_ms / 1000))
+    connection.send(SIZE.pack(len(body)), body)
+    # Nearly always every range is present. So room for all of them is taken before the size of the answer is known, and
+    # the head, the statuses and the first bytes come in one call.
+    head_bytes = FRAME.size + count
+    start = -head_bytes % ALIGNED_BYTES
+    buffer = np.empty(start + head_bytes + (wanted if wanted <= EAGER_BYTES_MAX else 0), np.uint8)
+    answer = buffer[start:]
+    received = _receive_at_least(connection, answer, 0, FRAME.size)
+    magic, kind, size = FRAME.unpack_from(answer.data)
+    if magic != MAGIC or kind not in (RANGES, REFUSAL):
+        raise Corrupt("malformed answer: bad magic", endpoint.name)
+    if kind == REFUSAL:
+        raise _refusal(connection, endpoint, bytes(answer[FRAME.size : received]), size)
+    if size < count:
+        raise Corrupt(f"an answer of {size} bytes to {count} ranges", endpoint.name)
+    received = _receive_at_least(connection, answer, received, head_bytes)
+    statuses = answer[FRAME.size : head_bytes].copy()
+    is_whole = not statuses.any()  # ``RangeStatus.PRESENT`` is 0
+    present = wanted if is_whole else int(lengths[statuses == RangeStatus.PRESENT].sum())
+    if size != count + present or received > head_bytes + present:
+        raise Corrupt(f"an answer of {size} bytes where {count + present} belong", endpoint.name)
+    data = answer[head_bytes : head_bytes + present]
+    if len(data) < present:  # there was no room for it before the statuses were known
+        data = np.empty(present, np.uint8)
+    connection.receive(data[received - head_bytes :].data)
+    connection.finish()
+    return statuses, data
+
+
+def _receive_at_least(connection: Connection, out: U8, received: int, wanted: int) -> int:
+    """Receive into ``out``, of which so much is here, until ``wanted`` bytes are; return how many are."""
+    while received < wanted:
+        received += connection.receive_some(out[received:].data)
+    return received
+
+
+def _refusal(connection: Connection, endpoint: Endpoint, begin: bytes, size: int) -> QuiverError:
+    """Return what the daemon refused with. ``begin``: what is here of a refusal of this size."""
+    if size > REFUSAL_BYTES_MAX or len(begin) > size:
+        raise Corrupt(f"a refusal of {size} bytes", endpoint.name)
+    body = bytearray(size)
+    body[: len(begin)] = begin
+    connection.receive(memoryview(body)[len(begin) :])
+    try:
+        told = msgspec.json.decode(body, type=Refusal)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise Corrupt(f"malformed refusal: {error}", endpoint.name) from error
+    if told.error == OverCapacity.code:  # after others the daemon may close the connection
+        connection.finish()
+    return error_from(told.error, told.message, endpoint.url, retry_after_seconds=told.retry_after_seconds)
