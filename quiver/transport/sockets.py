@@ -2,9 +2,8 @@
 
 Whatever sends or receives goes through ``send_some`` and ``receive_some``, which behave the same for a plain socket and
 for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them, and only the
-kernel can wait for all of a buffer by itself (``kernel_waits``); an ``SSLSocket`` does not block and is polled. And only
-of a plain one does the kernel read the buffers: ``send_vector`` sends mapped pages, of which an unreadable one is an
-error and no signal.
+kernel can wait for all of a buffer by itself (``kernel_waits``); an ``SSLSocket`` does not block and is polled. What is
+sent on a plain one is read by the kernel: a mapped page that cannot be read is an error of ``send_vector``, no signal.
 """
 
 from __future__ import annotations
@@ -82,6 +81,8 @@ def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
         raise NotReady(select.POLLIN) from None
     except (ssl.SSLWantWriteError, BlockingIOError):
         raise NotReady(select.POLLOUT) from None
+    except ssl.SSLEOFError as error:
+        raise ConnectionResetError("the other end closed the connection") from error
 
 
 def is_plain(sock: socket.socket) -> bool:

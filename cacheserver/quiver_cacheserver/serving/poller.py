@@ -87,8 +87,10 @@ class Poller:
             thread.start()
 
     def stop(self) -> None:
-        """End all channels and threads. Blocks for what the disk takes at most."""
+        """End all channels and threads, once. Blocks for what the disk takes at most."""
         with self._lock:
+            if self._stopped:
+                return
             self._stopped = True
         if self._threads[0].ident is not None:
             os.eventfd_write(self._wake, 1)
