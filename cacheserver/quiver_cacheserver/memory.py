@@ -2,7 +2,7 @@
 
 Serving takes none: bytes go from the page cache to the socket. A fill takes its shard, and for Parquet a row group as
 it lies in the file and as it is decoded; so ``FILL_THREADS`` times that is the most, and the row groups that are kept
-(``quiver.origin.kept``) for neighbouring shards as long as fills go on. See docs/adr/0010.
+(``quiver.origin.row_group_cache``) for neighbouring shards as long as fills go on. See docs/adr/0010.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final
 import pyarrow as pa
 
 from quiver.malloc import M_MMAP_THRESHOLD, tune
-from quiver.origin.kept import kept
+from quiver.origin.row_group_cache import row_groups
 from quiver_cacheserver.bounds import ROW_GROUP_BYTES_MAX
 from quiver_cacheserver.node import Node
 
@@ -28,7 +28,7 @@ def give_back_what_is_freed() -> None:
     For Arrow as well, whose own allocator keeps what it had at its most, for each thread. What the user set holds.
     Row groups have a bound from here on, since a manifest of anybody's says which are decoded.
     """
-    kept.group_bytes_max = ROW_GROUP_BYTES_MAX
+    row_groups.group_bytes_max = ROW_GROUP_BYTES_MAX
     tune({M_MMAP_THRESHOLD: LARGE_BYTES})
     if "ARROW_DEFAULT_MEMORY_POOL" not in os.environ:
         pa.set_memory_pool(pa.system_memory_pool())
@@ -39,4 +39,4 @@ async def let_go_of_row_groups(node: Node) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(KEPT_SECONDS / 4)
-        await loop.run_in_executor(node.disk_threads, kept.let_go_if_idle, KEPT_SECONDS)
+        await loop.run_in_executor(node.disk_threads, row_groups.drop_if_idle, KEPT_SECONDS)

@@ -1,7 +1,7 @@
 """Where the user's data lies, read by byte ranges.
 
 ``ObjectStore`` is the noun: local files (``local``), S3, GCS, Azure and HTTP (``remote``), and either of them in a
-process of its own (``isolated``), which is how a training process reads a remote store, since it may fork.
+process of its own (``origin_process``), which is how a training process reads a remote store, since it may fork.
 ``SampleOrigin`` (``samples``) stands above it and knows how the samples of a manifest lie in objects; ``parquet`` is
 its variant for files that cannot be read by byte ranges. ``opening`` decides which of them a URL gets.
 """

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, on which blocking callers have coroutines run: a wait that can be ended.
+"""An event loop in a thread of its own, which runs coroutines for blocking callers: a wait that can be cancelled.
 
-One per process, started on first use. Only for processes that do not fork (daemons, commands, and what ``isolated``
-starts). A caller that is interrupted, by Ctrl-C say, cancels what it waits for.
+One per process, started on first use. Only for processes that do not fork: daemons, commands, and the reader that
+``origin_process`` starts. A caller that is interrupted, by Ctrl-C say, cancels what it waits for.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from quiver.errors import NotAllowed
 from quiver.location import Location
 from quiver.manifest import Manifest
 from quiver.origin.base import READ_SECONDS, ObjectStore
-from quiver.origin.isolated import IsolatedStore
 from quiver.origin.local import LocalStore
+from quiver.origin.origin_process import ProcessStore
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
 
 
@@ -60,7 +60,7 @@ def open_store(base: str, *, may_fork: bool = False, within: Location | None = N
     if location.scheme == "file":
         return LocalStore(location, within=within.path if within is not None else None)
     if may_fork:
-        return IsolatedStore(base)
+        return ProcessStore(base)
     from quiver.origin.remote import RemoteStore
 
     return RemoteStore(base)

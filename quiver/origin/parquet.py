@@ -1,7 +1,7 @@
 """Samples in Parquet files. Their bytes are compressed in pages, so what is read is a row group's columns, decoded.
 
 Neighbouring shards cut from one row group would each read it whole; the last few decoded ones are kept for them
-(``kept``), so that shards filled in origin order read each row group once.
+(``row_group_cache``), so that shards filled in origin order read each row group once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quiver.errors import Changed, OverCapacity, Unavailable
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import Rows, array_type, as_bytes
 from quiver.origin.base import READ_SECONDS, Extent, ObjectStore
-from quiver.origin.kept import kept
+from quiver.origin.row_group_cache import row_groups
 from quiver.origin.samples import naming_samples
 from quiver.sizes import format_size
 
@@ -64,7 +64,7 @@ class ParquetOrigin:
         return read_bytes
 
     def close(self) -> None:
-        kept.let_go(self)
+        row_groups.drop(self)
         self._store.close()
 
     @contextmanager
@@ -99,11 +99,11 @@ class ParquetOrigin:
         group = int(np.searchsorted(file.firsts, row, "right")) - 1
         if row >= file.rows:
             raise Changed(file.url, "lost rows")
-        columns = kept.get((self, number, group))
+        columns = row_groups.get((self, number, group))
         if columns is None:
             columns = file.columns(group, self._columns)
             delivered += file.take_read_bytes()
-            kept.put((self, number, group), columns)
+            row_groups.put((self, number, group), columns)
         return columns, row - int(file.firsts[group]), delivered
 
 
@@ -142,8 +142,8 @@ class _File:
     def columns(self, group: int, names: list[str]) -> list[pa.Array[Any]]:
         """Return the byte columns (``image`` or ``image.bytes``) of a row group, each one array of large binary."""
         try:
-            if kept.group_bytes_max is not None:
-                return self._bounded(group, names, kept.group_bytes_max)
+            if row_groups.group_bytes_max is not None:
+                return self._bounded(group, names, row_groups.group_bytes_max)
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
             return [column_of(table, name)[0] for name in names]
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:

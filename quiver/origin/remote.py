@@ -1,7 +1,7 @@
 """Objects over the network: S3, GCS and Azure through obstore (Rust's object_store), plain HTTP by ``web``.
 
 obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So
-a process that may fork uses ``isolated`` instead (docs/adr/0004).
+a process that may fork uses ``origin_process`` instead (docs/adr/0004).
 
 One read is many requests in parallel under one deadline, each repeated with full jitter until then (docs/adr/0014).
 obstore's own retries are off for that: they are over in a second, and know nothing of Retry-After.

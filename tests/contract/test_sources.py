@@ -25,7 +25,7 @@ from quiver.fill import OriginShards
 from quiver.liveness import Patience
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
-from quiver.origin.isolated import IsolatedStore
+from quiver.origin.origin_process import ProcessStore
 from quiver.origin.remote import RemoteStore
 from quiver.peer import PeerClient
 from quiver.shard import verified
@@ -366,7 +366,7 @@ def origin(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path) -> 
             at = rebased(files, server_.url, tmp_path / "remote.quiver").manifest
     manifest = Manifest.open(at)
     samples = stack.enter_context(contextlib.closing(open_origin(manifest, may_fork=request.param == "isolated")))
-    kind = {"http": RemoteStore, "isolated": IsolatedStore}.get(request.param)
+    kind = {"http": RemoteStore, "isolated": ProcessStore}.get(request.param)
     assert kind is None or isinstance(samples._inner._store, kind)  # type: ignore[attr-defined]
     digest, data = shard_bytes_of(Manifest.open(files.manifest) if files else manifest, 1)
     blob = manifest.shard_blobs(1)[0]

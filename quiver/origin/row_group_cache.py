@@ -18,7 +18,7 @@ Columns = list[Any]  # arrays of pyarrow's, one for each field of blobs
 Key = tuple[object, int, int]  # whose it is (compared by identity), the number of the file, the number of the row group
 
 
-class Kept:
+class RowGroupCache:
     """Row groups by last use. Safe from threads; in a child that was forked it is empty."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
@@ -27,7 +27,7 @@ class Kept:
         self.forget()
 
     def __repr__(self) -> str:
-        return f"Kept({len(self._groups)} row groups, {self.size_bytes} bytes)"
+        return f"RowGroupCache({len(self._groups)} row groups, {self.size_bytes} bytes)"
 
     def forget(self) -> None:
         """Begin anew, with a lock that nobody holds."""
@@ -55,19 +55,19 @@ class Kept:
             while len(self._groups) > 1 and self.size_bytes > self._bytes_max:
                 self._groups.popitem(last=False)
 
-    def let_go(self, owner: object) -> None:
+    def drop(self, owner: object) -> None:
         """Drop what is one owner's."""
         with self._lock:
             for key in list(self._groups):
                 if key[0] is owner:
                     self._groups.pop(key, None)
 
-    def let_go_if_idle(self, seconds: float) -> None:
+    def drop_if_idle(self, seconds: float) -> None:
         """Drop everything if nobody asked for any of it in that time."""
         with self._lock:
             if time.monotonic() - self._used >= seconds:
                 self._groups.clear()
 
 
-kept: Final = Kept()
-os.register_at_fork(after_in_child=kept.forget)
+row_groups: Final = RowGroupCache()
+os.register_at_fork(after_in_child=row_groups.forget)

@@ -67,10 +67,10 @@ class _Running(NamedTuple):
 
     process: subprocess.Popen[bytes]
     link: socket.socket
-    finalizer: weakref.finalize[..., IsolatedStore]
+    finalizer: weakref.finalize[..., ProcessStore]
 
 
-class IsolatedStore:
+class ProcessStore:
     """``ObjectStore`` whose requests a reader answers: started on first use, and once again if it dies."""
 
     def __init__(self, base: str) -> None:
@@ -80,7 +80,7 @@ class IsolatedStore:
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"IsolatedStore({self.base!r})"
+        return f"ProcessStore({self.base!r})"
 
     def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         if not len(out):
@@ -182,7 +182,7 @@ def _end(process: subprocess.Popen[bytes], link: socket.socket, owner: int) -> N
     link.close()
 
 
-_PROGRAM: Final = "import sys; from quiver.origin.isolated import main; main()"
+_PROGRAM: Final = "import sys; from quiver.origin.origin_process import main; main()"
 
 
 def _wait_for(answer: socket.socket, until: float, base: str) -> None:
