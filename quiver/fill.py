@@ -11,6 +11,7 @@ from quiver.errors import BadRequest, Changed, Corrupt, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
 from quiver.shard import encode_table, name_of, read_table, rotten
+from quiver.shard_memory import Take, fresh
 
 LOST_MAX: Final = 64  # samples of one shard: each costs reads of its own to be found
 
@@ -18,10 +19,12 @@ LOST_MAX: Final = 64  # samples of one shard: each costs reads of its own to be 
 class OriginShards:
     """The shards of one manifest, rebuilt from where its samples lie. The one source that can say what was lost."""
 
-    def __init__(self, manifest: Manifest, origin: SampleOrigin) -> None:
+    def __init__(self, manifest: Manifest, origin: SampleOrigin, take: Take = fresh) -> None:
+        """``take``: where the memory of a shard comes from (``ShardMemory.take`` for who fills one after another)."""
         self.name = f"origin {origin.base}"
         self._manifest = manifest
         self._origin = origin
+        self._take = take
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return the shard. Raises ``Changed`` naming objects and samples if the origin no longer has what it had."""
@@ -33,7 +36,7 @@ class OriginShards:
         table = encode_table(self._manifest.tables.digests[rows], self._manifest.blob_sizes(rows))
         if name_of(table) != digest:
             raise BadRequest(f"the manifest of {self._origin.base}: shard {number} is not named by its samples")
-        data = np.empty(size_bytes, np.uint8).data
+        data = self._take(size_bytes)
         content = data[: size_bytes - len(table)]
         self._origin.read(blobs, content)
         data[len(content) :] = table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 import tarfile
 import time
 from dataclasses import asdict, dataclass
@@ -87,6 +88,7 @@ def _filled(folder: Path, data: Data, manifest: Path) -> Filled:
             seconds, after = time.monotonic() - begun, process_stat(server.pid)
         finally:
             peer.close()
+    shutil.rmtree(folder)  # what one round leaves in the page cache must not make memory scarce, or fresh, for the next
     # Fields of /proc/PID/stat from the state on: minor faults, user and system time, time blocked on a disk.
     faults, user, system, blocked = (int(after[at]) - int(before[at]) for at in (7, 11, 12, 39))
     total = int(opened.tables.shard_sizes.sum())
