@@ -1,8 +1,9 @@
-"""The memory of a daemon: what a fill took goes back to the system when the fill is done.
+"""The memory of a daemon: what fills took goes back to the system soon after the last one.
 
 Serving takes none: bytes go from the page cache to the socket. A fill takes its shard, and for Parquet a row group as
-it lies in the file and as it is decoded; so ``FILL_THREADS`` times that is the most, and the row groups that are kept
-(``quiver.origin.row_group_cache``) for neighbouring shards as long as fills go on. See docs/adr/0010.
+it lies in the file and as it is decoded; so ``FILL_THREADS`` times that is the most, and what is kept as long as fills
+go on: the memory of shards (``quiver.shard_memory``) for the next fills, and row groups
+(``quiver.origin.row_group_cache``) for neighbouring shards. See docs/adr/0010.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ def give_back_what_is_freed() -> None:
 
 
 async def let_go_of_row_groups(node: Node) -> None:
-    """Drop decoded row groups once fills are done, for ever."""
+    """Drop decoded row groups, and the memory of shards, once there were no fills for a while; runs forever."""
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(KEPT_SECONDS / 4)
         await loop.run_in_executor(node.disk_threads, row_groups.drop_if_idle, KEPT_SECONDS)
+        await loop.run_in_executor(node.disk_threads, node.shard_memory.drop_if_idle, KEPT_SECONDS)
