@@ -7,7 +7,8 @@ from typing import Final
 
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import Location, shown
-from quiver.origin.remote import PROBE_SECONDS, connect, store_errors
+from quiver.origin.remote import PROBE_SECONDS, connect
+from quiver.origin.store_errors import store_errors
 from quiver.origin.web import WebStore
 
 # What stores say to those who may get objects and not list them, and to those who may do neither.

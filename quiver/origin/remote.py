@@ -17,26 +17,27 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import blake3
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Changed, Forbidden, Misconfigured, NotFound, Unavailable
-from quiver.location import WEB_SCHEMES, Location, object_path, shown
+from quiver.errors import Changed, Misconfigured, NotFound, Unavailable
+from quiver.location import WEB_SCHEMES, Location, object_path
 from quiver.manifest import SUFFIX
 from quiver.origin.background import submit
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.gate import Gate, backoff_seconds
-from quiver.origin.web import NoRanges, WebStore
+from quiver.origin.runs import Run, coalesce
+from quiver.origin.store_errors import first_line, status_of, store_errors
+from quiver.origin.web import WebStore
+from quiver.origin.web_answers import NoRanges
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
-GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another request; a tar header is 512 to 1536 bytes
-RUN_BYTES_MAX: Final = 4 << 20  # larger runs are split, so that one shard is read over several connections
 STREAMED_BYTES: Final = (
     256 << 10
 )  # a request of more is received in pieces of about that, which is how progress is seen
@@ -48,22 +49,9 @@ REQUEST_SECONDS: Final = 60
 PROBE_SECONDS: Final = 5
 SIGNED_SECONDS: Final = 60  # how long the URL is good that a store is asked by how long to wait
 DOWNLOAD_BYTES: Final = 8 << 20
-_STATUS: Final = re.compile(r"status code: (\d{3})([^:\n]*)")
 # What stores say to a request for a range past an object's end, and to one for any range where they know none.
 _NO_RANGE: Final = re.compile(r"(?:answers|status) 416\b|range requested|[Rr]equested range|Wanted range")
-_CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
-_AGAIN: Final = frozenset({408, 425, 429})  # of the statuses below 500, those after which asking again may help
 _BUSY: Final = frozenset({429, 503})
-_LASTING: Final = re.compile(r"certificate|unsupported scheme|builder error", re.IGNORECASE)
-
-
-class _Run(NamedTuple):
-    """One request: a run of bytes and the extents to be cut from it, as (offset in the run, length, offset in out)."""
-
-    path: str
-    start: int
-    end: int
-    cuts: list[tuple[int, int, int]]
 
 
 class _Deadline:
@@ -153,7 +141,7 @@ class RemoteStore:
             await _all(self._insisted(run, out, deadline) for run in runs)
         return sum(run.end - run.start for run in runs)
 
-    async def _insisted(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _insisted(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         """Make a request until it is answered, a few times at most: who waits for longer does so without a thread."""
         for failures in itertools.count(1):
             # While the store is in trouble, one request at a time finds out whether it still is.
@@ -166,7 +154,7 @@ class RemoteStore:
                 raise deadline.missed(self.base)
             await asyncio.sleep(pause)
 
-    async def _answered(self, run: _Run, out: memoryview, deadline: _Deadline) -> bool:
+    async def _answered(self, run: Run, out: memoryview, deadline: _Deadline) -> bool:
         """Make one request; return whether it was answered. Raises what does not pass by itself."""
         seconds = await self._gate.passed(deadline.at)
         if seconds:  # said at once: whoever asks may have something better to do than to wait
@@ -181,13 +169,13 @@ class RemoteStore:
             deadline.last, self._gate.in_trouble = error, True
             if error.retry_after_seconds:
                 self._gate.close_for(error.retry_after_seconds)
-            elif _status(error) in _BUSY:
+            elif status_of(error) in _BUSY:
                 await self._gate.ask(await self._plain_url(run.path))
             return False
         self._gate.in_trouble = self._known_troubled = False
         return True
 
-    async def _fetch(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _fetch(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         url = self.base + run.path
         try:
             with store_errors(url):
@@ -199,7 +187,7 @@ class RemoteStore:
                 raise
             await self._without_ranges(run, out, error)
 
-    async def _receive(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _receive(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         size = run.end - run.start
         if size <= STREAMED_BYTES:
             data = memoryview(await self._store.get_range_async(run.path, start=run.start, end=run.end))
@@ -217,13 +205,13 @@ class RemoteStore:
             deadline.arrived(len(piece))
         self._cut(run, data[:at], out, copy=not whole)
 
-    def _cut(self, run: _Run, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
+    def _cut(self, run: Run, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
         if len(data) < run.end - run.start:
             raise Changed(self.base + run.path, "became shorter")
         for at, length, target in run.cuts if copy else ():
             out[target : target + length] = data[at : at + length]
 
-    async def _without_ranges(self, run: _Run, out: memoryview, error: Unavailable) -> None:
+    async def _without_ranges(self, run: Run, out: memoryview, error: Unavailable) -> None:
         """The object became shorter, or the server answers no byte ranges: then read it from its beginning."""
         url = self.base + run.path
         with store_errors(url):
@@ -329,84 +317,4 @@ def connect(base: str, *, attempts: int = ATTEMPTS, request_seconds: float = REQ
             retry_config={"max_retries": attempts - 1, "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS)},
         )
     except (BaseError, ValueError, TypeError) as error:
-        raise Misconfigured(f"{base}: {_first_line(error)}") from error
-
-
-def coalesce(extents: Sequence[Extent]) -> list[_Run]:
-    """Merge neighbours (gap up to ``GAP_BYTES_MAX``) into one request each, up to ``RUN_BYTES_MAX``."""
-    runs: list[_Run] = []
-    targets = []
-    at = 0
-    for extent in extents:
-        targets.append((extent.path, extent.offset, extent.length, at))
-        at += extent.length
-    for path, offset, length, target in sorted(targets):
-        while length:
-            take = min(length, RUN_BYTES_MAX)
-            last = runs[-1] if runs else None
-            if (
-                last is not None
-                and last.path == path
-                and offset <= last.end + GAP_BYTES_MAX
-                and offset + take - last.start <= RUN_BYTES_MAX
-            ):
-                last.cuts.append((offset - last.start, take, target))
-                runs[-1] = last._replace(end=max(last.end, offset + take))
-            else:
-                runs.append(_Run(path, offset, offset + take, [(0, take, target)]))
-            offset, length, target = offset + take, length - take, target + take
-    return runs
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-@contextlib.contextmanager
-def store_errors(url: str) -> Iterator[None]:
-    """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
-    try:
-        from obstore import exceptions as failed
-    except ImportError:  # plain HTTP does without, and raises our errors itself
-        yield
-        return
-    try:
-        yield
-    except (failed.NotFoundError, FileNotFoundError):
-        raise NotFound(f"{url} does not exist") from None
-    except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
-        raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
-    except (failed.BaseError, OSError) as error:
-        if "404 Not Found" in str(error):  # of a listing: there is no such bucket
-            raise NotFound(f"{url} does not exist") from error
-        raise _unavailable(url, error) from error
-
-
-@contextlib.contextmanager
-def path_errors(url: str) -> Iterator[None]:
-    """Map what obstore says of a key that it cannot ask for. Raises ``BadRequest``."""
-    try:
-        from obstore.exceptions import InvalidPathError
-    except ImportError:
-        yield
-        return
-    try:
-        yield
-    except InvalidPathError as error:
-        why = _first_line(error)
-        raise BadRequest(f"{shown(url)}: {shown(why)}; rename the object, or index a folder without it") from error
-
-
-def _unavailable(url: str, error: BaseException) -> Unavailable:
-    """Return what the store did instead of answering, and whether that passes by itself."""
-    found = _STATUS.search(str(error))
-    if found is None:
-        return Unavailable(url, _first_line(error), lasting=_LASTING.search(str(error)) is not None)
-    status, code = int(found[1]), _CODE.search(str(error))
-    named = f" ({code[1]})" if code else ""
-    return Unavailable(url, f"answers {status}{found[2]}{named}", lasting=status < 500 and status not in _AGAIN)
-
-
-def _status(error: Unavailable) -> int:
-    found = re.match(r"answers (\d{3})", error.why)
-    return int(found[1]) if found else 0
+        raise Misconfigured(f"{base}: {first_line(error)}") from error

@@ -16,11 +16,11 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, urljoin
 
@@ -28,6 +28,7 @@ from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import PLAIN, Location, object_path, shown
 from quiver.origin.gate import backoff_seconds, parse_retry_after
 from quiver.origin.proxies import address_of, proxy_for
+from quiver.origin.web_answers import Answer, NoRanges, NotNow, Whole
 
 CONNECT_SECONDS: Final = 5.0
 PIECE_BYTES: Final = 1 << 18
@@ -35,17 +36,6 @@ CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
 T = TypeVar("T")
 PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server says that may answer next time
 _PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
-
-
-class NotNow(Unavailable):
-    """What may go better next time; the server may have said when."""
-
-    def __init__(self, who: str, why: str, pause_seconds: float = 0.0) -> None:
-        super().__init__(who, why, retry_after_seconds=pause_seconds)
-
-
-class NoRanges(Unavailable):
-    """The server answers a request for a range with something else."""
 
 
 class WebStore:
@@ -143,7 +133,7 @@ class WebStore:
     def _range(self, path: str, start: int, end: int) -> bytearray:
         return self._whole(path, start, end).bytes()
 
-    def _part(self, path: str, answer: _Answer, start: int, end: int) -> int:
+    def _part(self, path: str, answer: Answer, start: int, end: int) -> int:
         """Return how many bytes of the range that was asked for are in the answer."""
         part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
         if answer.status != 206 or part is None:
@@ -171,7 +161,7 @@ class WebStore:
             self.release(answer)
             raise
 
-    def _meta(self, path: str, answer: _Answer) -> dict[str, Any]:
+    def _meta(self, path: str, answer: Answer) -> dict[str, Any]:
         size = answer.headers.get("Content-Length", "")
         if not (size.isascii() and size.isdecimal()):
             raise Unavailable(self.url(path), "the server does not say how large it is", lasting=True)
@@ -182,21 +172,20 @@ class WebStore:
             "last_modified": _moment(answer.headers.get("Last-Modified", "")),
         }
 
-    def receive(self, path: str, answer: _Answer, out: memoryview) -> None:
+    def receive(self, path: str, answer: Answer, out: memoryview) -> None:
         """Fill ``out`` from the body. Raises ``Unavailable`` if that takes too long or the body ends before."""
         deadline = time.monotonic() + self._request_seconds
         with self._failures(path):
             at = 0
             while at < len(out):
-                piece = answer.read1(min(len(out) - at, PIECE_BYTES))  # readinto waits until all of it is there
-                if not piece:
+                count = answer.receive_some(out[at : at + PIECE_BYTES])
+                if not count:
                     raise NotNow(self.url(path), "the server's answer ended early")
-                out[at : at + len(piece)] = piece
-                at += len(piece)
+                at += count
                 if time.monotonic() > deadline:
                     raise NotNow(self.url(path), f"no whole answer in {self._request_seconds:.0f} s")
 
-    def _asked(self, method: str, path: str, headers: dict[str, str]) -> _Answer:
+    def _asked(self, method: str, path: str, headers: dict[str, str]) -> Answer:
         """Make a request; return the answer if it is one to go on with, its body still to be read."""
         target = self._target(object_path(path, self._location.scheme))
         with self._failures(path):
@@ -215,7 +204,7 @@ class WebStore:
         proxy = self._proxy[1] if self._proxy is not None and self._tls is None else {}
         return {"User-Agent": "quiver", "Accept-Encoding": "identity", **proxy, **more}
 
-    def _sent(self, method: str, target: str, headers: dict[str, str]) -> _Answer:
+    def _sent(self, method: str, target: str, headers: dict[str, str]) -> Answer:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:
@@ -230,13 +219,13 @@ class WebStore:
             connection.close()
             raise
 
-    def _answer(self, connection: HTTPConnection, method: str, target: str, headers: dict[str, str]) -> _Answer:
+    def _answer(self, connection: HTTPConnection, method: str, target: str, headers: dict[str, str]) -> Answer:
         call: _Call | None = getattr(self._calls, "mine", None)
         if call is not None:
             call.is_on(connection)
         connection.request(method, target, headers=headers)
         answer = connection.getresponse()
-        assert isinstance(answer, _Answer)
+        assert isinstance(answer, Answer)
         answer.connection = connection
         return answer
 
@@ -250,12 +239,12 @@ class WebStore:
             connection = HTTPSConnection(*near, timeout=CONNECT_SECONDS, context=self._tls)
             if self._proxy is not None:
                 connection.set_tunnel(host, port, self._proxy[1])
-        connection.response_class = _Answer
+        connection.response_class = Answer
         connection.connect()
         connection.sock.settimeout(self._request_seconds)
         return connection
 
-    def release(self, answer: _Answer) -> None:
+    def release(self, answer: Answer) -> None:
         """Keep the connection for the next request if the answer was read to its end."""
         if answer.length == 0:
             answer.read()  # and with it the answer is at its end
@@ -268,7 +257,7 @@ class WebStore:
                 return
         answer.connection.close()
 
-    def _drop(self, answer: _Answer) -> None:
+    def _drop(self, answer: Answer) -> None:
         answer.close()
         answer.connection.close()
 
@@ -302,7 +291,7 @@ class WebStore:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotNow(self.url(path), f"the server does not answer: {shown(why)}") from error
 
-    def _refusal(self, path: str, answer: _Answer) -> QuiverError:
+    def _refusal(self, path: str, answer: Answer) -> QuiverError:
         url, status = self.url(path), answer.status
         if 300 <= status < 400:
             return redirected(url, answer.headers.get("Location", ""))
@@ -339,72 +328,6 @@ class _Call:
             if self._connection is not None and self._connection.sock is not None:
                 with contextlib.suppress(OSError):
                     self._connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-class _Answer(HTTPResponse):
-    """An answer, and the connection on which it came."""
-
-    connection: HTTPConnection
-
-
-class Whole:
-    """An object that is read from its beginning to its end. ``meta`` has ``size``, ``e_tag`` and ``last_modified``."""
-
-    def __init__(self, store: WebStore, path: str, answer: _Answer, meta: dict[str, Any]) -> None:
-        self.meta = meta
-        self._store = store
-        self._path = path
-        self._answer: _Answer | None = answer
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            self._release()
-
-    def bytes(self) -> bytearray:
-        """Return all of it."""
-        return next(iter(self.stream(min_chunk_size=max(self.meta["size"], 1))), bytearray())
-
-    async def bytes_async(self) -> bytearray:
-        return await self._store.aside(self.bytes)
-
-    def stream(self, *, min_chunk_size: int) -> _Pieces:
-        """Return its pieces of this size, the last one smaller. Raises ``Unavailable`` where the answer breaks off."""
-        return _Pieces(self._store, self._pieces(min_chunk_size))
-
-    def _pieces(self, size_bytes: int) -> Iterator[bytearray]:
-        left = self.meta["size"]
-        try:
-            while left and self._answer is not None:
-                piece = bytearray(min(left, size_bytes))
-                self._store.receive(self._path, self._answer, memoryview(piece))
-                left -= len(piece)
-                yield piece
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        """Let the connection serve others, or end it: not all who ask for an object go on to read it."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            self._store.release(answer)
-
-
-class _Pieces:
-    """The pieces of an answer, for who waits and for who awaits."""
-
-    def __init__(self, store: WebStore, pieces: Iterator[bytearray]) -> None:
-        self._store = store
-        self._iterator = pieces
-
-    def __iter__(self) -> Iterator[bytearray]:
-        return self._iterator
-
-    def __next__(self) -> bytearray:
-        return next(self._iterator)
-
-    async def __aiter__(self) -> AsyncIterator[bytearray]:
-        while (piece := await self._store.aside(lambda: next(self._iterator, None))) is not None:
-            yield piece
 
 
 def redirected(url: str, place: str) -> Forbidden:
