@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-END_SECONDS: Final = 0.5  # how long the interpreter's end waits for what runs
+END_SECONDS: Final = 0.5  # for which the interpreter's exit waits for running coroutines
 
 
 class _Background:
@@ -53,5 +53,5 @@ _background: Final = _Background()
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin to run a coroutine in the background."""
+    """Start a coroutine in the background."""
     return _background.submit(work)

@@ -1,7 +1,7 @@
 """Local and network-mounted files, read with ``preadv`` straight into the caller's buffer.
 
 Neighbours in a file, such as the members of a tar, are read by one call; what lies between them, such as the tar's
-headers, goes into memory that nobody looks at.
+headers, is read into memory that is not used.
 """
 
 from __future__ import annotations

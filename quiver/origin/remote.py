@@ -4,7 +4,7 @@ obstore runs its own threads, which do not survive a fork: a child that uses it 
 a process that may fork uses ``origin_process`` instead (docs/adr/0004).
 
 One read is many requests in parallel under one deadline, each repeated with full jitter until then (docs/adr/0014).
-obstore's own retries are off for that: they are over in a second, and know nothing of Retry-After.
+obstore's own retries are disabled: they end within a second and ignore Retry-After.
 """
 
 from __future__ import annotations
@@ -38,29 +38,27 @@ from quiver.origin.web import WebStore
 from quiver.origin.web_answers import NoRanges
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
-STREAMED_BYTES: Final = (
-    256 << 10
-)  # a request of more is received in pieces of about that, which is how progress is seen
-# What arrives extends the deadline of its read at this rate: a slow link gets on, a store that drips does not.
+STREAMED_BYTES: Final = 256 << 10  # a request of more is received in pieces of about that, so that progress is seen
+# What arrives extends the deadline of its read at this rate: a slow link finishes, a store that trickles does not.
 SLOWEST_BYTES_PER_SECOND: Final = 64 << 10
 ATTEMPTS: Final = 6  # of a request: about 3 s of failures
 ATTEMPTS_SECONDS: Final = 30  # of requests that obstore repeats: listing, indexing
 REQUEST_SECONDS: Final = 60
 PROBE_SECONDS: Final = 5
-SIGNED_SECONDS: Final = 60  # how long the URL is good that a store is asked by how long to wait
+SIGNED_SECONDS: Final = 60  # for which the signed URL is valid that a Retry-After is requested by
 DOWNLOAD_BYTES: Final = 8 << 20
-# What stores say to a request for a range past an object's end, and to one for any range where they know none.
+# Answers to a request for a range past an object's end, and of servers that support no ranges.
 _NO_RANGE: Final = re.compile(r"(?:answers|status) 416\b|range requested|[Rr]equested range|Wanted range")
 _BUSY: Final = frozenset({429, 503})
 
 
 class _Deadline:
-    """Of one read, all its requests together: so many seconds, and more for what arrives."""
+    """The deadline of one read, all its requests together, extended by what arrives."""
 
     def __init__(self, within_seconds: float) -> None:
         self.within_seconds = within_seconds
         self.at = time.monotonic() + within_seconds
-        self.last: Unavailable | None = None  # what the store said last
+        self.last: Unavailable | None = None  # the last failure
         self.timeout: asyncio.Timeout | None = None
 
     def arrived(self, count: int) -> None:
@@ -96,8 +94,10 @@ class RemoteStore:
         self._store = connect(self.base, attempts=1)
         self._gate = Gate()
         self._trying = asyncio.Lock()
-        self._known_troubled = False  # the last read gave up: the next ones ask once
-        self._slots = asyncio.Semaphore(REQUESTS_AT_ONCE)  # taken by one loop: of ``submit``, or of who calls ``fetch``
+        self._known_troubled = False  # the last read gave up: the next ones try once
+        self._slots = asyncio.Semaphore(
+            REQUESTS_AT_ONCE
+        )  # used by one loop: that of ``submit``, or that of the caller of ``fetch``
         self._lock = threading.Lock()
         self._reading: set[Future[int]] = set()
         self._closed = False
@@ -122,7 +122,7 @@ class RemoteStore:
                 reading.cancel()
 
     def close(self) -> None:
-        """Let no read wait any longer."""
+        """End all reads; they raise ``Unavailable``."""
         with self._lock:
             self._closed = True
             reading = list(self._reading)
@@ -132,7 +132,7 @@ class RemoteStore:
             self._store.close()
 
     async def fetch(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
-        """``read``, for who has a loop. All of a store's reads belong to one loop."""
+        """``read``, for callers with an event loop. All reads of a store must use the same loop."""
         runs = coalesce(extents)
         for path in {run.path for run in runs}:
             object_path(path, self._scheme)
@@ -142,7 +142,7 @@ class RemoteStore:
         return sum(run.end - run.start for run in runs)
 
     async def _insisted(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
-        """Make a request until it is answered, a few times at most: who waits for longer does so without a thread."""
+        """Make a request until it is answered, a few times at most: longer waits do not occupy the caller's thread."""
         for failures in itertools.count(1):
             # While the store is in trouble, one request at a time finds out whether it still is.
             async with self._slots, self._trying if self._gate.in_trouble else contextlib.nullcontext():
@@ -157,7 +157,7 @@ class RemoteStore:
     async def _answered(self, run: Run, out: memoryview, deadline: _Deadline) -> bool:
         """Make one request; return whether it was answered. Raises what does not pass by itself."""
         seconds = await self._gate.passed(deadline.at)
-        if seconds:  # said at once: whoever asks may have something better to do than to wait
+        if seconds:  # raised at once: the caller may have another source
             why = deadline.last.why if deadline.last is not None else "is busy"
             asks = f"{why}, and asks to be left alone for {seconds:.0f} s"
             raise Unavailable(self.base, asks, retry_after_seconds=seconds)
@@ -194,7 +194,7 @@ class RemoteStore:
             deadline.arrived(len(data))
             self._cut(run, data, out)
             return
-        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: it needs no buffer of its own
+        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: received in place, without a buffer of its own
         data = out[run.cuts[0][2] :][:size] if whole else memoryview(bytearray(size))
         at = 0
         result = await self._store.get_async(run.path, options={"range": (run.start, run.end)})
@@ -212,7 +212,7 @@ class RemoteStore:
             out[target : target + length] = data[at : at + length]
 
     async def _without_ranges(self, run: Run, out: memoryview, error: Unavailable) -> None:
-        """The object became shorter, or the server answers no byte ranges: then read it from its beginning."""
+        """Read from the object's beginning, if the server lacks byte ranges. Raises ``Changed`` if it is too short."""
         url = self.base + run.path
         with store_errors(url):
             if (await self._store.head_async(run.path))["size"] < run.end:
@@ -220,7 +220,7 @@ class RemoteStore:
             if run.start:
                 raise error
             result = await self._store.get_async(run.path)
-            data = bytearray()  # and no more of it than is wanted: it may be of any size
+            data = bytearray()  # no more than is wanted: the object may be of any size
             async for piece in result.stream(min_chunk_size=STREAMED_BYTES):
                 data += memoryview(piece)[: run.end - len(data)]
                 if len(data) == run.end:
@@ -228,7 +228,7 @@ class RemoteStore:
             self._cut(run, memoryview(data), out)
 
     async def download(self, path: str, folder: Path, within_seconds: float) -> Path:
-        """Bring a manifest into a folder, once per version of it; return its file there, named by version and BLAKE3.
+        """Download a manifest into a folder, once per version; return its file there, named by version and BLAKE3.
 
         Raises ``NotFound``, ``Forbidden``, ``Unavailable``, and ``OSError`` for the folder.
         """
@@ -262,14 +262,19 @@ class RemoteStore:
         return target
 
     async def _plain_url(self, path: str) -> str:
-        """Return a URL by which anybody may read the object, for a moment; not for logs. Or nothing."""
+        """Return a URL, valid for a moment, by which anybody may read the object, or ``""``; it must not be logged."""
         import obstore
         from obstore.exceptions import BaseError
 
         try:
             for_so_long = timedelta(seconds=SIGNED_SECONDS)
             return str(await obstore.sign_async(self._store, "GET", path, expires_in=for_so_long))
-        except (BaseError, OSError, ValueError, TypeError):  # credentials that cannot sign: no Retry-After then
+        except (
+            BaseError,
+            OSError,
+            ValueError,
+            TypeError,
+        ):  # these credentials cannot sign: there is no Retry-After then
             return ""
 
 
@@ -278,7 +283,7 @@ def _kept(folder: Path, version: str) -> Path | None:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once. The first failure is raised, once nothing of the others goes on."""
+    """Run all at once. Raises the first failure, once the others have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -291,8 +296,8 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 def connect(base: str, *, attempts: int = ATTEMPTS, request_seconds: float = REQUEST_SECONDS) -> Any:
     """Return the store for a base URL: obstore's, or our own for a plain HTTP server, which has the same methods.
 
-    Credentials and endpoint come from the store's usual variables. ``attempts``: how many times the store itself makes
-    a request that fails.
+    Credentials and endpoint come from the store's usual variables. ``attempts``: how many times the store itself tries
+    a request.
     """
     location = Location.parse(base)
     base = location.url

@@ -1,7 +1,7 @@
-"""The last few decoded row groups of Parquet files, kept between fills: one bounded place for all origins of a process.
+"""The last few decoded row groups of Parquet files, kept between fills: one bounded cache for all origins of a process.
 
-Neighbouring shards cut from one row group would each read and decode it whole. What is kept is of use while fills go
-on; a daemon lets go of it afterwards, since serving needs none of it.
+Neighbouring shards cut from one row group would each read and decode all of it. The cache is useful while fills go on;
+a daemon empties it afterwards, since serving does not need it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 KEPT_BYTES_MAX: Final = 256 << 20  # fills at the same time, of shards side by side, need a few large row groups
 
 Columns = list[Any]  # arrays of pyarrow's, one for each field of blobs
-Key = tuple[object, int, int]  # whose it is (compared by identity), the number of the file, the number of the row group
+Key = tuple[object, int, int]  # its owner (compared by identity), the number of the file, the number of the row group
 
 
 class RowGroupCache:
-    """Row groups by last use. Safe from threads; in a child that was forked it is empty."""
+    """Row groups by last use. Safe from threads; empty in a child that was forked."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -30,8 +30,8 @@ class RowGroupCache:
         return f"RowGroupCache({len(self._groups)} row groups, {self.size_bytes} bytes)"
 
     def forget(self) -> None:
-        """Begin anew, with a lock that nobody holds."""
-        self._lock = threading.RLock()  # the collector of garbage may close an origin inside any of this
+        """Start empty, with a lock that nobody holds."""
+        self._lock = threading.RLock()  # garbage collection may close an origin during any call
         self._groups: OrderedDict[Key, tuple[Columns, int]] = OrderedDict()
         self._used = time.monotonic()
 
@@ -48,7 +48,7 @@ class RowGroupCache:
             return columns
 
     def put(self, key: Key, columns: Columns) -> None:
-        """Keep it; let go of what was used longest ago, but never of the last one, however large it is."""
+        """Keep it; drop what was used longest ago past ``bytes_max``, but never the last one, however large it is."""
         with self._lock:
             self._groups[key] = columns, sum(column.nbytes for column in columns)
             self._used = time.monotonic()
@@ -56,14 +56,14 @@ class RowGroupCache:
                 self._groups.popitem(last=False)
 
     def drop(self, owner: object) -> None:
-        """Drop what is one owner's."""
+        """Drop the row groups of one owner."""
         with self._lock:
             for key in list(self._groups):
                 if key[0] is owner:
                     self._groups.pop(key, None)
 
     def drop_if_idle(self, seconds: float) -> None:
-        """Drop everything if nobody asked for any of it in that time."""
+        """Drop everything that was cached if none of it was used for so long."""
         with self._lock:
             if time.monotonic() - self._used >= seconds:
                 self._groups.clear()

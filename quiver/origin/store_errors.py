@@ -25,7 +25,7 @@ def store_errors(url: str) -> Iterator[None]:
     """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
     try:
         from obstore import exceptions as failed
-    except ImportError:  # plain HTTP does without, and raises our errors itself
+    except ImportError:  # plain HTTP does not need it, and raises our errors itself
         yield
         return
     try:
@@ -35,14 +35,14 @@ def store_errors(url: str) -> Iterator[None]:
     except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
         raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
     except (failed.BaseError, OSError) as error:
-        if "404 Not Found" in str(error):  # of a listing: there is no such bucket
+        if "404 Not Found" in str(error):  # in a listing: there is no such bucket
             raise NotFound(f"{url} does not exist") from error
         raise _unavailable(url, error) from error
 
 
 @contextlib.contextmanager
 def path_errors(url: str) -> Iterator[None]:
-    """Map what obstore says of a key that it cannot ask for. Raises ``BadRequest``."""
+    """Map obstore's error for a key that it cannot request. Raises ``BadRequest``."""
     try:
         from obstore.exceptions import InvalidPathError
     except ImportError:
@@ -56,7 +56,7 @@ def path_errors(url: str) -> Iterator[None]:
 
 
 def _unavailable(url: str, error: BaseException) -> Unavailable:
-    """Return what the store did instead of answering, and whether that passes by itself."""
+    """Return an obstore error as ``Unavailable``, with whether it lasts."""
     found = _STATUS.search(str(error))
     if found is None:
         return Unavailable(url, first_line(error), lasting=_LASTING.search(str(error)) is not None)

@@ -1,9 +1,9 @@
-"""Objects of a plain HTTP server, by the standard library, with connections that are kept.
+"""Objects of a plain HTTP server, through the standard library's client, over kept connections.
 
-Not by obstore: its client follows redirects and has no option against it. A redirect leads where the server says, and
-not where the operator of a daemon allows; here it is refused, with the place to give instead.
+Not through obstore, whose client follows redirects and cannot be told not to. A redirect leads where the server says,
+and not where the operator of a daemon allows; here it is refused, and the error names the place.
 
-The store is asked as obstore's stores are (``get_range``, ``head``, ``get``) and raises our own errors.
+The store has the methods of obstore's stores (``get_range``, ``head``, ``get``) and raises our own errors.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from quiver.origin.web_answers import Answer, NoRanges, NotNow, Whole
 
 CONNECT_SECONDS: Final = 5.0
 PIECE_BYTES: Final = 1 << 18
-CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
+CONNECTIONS_MAX: Final = 32  # the most requests that one store has in flight
 T = TypeVar("T")
-PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server says that may answer next time
+PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may help
 _PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
 
 
@@ -50,7 +50,7 @@ class WebStore:
         self._attempts, self._attempts_seconds = attempts, attempts_seconds
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
-        self._threads: ThreadPoolExecutor | None = None  # for who awaits
+        self._threads: ThreadPoolExecutor | None = None  # for asynchronous callers
         self._calls = threading.local()
         self._proxy = proxy_for(location)
         self._tls = ssl.create_default_context() if location.scheme == "https" else None
@@ -71,7 +71,7 @@ class WebStore:
         return self._patiently(lambda: self._described(path))
 
     def get(self, path: str) -> Whole:
-        """Begin to read an object."""
+        """Request an object, whose bytes are received from the result."""
         return self._patiently(lambda: self._whole(path))
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> bytearray:
@@ -81,12 +81,12 @@ class WebStore:
         return await self.aside(lambda: self.head(path))
 
     async def get_async(self, path: str, *, options: dict[str, Any] | None = None) -> Whole:
-        """``get``; of ``options`` there is ``range``, from where up to where the answer is to go."""
+        """``get``; ``options`` may have ``range``, the first byte and the end."""
         start, end = (options or {}).get("range", (0, 0))
         return await self.aside(lambda: self._patiently(lambda: self._whole(path, start, end)))
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Do blocking work in a thread, whose connection is cut if nobody waits for it any more."""
+        """Do blocking work in a thread; shut its connection down if the caller is cancelled."""
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="quiver-web")
@@ -134,7 +134,7 @@ class WebStore:
         return self._whole(path, start, end).bytes()
 
     def _part(self, path: str, answer: Answer, start: int, end: int) -> int:
-        """Return how many bytes of the range that was asked for are in the answer."""
+        """Return how many bytes of the requested range the answer has."""
         part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
         if answer.status != 206 or part is None:
             raise NoRanges(self.url(path), "the server answers no byte ranges", lasting=True)
@@ -151,7 +151,7 @@ class WebStore:
             self.release(answer)
 
     def _whole(self, path: str, start: int = 0, end: int = 0) -> Whole:
-        """Ask for an object, or a range of it."""
+        """Request an object, or a range of it."""
         answer = self._asked("GET", path, {"Range": f"bytes={start}-{end - 1}"} if end else {})
         try:
             if end:
@@ -186,7 +186,7 @@ class WebStore:
                     raise NotNow(self.url(path), f"no whole answer in {self._request_seconds:.0f} s")
 
     def _asked(self, method: str, path: str, headers: dict[str, str]) -> Answer:
-        """Make a request; return the answer if it is one to go on with, its body still to be read."""
+        """Make a request; return a good answer, its body still to be received. Raises what a bad one means."""
         target = self._target(object_path(path, self._location.scheme))
         with self._failures(path):
             answer = self._sent(method, target, self._headers(headers))
@@ -196,7 +196,7 @@ class WebStore:
         raise self._refusal(path, answer)
 
     def _target(self, path: str) -> str:
-        """Return what a request asks for: a path, or of a proxy a whole URL."""
+        """Return the target of a request: a path, or a whole URL for a proxy."""
         url = self._location.url + quote(path, safe=PLAIN)
         return url if self._proxy is not None and self._tls is None else url[url.index("/", 8) :]
 
@@ -211,7 +211,7 @@ class WebStore:
             try:
                 return self._answer(connection, method, target, headers)
             except (OSError, HTTPException):
-                connection.close()  # closed by the server since it was used last, most likely: anew
+                connection.close()  # the server most likely closed it while it was idle: retry on a new one
         connection = self._connected()
         try:
             return self._answer(connection, method, target, headers)
@@ -245,7 +245,7 @@ class WebStore:
         return connection
 
     def release(self, answer: Answer) -> None:
-        """Keep the connection for the next request if the answer was read to its end."""
+        """Keep the connection for the next request if the answer was read to its end; else close it."""
         if answer.length == 0:
             answer.read()  # and with it the answer is at its end
         if not answer.isclosed() or answer.will_close:
@@ -264,7 +264,7 @@ class WebStore:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
-        """Try again what may go better next time: later each time, and not before the server says."""
+        """Retry failures that may pass: with growing pauses, and not before the server's Retry-After."""
         deadline = time.monotonic() + self._attempts_seconds
         for number in range(self._attempts):
             try:
@@ -283,7 +283,7 @@ class WebStore:
     def _failures(self, path: str) -> Iterator[None]:
         try:
             yield
-        except UnicodeError as error:  # of a host's name
+        except UnicodeError as error:  # in a host name
             raise Unavailable(
                 self.url(path), f"the server has no name that can be looked up: {error}", lasting=True
             ) from error
@@ -308,7 +308,7 @@ class WebStore:
 
 
 class _Call:
-    """Work in a thread that somebody awaits: the connection that it is on, until it is cut."""
+    """Work in a thread that an asynchronous caller awaits: the connection that it uses, until it is cut."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -322,7 +322,7 @@ class _Call:
                 raise ConnectionAbortedError("nobody waits for the answer any more")
 
     def cut(self) -> None:
-        """Let the thread's reads and writes fail."""
+        """Shut the connection down, so that the thread's reads and writes fail."""
         with self._lock:
             self.is_cut = True
             if self._connection is not None and self._connection.sock is not None:
