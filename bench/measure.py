@@ -113,7 +113,7 @@ def children_of(pid: int) -> list[int]:
     """Return all descendants of a process."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (fields := _stat(int(entry.name))):
+        if entry.name.isdecimal() and (fields := process_stat(int(entry.name))):
             parents.setdefault(int(fields[1]), []).append(int(entry.name))
     found, todo = [], [pid]
     while todo:
@@ -127,7 +127,7 @@ def cpu_seconds() -> dict[int, float]:
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = {0: time.process_time(), 1: ended.ru_utime + ended.ru_stime}
     for pid in children_of(os.getpid()):
-        if fields := _stat(pid):
+        if fields := process_stat(pid):
             used[pid] = (int(fields[11]) + int(fields[12])) / TICKS_A_SECOND
     return used
 
@@ -138,7 +138,7 @@ def cpu_since(before: dict[int, float]) -> float:
     return sum(seconds - before.get(pid, 0.0) for pid, seconds in now.items()) - ended
 
 
-def _stat(pid: int) -> list[str]:
+def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Filling: a shard rebuilt from the origin ranges of its samples, as a ``ShardSource``."""
+"""Fills: a shard rebuilt from the origin ranges of its samples, as a ``ShardSource``."""
 
 from __future__ import annotations
 
@@ -11,38 +11,41 @@ from quiver.errors import BadRequest, Changed, Corrupt, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
 from quiver.shard import encode_table, name_of, read_table, rotten
+from quiver.shard_memory import Take, fresh
 
-LOST_MAX: Final = 64  # samples of one shard: each costs reads of its own to be found
+LOST_MAX: Final = 64  # samples of one shard: each takes several reads to find
 
 
 class OriginShards:
-    """The shards of one manifest, rebuilt from where its samples lie. The one source that can say what was lost."""
+    """The shards of one manifest, rebuilt from its origin: the one source that can name lost samples."""
 
-    def __init__(self, manifest: Manifest, origin: SampleOrigin) -> None:
+    def __init__(self, manifest: Manifest, origin: SampleOrigin, take: Take = fresh) -> None:
+        """``take`` returns memory for a shard: ``ShardMemory.take`` where one fill follows another."""
         self.name = f"origin {origin.base}"
         self._manifest = manifest
         self._origin = origin
+        self._take = take
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return the shard. Raises ``Changed`` naming objects and samples if the origin no longer has what it had."""
         number = self._manifest.shard_numbers.get(digest)
         if number is None:
-            raise NotFound("the manifest does not know the shard")
+            raise NotFound("the manifest does not list the shard")
         blobs = self._manifest.shard_blobs(number)
         rows = slice(blobs.start, blobs.stop)
         table = encode_table(self._manifest.tables.digests[rows], self._manifest.blob_sizes(rows))
         if name_of(table) != digest:
             raise BadRequest(f"the manifest of {self._origin.base}: shard {number} is not named by its samples")
-        data = np.empty(size_bytes, np.uint8).data
+        data = self._take(size_bytes)
         content = data[: size_bytes - len(table)]
         self._origin.read(blobs, content)
         data[len(content) :] = table
         return data
 
     def salvage(self, digest: Digest, size_bytes: int) -> Bytes:
-        """Return the shard with zeros for the samples that the origin lost, which so do not hash to their digests.
+        """Return the shard with zeros for the samples that the origin lost; they do not hash to their digests then.
 
-        The rest of it is verified. Raises ``Changed`` if more than ``LOST_MAX`` are lost, or all.
+        The others are verified. Raises ``Changed`` if more than ``LOST_MAX`` are lost, or all.
         """
         number = self._manifest.shard_numbers[digest]
         blobs = self._manifest.shard_blobs(number)
@@ -53,7 +56,7 @@ class OriginShards:
         data[ends[-1] :] = np.frombuffer(table, np.uint8)
         left, lost = [(0, len(blobs))], 0
         while left:
-            # Halved until what is lost stands alone: everything else is read about once.
+            # Bisect until each lost sample stands alone: everything else is read about once.
             begin, end = left.pop()
             try:
                 self._origin.read(blobs[begin:end], data.data[ends[begin] : ends[end]])
@@ -72,7 +75,7 @@ class OriginShards:
         return data.data
 
     def mend(self, digest: Digest, partial: Bytes) -> Bytes:
-        """Return the whole shard, of one that was salvaged: what is lost in it alone is read. Raises ``Changed``."""
+        """Return the whole shard, given a salvaged one: only its lost samples are read. Raises ``Changed``."""
         first = self._manifest.shard_blobs(self._manifest.shard_numbers[digest]).start
         data = np.frombuffer(partial, np.uint8).copy()
         table = read_table(digest, data.data, self.name)
@@ -82,7 +85,7 @@ class OriginShards:
         return data.data
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
-        """Return ``Changed`` naming object and samples: what does not hash to its digest is not what was indexed."""
+        """Return ``Changed`` naming object and samples: the origin no longer has what was indexed."""
         first = self._manifest.shard_blobs(self._manifest.shard_numbers[digest]).start
         blobs = np.asarray(error.positions, np.intp) + first
         if not len(blobs):

@@ -3,7 +3,7 @@
     sample bytes, back to back | for each sample: BLAKE3 (32 bytes), length (u64) | count (u64)      all little-endian
 
 The name of a shard is BLAKE3 over ``quiver-shard-v1`` and everything from the table on: a hash tree of two levels. So a
-shard needs no manifest to be checked, and one rotten sample is found and mended alone.
+shard is verified without a manifest, and a single rotten sample is found and mended alone.
 
 Invariant: bytes become a ``Shard`` through ``verified`` only.
 """
@@ -38,7 +38,7 @@ def encode_table(digests: U8, lengths: U64) -> bytes:
 
 
 def name_of(table: Bytes) -> Digest:
-    """Return the name of the shard that ends in this table."""
+    """Return the name of the shard that has this table."""
     return Digest(blake3.blake3(DOMAIN).update(table).digest())
 
 
@@ -67,8 +67,8 @@ def read_table(digest: Digest, data: Bytes, source: str) -> np.ndarray[Any, np.d
     if name_of(data[start:]) != digest:
         raise Corrupt("shard's table does not hash to its name", source)
     rows = np.frombuffer(data, ROW, count=count, offset=start)
-    # The table hashed to its name, so it is what the writer of the shard meant; lengths can be summed without overflow
-    # unless the writer was hostile, and then the float sum is far off too.
+    # The table hashed to its name, so it is what the shard's writer wrote. A hostile writer's lengths may overflow as
+    # integers when they are summed, but not as floats.
     if float(rows["length"].sum(dtype=np.float64)) > size or int(rows["length"].sum()) != start:
         raise Corrupt(f"shard's table does not describe its {start} sample bytes", source)
     return rows

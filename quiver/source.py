@@ -1,7 +1,7 @@
-"""The noun ``ShardSource``: whoever may have a shard. And the one door by which its bytes become data.
+"""The noun ``ShardSource``, and ``first_verified``, the only way by which a source's bytes become data.
 
 A disk, a peer, an origin and a memory fake all implement it and pass one conformance suite (tests/contract). A source
-may lie, stop midway or hand out garbage; ``first_verified`` is what everything goes through.
+may lie, stop midway or return garbage: everything is verified.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from quiver.shard import Shard, verified
 
 
 class ShardSource(Protocol):
-    """Somebody who may have shards."""
+    """A place that may have shards."""
 
     name: str
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return the bytes of the shard, unverified, at most ``size_bytes`` of them.
 
-        Raises ``NotFound`` if it is not there, ``Unavailable`` if the source does not answer, ``Corrupt`` if the answer
-        makes no sense, ``Changed`` or ``Forbidden`` for an origin.
+        Raises ``NotFound`` if it is not there, ``Unavailable`` if the source does not answer, ``Corrupt`` if the
+        answer is malformed, ``Changed`` or ``Forbidden`` for an origin.
         """
         ...
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
-        """Return what it means that this source's bytes did not verify: an origin knows which samples are lost."""
+        """Return the error to raise where this source's bytes did not verify: an origin names the lost samples."""
         ...
 
 
@@ -57,12 +57,12 @@ def first_verified(
     size_bytes: int,
     blame: Callable[[ShardSource, QuiverError], None] = lambda source, error: None,
 ) -> tuple[Shard, ShardSource]:
-    """Ask one source after another; return the first shard that verifies, and who had it.
+    """Try the sources in order; return the first shard that verifies, and its source.
 
-    ``blame`` hears of every source that failed otherwise than by not having it. If none delivers, the last error that
-    says most is raised: what the origin said, if it was asked.
+    ``blame`` is called for every source that failed other than by ``NotFound``. If none has the shard, the last error
+    other than ``NotFound`` is raised: the origin's, if it was tried.
     """
-    failure: QuiverError = NotFound("nobody holds the shard")
+    failure: QuiverError = NotFound("no source has the shard")
     for source in sources:
         try:
             return verified(digest, source.load(digest, size_bytes), source.name), source
@@ -70,7 +70,7 @@ def first_verified(
             continue
         except Corrupt as error:
             failure = source.fault(digest, error)
-        except QuiverError as error:  # whatever a peer calls it, the next one may have the shard
+        except QuiverError as error:  # whatever went wrong, the next source may have the shard
             failure = error
         blame(source, failure)
     raise failure

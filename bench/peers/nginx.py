@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.measure import Batch
 from bench.peers.ahead import ahead
-from bench.peers.base import Peer
+from bench.peers.base import Peer, Work
 from bench.servers import LOOPBACK, CannotRun, Server, free_ports, program
 
 CONFIGURATION: Final = """
@@ -59,6 +59,10 @@ class Nginx(Peer):
     # tcp_nopush is off: it sends a packet that is not full between any two answers of a pipeline.
     settings = "three workers, open_file_cache over all files; pipelined GETs, one a sample; output buffers of 256 KiB"
 
+    def __init__(self, work: Work) -> None:
+        super().__init__(work)
+        self._connections: dict[str, list[socket.socket]] = {}
+
     def prepare(self) -> None:
         folder = self.work.folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,7 +79,7 @@ class Nginx(Peer):
             [(self._get(number), sizes[number]) for number in batch]
             for batch in self.data.batches(self.work.batch_size)
         ]
-        self._connections: dict[str, list[socket.socket]] = {how: [] for how in self._ports}
+        self._connections = {how: [] for how in self._ports}
 
     def batches(self, way: str) -> Iterable[Batch]:
         how, _, rest = way.partition(", ")

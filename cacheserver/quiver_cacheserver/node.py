@@ -22,6 +22,7 @@ from quiver.errors import Corrupt, DiskFailed, NotAllowed, NotFound, QuiverError
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
+from quiver.shard_memory import ShardMemory
 from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import OK, NodeStatus, RangeStatus
@@ -74,6 +75,7 @@ class Node:
         self._started = time.monotonic()
         self.residency = Residency(self)
         self.memory = FillMemory()
+        self.shard_memory = ShardMemory(FILL_THREADS)
         evicting = Evicting(self)
         self.holders = evicting.holders
         store.choose = evicting.choose
@@ -333,7 +335,7 @@ class Node:
 
     def _sources(self, digest: Digest, manifest: Manifest) -> Iterator[ShardSource]:
         yield from self.neighbours.holders(digest)
-        yield OriginShards(manifest, self.origins.of(manifest))
+        yield OriginShards(manifest, self.origins.of(manifest), self.shard_memory.take)
 
     def _replicate(self, digest: Digest) -> None:
         """In a thread: give a shard that came from outside the rack to the others that should hold it."""

@@ -24,7 +24,7 @@ from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
 from quiver_cacheserver.config import Config, check
-from quiver_cacheserver.memory import release_row_groups
+from quiver_cacheserver.memory import release_fill_memory
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from quiver_cacheserver.rack.registry import Registry, StaticRegistry, static_id
@@ -128,7 +128,7 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), release_row_groups]
+    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), release_fill_memory]
     return [node.residency.run(), *(_supervised(each, node) for each in work)]
 
 

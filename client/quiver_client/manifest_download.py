@@ -16,7 +16,7 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, DiskFailed, NotFound, QuiverError, Unavailable
 from quiver.manifest import SUFFIX, Manifest
 from quiver.origin import split_url
-from quiver.origin.isolated import IsolatedStore
+from quiver.origin.origin_process import ProcessStore
 from quiver_client.config import cache_home
 from quiver_client.origin_patience import OriginPatience, patience_seconds
 
@@ -72,7 +72,7 @@ def _downloaded(location: str, folder: Path) -> Path:
     base, _, name = location.rpartition("/")
     patience = OriginPatience(location, patience_seconds())
     waiting = patience.begin()
-    with contextlib.closing(IsolatedStore(base)) as store:
+    with contextlib.closing(ProcessStore(base)) as store:
         while True:
             try:
                 return store.download(unquote(name), folder)

@@ -18,7 +18,7 @@ from quiver import forks
 from quiver.backoff import Backoff
 from quiver.errors import Misconfigured, Unavailable
 from quiver.origin.base import READ_SECONDS
-from quiver.origin.isolated import parent_of_worker
+from quiver.origin.origin_process import parent_of_worker
 
 log = logging.getLogger("quiver_client")
 

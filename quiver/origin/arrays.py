@@ -1,8 +1,8 @@
-"""Columns of lists of numbers as bytes: what tokens and tensors of a Parquet file are to a manifest.
+"""Columns of lists of numbers as bytes: how tokens and tensors of a Parquet file become samples.
 
 The bytes of a row are its values, little-endian, in C order, a boolean in a byte of its own, whatever type of list they
-stand in. Indexing and fills make them here, so that they agree. Only booleans are copied: the values of a column lie
-back to back in Arrow's memory as well, and where a row begins is arithmetic.
+stand in. Indexing and fills both make them here, so that they agree. Only booleans are copied: the values of a column
+lie back to back in Arrow's memory as well, and where a row begins is arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ArrayType(NamedTuple):
 
 
 def array_type(kind: Any) -> ArrayType | None:
-    """Return what arrays the rows of a column of this Arrow type are; None if they are no arrays."""
+    """Return what arrays the rows of a column of this Arrow type are; None if they are not arrays."""
     tensor: tuple[int, ...] | None = None
     if isinstance(kind, pa.FixedShapeTensorType):
         permutation = kind.permutation
@@ -61,7 +61,7 @@ def as_bytes(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
     of a null among floating-point values stands NaN. Raises pyarrow's errors for other types.
     """
     if array_type(array.type) is None:
-        raise pa.ArrowTypeError(f"{array.type} is no list of numbers")
+        raise pa.ArrowTypeError(f"{array.type} is not a list of numbers")
     valid = np.asarray(array.is_valid()) if array.null_count else np.ones(len(array), np.bool_)
     holed = np.zeros(len(array), np.bool_)
     starts, values = np.arange(len(array) + 1, dtype=np.int64), array
@@ -78,8 +78,8 @@ def as_bytes(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
 def inner_shape(array: pa.Array[Any]) -> tuple[int | None, ...] | None:
     """Return the sides of the rows of nested lists, from the second dimension on; None for a side if nothing has it.
 
-    Rows that are null count for nothing. Returns None if rows differ in these sides, or lists inside a row do: such a
-    column is no column of arrays.
+    Null rows are ignored. Returns None if rows differ in these sides, or lists inside a row do: such a
+    column does not hold arrays.
     """
     if array.null_count:
         array = array.filter(array.is_valid())
@@ -103,7 +103,7 @@ def _child(kind: Any) -> Any:
 
 
 def _inside(starts: I64, values: pa.Array[Any]) -> tuple[I64, pa.Array[Any]]:
-    """Return where rows begin that began at these lists, counted in what the lists hold, and that."""
+    """Descend by one level: return the starts of rows counted in child values, and the child values."""
     if pa.types.is_fixed_size_list(values.type):  # .values are all of them, wherever a slice of the lists begins
         return (starts + values.offset) * values.type.list_size, values.values
     return np.asarray(values.offsets).astype(np.int64)[starts], values.values
@@ -120,7 +120,7 @@ def _holed(values: pa.Array[Any], starts: I64) -> npt.NDArray[np.bool_]:
 
 
 def _large_binary(values: pa.Array[Any], starts: I64, valid: npt.NDArray[np.bool_]) -> pa.Array[Any]:
-    """Return one binary value a row over the memory of ``values``; ``starts`` (n + 1,) count values."""
+    """Return one binary value per row over the memory of ``values``; ``starts`` (n + 1,) count values."""
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.uint8())  # Arrow packs eight into a byte
     item_bytes = values.type.bit_width // 8

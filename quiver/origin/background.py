@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, on which blocking callers have coroutines run: a wait that can be ended.
+"""An event loop in a thread of its own, which runs coroutines for blocking callers: a wait that can be cancelled.
 
-One per process, started on first use. Only for processes that do not fork (daemons, commands, and what ``isolated``
-starts). A caller that is interrupted, by Ctrl-C say, cancels what it waits for.
+One per process, started on first use. Only for processes that do not fork: daemons, commands, and the reader that
+``origin_process`` starts. A caller that is interrupted, by Ctrl-C say, cancels what it waits for.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-END_SECONDS: Final = 0.5  # how long the interpreter's end waits for what runs
+END_SECONDS: Final = 0.5  # for which the interpreter's exit waits for running coroutines
 
 
 class _Background:
@@ -53,5 +53,5 @@ _background: Final = _Background()
 
 
 def submit(work: Coroutine[Any, Any, T]) -> Future[T]:
-    """Begin to run a coroutine in the background."""
+    """Start a coroutine in the background."""
     return _background.submit(work)

@@ -1,4 +1,4 @@
-"""The noun ``ObjectStore``, what it is asked for, and the URLs that it is known by."""
+"""The noun ``ObjectStore``: objects under a base URL, read by extents; and the URLs that name one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Final, NamedTuple, Protocol
 from quiver.errors import BadRequest, Misconfigured
 from quiver.location import SCHEMES, Location, refuse_credentials, shown
 
-# How long one read may take without anything arriving. Retries included, requests in parallel: it is one deadline. Long
-# enough for a store that is slow to wake up, short enough for a fill thread of a daemon, of which there are four.
+# How long one read may take without anything arriving: one deadline for all of its parallel requests and their retries.
+# Long enough for a store that is slow to wake up, short enough for a fill thread of a daemon, which has four.
 READ_SECONDS: Final = 20.0
 
 REMOTE_SCHEMES = SCHEMES - {"file"}
@@ -29,7 +29,7 @@ class ObjectStore(Protocol):
     base: str
 
     def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
-        """Put the extents back to back into ``out`` (exactly their sum in size); return the bytes that were read.
+        """Read the extents, back to back, into ``out``, whose size is their sum; return how many bytes were read.
 
         That is more than their sum where neighbours were coalesced over a gap. Raises ``Changed`` for an object that
         is gone or too short, ``Forbidden`` for refused credentials, ``Unavailable`` when the store does not answer
@@ -39,12 +39,12 @@ class ObjectStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of threads, connections and processes. The store is not used afterwards."""
+        """Release threads, connections and processes. The store must not be used afterwards."""
         ...
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return scheme and the rest of what a user names; a plain path has scheme ``file``, and any name is one.
+    """Return scheme and rest of a URL or path that a user gave; a plain path, of any name, has scheme ``file``.
 
     Raises ``Misconfigured`` for an unknown scheme, ``BadRequest`` for credentials in a URL.
     """
@@ -56,8 +56,8 @@ def split_url(url: str) -> tuple[str, str]:
         return scheme, location.path + ("/" if url.endswith("/") and location.names else "")
     if scheme not in REMOTE_SCHEMES:
         known = ", ".join(sorted(REMOTE_SCHEMES))
-        raise Misconfigured(f"{shown(url)}: scheme {scheme!r} is not known; use a path, file or one of {known}")
+        raise Misconfigured(f"{shown(url)}: scheme {scheme!r} is unknown; use a path, file or one of {known}")
     refuse_credentials(url)
     if shown(url, len(url)) != url:
-        raise BadRequest(f"{shown(url)}: a URL has no control characters in it")
+        raise BadRequest(f"{shown(url)}: a URL must not contain control characters")
     return scheme, url

@@ -2,8 +2,8 @@
 
 By ``openat2`` with ``RESOLVE_BENEATH`` where the kernel has it (Linux 5.6). It refuses all absolute links, also those
 that lead back into the folder. So whatever it refuses is walked name by name, with a descriptor for each folder, as is
-everything where the kernel or a container's filter does not know the call. Nobody can exchange a folder for a link
-between a check and an open, since there is no check: what is not below an open descriptor cannot be named.
+every path where the kernel or a container's filter lacks the call. Nobody can swap a folder for a link between a check
+and an open, since there is no separate check: what is not below an open descriptor cannot be named.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Beneath:
                     os.close(folders.pop())
                     continue
                 last = not any(part not in ("", ".") for part in waiting)
-                # What is followed by a slash is a folder, and else there is no such thing.
+                # A name that a slash follows must be a folder.
                 kind = _READ | os.O_DIRECTORY if last and waiting else _READ if last else _FOLDER
                 fd = _entered(name, folders[-1], kind)
                 if fd is None:

@@ -1,8 +1,8 @@
-"""When a store may be asked again: what it said itself (Retry-After), and full jitter where it said nothing.
+"""When a store may be asked again: after its own Retry-After, or with full jitter where it sent none.
 
-obstore shows status and body of an answer and none of its headers. So when a store says "too many requests", it is
-asked once more, for one byte, by a request of our own whose headers can be seen. While the gate is closed nobody else
-asks.
+obstore shows status and body of an answer and none of its headers. So when a store answers "too many requests", one
+more request, for one byte, is made by code of our own that sees the headers. While the gate is closed, no request is
+sent.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from email.utils import parsedate_to_datetime
 from typing import Final
 from urllib.parse import urlsplit
 
-BACKOFF_SECONDS: Final = 0.1  # up to so long after the first failure, and up to twice as long after each further one
+BACKOFF_SECONDS: Final = 0.1  # at most, after the first failure; doubled after each further one
 BACKOFF_SECONDS_MAX: Final = 10.0
-SPREAD_SECONDS: Final = 1.0  # over which those who waited for a Retry-After ask again
+SPREAD_SECONDS: Final = 1.0  # over which requests that waited for a Retry-After are spread
 RETRY_AFTER_SECONDS_MAX: Final = 3600.0  # what a server may ask for: a wrong header must not stop a daemon for a year
 ASK_SECONDS: Final = 5.0  # how long the request for a Retry-After may take
 ASK_AGAIN_SECONDS: Final = 5.0  # and how often one is made, at most
@@ -31,7 +31,7 @@ def backoff_seconds(failures: int) -> float:
 
 
 class Gate:
-    """Of one store. Belongs to one event loop."""
+    """The gate of one store. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self.in_trouble = False  # the last answer was a failure
@@ -40,7 +40,10 @@ class Gate:
         self._asking = asyncio.Lock()
 
     async def passed(self, until: float) -> float:
-        """Wait until it is open. If that is after ``until`` (monotonic), return at once in how many seconds it is."""
+        """Wait until it is open and return 0; return at once how many seconds are left if it opens after ``until``.
+
+        ``until`` is a time of ``time.monotonic``.
+        """
         while True:
             async with self._asking:
                 seconds = self._opens - time.monotonic()
@@ -51,7 +54,7 @@ class Gate:
             await asyncio.sleep(seconds + random.uniform(0, min(seconds, SPREAD_SECONDS)))  # noqa: S311
 
     def close_for(self, seconds: float) -> None:
-        """The store said how long to wait."""
+        """Close the gate for as long as the store asked."""
         self._opens = max(self._opens, time.monotonic() + min(seconds, RETRY_AFTER_SECONDS_MAX))
 
     async def ask(self, url: str) -> None:

@@ -1,4 +1,8 @@
-"""Local and network-mounted files, read with ``preadv`` straight into the caller's buffer."""
+"""Local and network-mounted files, read with ``preadv`` straight into the caller's buffer.
+
+Neighbours in a file, such as the members of a tar, are read by one call; what lies between them, such as the tar's
+headers, is read into memory that is not used.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +20,16 @@ from quiver.location import Location, object_path, shown
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.beneath import Beneath
 
+Piece = tuple[int, memoryview]  # an offset in the file, and where the bytes from there on go
+Job = tuple[str, list[Piece]]  # an object, and what is wanted of it
+
 # A network file system answers a stat and a read in about a millisecond: 300 small files want several at once.
 THREADS: Final = 4
 PARALLEL_FROM_FILES: Final = 8
+GAP_BYTES_MAX: Final = 4096  # between neighbours: a tar's header and padding, also where a member has extended headers
+PIECES_MAX: Final = 500  # of one call: the kernel takes 1,024 buffers (IOV_MAX), and a gap is one as well
 OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a fifo must not hang us
-# A network mount whose server restarts says one of these, and waiting helps; any other error of a file lasts.
+# What a network mount answers while its server restarts, which passes; any other error of a file lasts.
 PASSING: Final = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
@@ -38,7 +47,7 @@ class LocalStore:
         return f"LocalStore({self.root!r})"
 
     def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
-        jobs: list[tuple[str, list[tuple[int, memoryview]]]] = []
+        jobs: list[Job] = []
         at = 0
         for path, run in groupby(extents, key=lambda extent: extent.path):
             pieces = []
@@ -48,20 +57,17 @@ class LocalStore:
             jobs.append((path, pieces))
         with self._opener() as opened:
             if len(jobs) < PARALLEL_FROM_FILES:
-                self._read_files(jobs, opened)
-            else:
-                shares = [jobs[i::THREADS] for i in range(THREADS)]
-                with ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-local") as pool:
-                    for _ in pool.map(lambda share: self._read_files(share, opened), shares):
-                        pass
-        return at
+                return self._read_files(jobs, opened)
+            shares = [jobs[i::THREADS] for i in range(THREADS)]
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-local") as pool:
+                return sum(pool.map(lambda share: self._read_files(share, opened), shares))
 
     def close(self) -> None:
         pass
 
     @contextlib.contextmanager
     def _opener(self) -> Iterator[Callable[[str], int]]:
-        """Give what opens an object by its path, for the time of one read: a mount may come and go in between."""
+        """Yield a function that opens an object by its path, for one read: a mount may come and go in between."""
         if self._within is None:
             yield lambda path: os.open(os.path.join(self.root, path), OPEN)
             return
@@ -74,11 +80,11 @@ class LocalStore:
         with beneath:
             yield lambda path: beneath.open(os.path.join(self._below, path))
 
-    def _read_files(self, jobs: list[tuple[str, list[tuple[int, memoryview]]]], opened: Callable[[str], int]) -> None:
-        for path, pieces in jobs:
-            self._read_file(path, pieces, opened)
+    def _read_files(self, jobs: list[Job], opened: Callable[[str], int]) -> int:
+        return sum(self._read_file(path, pieces, opened) for path, pieces in jobs)
 
-    def _read_file(self, path: str, pieces: list[tuple[int, memoryview]], opened: Callable[[str], int]) -> None:
+    def _read_file(self, path: str, pieces: list[Piece], opened: Callable[[str], int]) -> int:
+        """Read the pieces; return how many bytes were read, gaps included."""
         full = os.path.join(self.root, object_path(path, "file"))
         try:
             fd = opened(path)
@@ -100,10 +106,39 @@ class LocalStore:
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise Changed(full, "is no regular file any more")
-            for offset, piece in pieces:
-                _read_exactly(fd, piece, offset, full)
+            return sum(_read_run(fd, run, full) for run in _runs(pieces))
         finally:
             os.close(fd)
+
+
+def _runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Yield the pieces cut into runs, in each of which one follows another with a small gap at most."""
+    begin, end = 0, -1  # of the run: where it begins in ``pieces``, and ends in the file
+    for at, (offset, piece) in enumerate(pieces):
+        if at > begin and (not 0 <= offset - end <= GAP_BYTES_MAX or at - begin == PIECES_MAX):
+            yield pieces[begin:at]
+            begin = at
+        end = offset + len(piece)
+    yield pieces[begin:]
+
+
+def _read_run(fd: int, run: list[Piece], full: str) -> int:
+    """Read a run by one call; piece by piece if that fails or falls short. Return how many bytes were read."""
+    begin = end = run[0][0]
+    buffers: list[memoryview] = []
+    unused = memoryview(bytearray(GAP_BYTES_MAX)) if len(run) > 1 else memoryview(b"")
+    for offset, piece in run:
+        if offset > end:
+            buffers.append(unused[: offset - end])
+        buffers.append(piece)
+        end = offset + len(piece)
+    if len(run) > 1:
+        with contextlib.suppress(OSError):  # which piece it is that cannot be read is found out below
+            if os.preadv(fd, buffers, begin) == end - begin:
+                return end - begin
+    for offset, piece in run:
+        _read_exactly(fd, piece, offset, full)
+    return sum(len(piece) for _, piece in run)
 
 
 def _read_exactly(fd: int, piece: memoryview, offset: int, full: str) -> None:

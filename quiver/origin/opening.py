@@ -1,7 +1,8 @@
-"""The one place that decides which implementation an origin gets.
+"""The one place that chooses an implementation for an origin's URL.
 
-Libraries that take a while to load are loaded when an origin needs them. That may be in a thread, and a process that is
-forked while a thread imports a module can never import it: who may fork calls ``import_ahead`` before it has threads.
+Libraries that are slow to load are loaded when an origin needs them. That may be in a thread, and a child that is
+forked while a thread imports a module can never import it: a process that may fork calls ``import_ahead`` before it
+starts threads.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from quiver.errors import NotAllowed
 from quiver.location import Location
 from quiver.manifest import Manifest
 from quiver.origin.base import READ_SECONDS, ObjectStore
-from quiver.origin.isolated import IsolatedStore
 from quiver.origin.local import LocalStore
+from quiver.origin.origin_process import ProcessStore
 from quiver.origin.samples import Counted, RangeOrigin, SampleOrigin
 
 
 def import_ahead(manifest: Manifest) -> None:
-    """Import what ``open_origin`` and its readers need in a process that may fork."""
+    """Import what ``open_origin`` and its readers need, in a process that may fork."""
     if manifest.header.source == "parquet":
         importlib.import_module("quiver.origin.parquet")
 
@@ -32,9 +33,9 @@ def open_origin(
     count: Callable[[int], None] = lambda read_bytes: None,
     within_seconds: float = READ_SECONDS,
 ) -> SampleOrigin:
-    """Return the origin of a manifest. ``count`` is told the bytes of each read that the origin delivered.
+    """Return the origin of a manifest. ``count`` is called with the bytes that the origin delivered for each read.
 
-    ``within``: the folder or prefix that an operator allows, out of which nothing may lead. ``within_seconds``: how
+    ``within``: the folder or prefix that an operator allows, which nothing may lead out of. ``within_seconds``: how
     long a remote store may take for a read without anything arriving.
     """
     store = open_store(manifest.header.base, may_fork=may_fork, within=within)
@@ -49,9 +50,9 @@ def open_store(base: str, *, may_fork: bool = False, within: Location | None = N
     """Return the store for a base URL.
 
     ``may_fork``: the calling process may fork later (a training process): threads of a remote store's client, which do
-    not survive that, then live in a process of their own. ``within``: the folder that the operator of a daemon allows,
-    for a daemon reads on behalf of others. Raises ``NotAllowed`` for a base outside it; what symbolic links put outside
-    is refused when it is read.
+    not survive a fork, then run in a process of their own. ``within``: the folder that the operator of a daemon allows,
+    since a daemon reads on behalf of others. Raises ``NotAllowed`` for a base outside it; what symbolic links put
+    outside is refused when it is read.
     """
     location = Location.parse(base)
     if within is not None and not within.contains(location):
@@ -60,7 +61,7 @@ def open_store(base: str, *, may_fork: bool = False, within: Location | None = N
     if location.scheme == "file":
         return LocalStore(location, within=within.path if within is not None else None)
     if may_fork:
-        return IsolatedStore(base)
+        return ProcessStore(base)
     from quiver.origin.remote import RemoteStore
 
     return RemoteStore(base)

@@ -1,7 +1,7 @@
-"""Samples in Parquet files. Their bytes are compressed in pages, so what is read is a row group's columns, decoded.
+"""Samples in Parquet files. Values are encoded in pages, so a read decodes whole columns of a row group.
 
-Neighbouring shards cut from one row group would each read it whole; the last few decoded ones are kept for them
-(``kept``), so that shards filled in origin order read each row group once.
+Neighbouring shards cut from one row group would each read all of it; the last few decoded ones are kept
+(``row_group_cache``), so that shards filled in origin order read each row group once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quiver.errors import Changed, OverCapacity, Unavailable
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import Rows, array_type, as_bytes
 from quiver.origin.base import READ_SECONDS, Extent, ObjectStore
-from quiver.origin.kept import kept
+from quiver.origin.row_group_cache import row_groups
 from quiver.origin.samples import naming_samples
 from quiver.sizes import format_size
 
@@ -29,7 +29,7 @@ FILES_OPEN_MAX: Final = 64
 _NONE: Final[Rows] = np.empty(0, np.intp)
 PIECE_BYTES: Final = 32 << 20  # about what is decoded at a time where a row group may be too large
 PIECE_ROWS_MAX: Final = 1024
-RETRY_AFTER_SECONDS: Final = 60.0  # it will be as large then
+RETRY_AFTER_SECONDS: Final = 60.0  # the row group will be as large then
 
 
 class ParquetOrigin:
@@ -42,7 +42,7 @@ class ParquetOrigin:
         self._columns = [field.column for field in manifest.header.blobs]
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._asked = _Asked(store, within_seconds)
-        self._lock = forks.lock()  # one reader at a time: what one decodes the next one finds
+        self._lock = forks.lock()  # one reader at a time: the next one finds what this one decoded
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
         rows = np.asarray(blobs, np.intp)
@@ -64,12 +64,12 @@ class ParquetOrigin:
         return read_bytes
 
     def close(self) -> None:
-        kept.let_go(self)
+        row_groups.drop(self)
         self._store.close()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Be the one reader. Raises ``Unavailable`` if the one before gets nothing for so long."""
+        """Be the only reader. Raises ``Unavailable`` if the one before makes no progress for ``within_seconds``."""
         answers = -1
         within_seconds = self._asked.within_seconds
         while not self._lock.acquire(timeout=max(within_seconds, 0.0)):
@@ -99,16 +99,16 @@ class ParquetOrigin:
         group = int(np.searchsorted(file.firsts, row, "right")) - 1
         if row >= file.rows:
             raise Changed(file.url, "lost rows")
-        columns = kept.get((self, number, group))
+        columns = row_groups.get((self, number, group))
         if columns is None:
             columns = file.columns(group, self._columns)
             delivered += file.take_read_bytes()
-            kept.put((self, number, group), columns)
+            row_groups.put((self, number, group), columns)
         return columns, row - int(file.firsts[group]), delivered
 
 
 class _Asked:
-    """The store as files ask it, and how many answers there were."""
+    """The store as open files use it, with a count of its answers."""
 
     def __init__(self, store: ObjectStore, within_seconds: float) -> None:
         self.base = store.base
@@ -132,7 +132,7 @@ class _File:
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
-        except (pa.ArrowException, OSError) as error:  # pyarrow says OSError for bytes that are no Parquet any more
+        except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for bytes that are not Parquet any more
             raise Changed(self.url, "changed") from error
         metadata = self._parquet.metadata
         counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -142,15 +142,15 @@ class _File:
     def columns(self, group: int, names: list[str]) -> list[pa.Array[Any]]:
         """Return the byte columns (``image`` or ``image.bytes``) of a row group, each one array of large binary."""
         try:
-            if kept.group_bytes_max is not None:
-                return self._bounded(group, names, kept.group_bytes_max)
+            if row_groups.group_bytes_max is not None:
+                return self._bounded(group, names, row_groups.group_bytes_max)
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
             return [column_of(table, name)[0] for name in names]
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:
             raise Changed(self.url, "changed") from error
 
     def _bounded(self, group: int, names: list[str], bytes_max: int) -> list[pa.ChunkedArray]:
-        """Return the columns, decoded piece by piece. Raises ``OverCapacity`` for what becomes larger than that.
+        """Return the columns, decoded piece by piece. Raises ``OverCapacity`` past ``bytes_max``.
 
         A few kilobytes can decode to any size: a value that stands in a file once may be that of a million rows.
         """
@@ -192,7 +192,7 @@ class _File:
 def column_of(table: pa.Table | pa.RecordBatch, name: str) -> tuple[pa.Array[Any], Rows]:
     """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary.
 
-    Lists of numbers become the bytes of their values; returned beside them is which rows have a hole, and so none.
+    Lists of numbers become the bytes of their values; the rows that have none, because of a null inside, come second.
     """
     parts: list[pa.Array[Any]] = []
     holes: list[Rows] = []

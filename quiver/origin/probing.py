@@ -1,4 +1,4 @@
-"""Whether an origin can be read at all, found out without reading any of its objects."""
+"""Whether an origin can be read at all, found out without reading objects."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Final
 
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import Location, shown
-from quiver.origin.remote import PROBE_SECONDS, connect, store_errors
+from quiver.origin.remote import PROBE_SECONDS, connect
+from quiver.origin.store_errors import store_errors
 from quiver.origin.web import WebStore
 
-# What stores say to those who may get objects and not list them, and to those who may do neither.
+# The codes that stores answer to a listing by a client that may only get objects, or may do neither.
 DENIED: Final = ("AccessDenied", "AuthorizationPermissionMismatch")
 
 

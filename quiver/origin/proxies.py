@@ -1,4 +1,4 @@
-"""Where the requests for a web server go: to its own address, or to the proxy that the environment names."""
+"""Where requests to a web server go: to its own address, or to a proxy that the environment names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def address_of(location: Location) -> tuple[str, int]:
 
 
 def proxy_for(location: Location) -> tuple[tuple[str, int], dict[str, str]] | None:
-    """Return host and port of the proxy that the environment names, and the headers that it wants."""
+    """Return host and port of the proxy that the environment names, and the headers that it needs, if it names one."""
     host, _ = address_of(location)
     url = urllib.request.getproxies().get(location.scheme)
     if not url or urllib.request.proxy_bypass(host):

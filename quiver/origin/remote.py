@@ -1,10 +1,10 @@
 """Objects over the network: S3, GCS and Azure through obstore (Rust's object_store), plain HTTP by ``web``.
 
 obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So
-a process that may fork uses ``isolated`` instead (docs/adr/0004).
+a process that may fork uses ``origin_process`` instead (docs/adr/0004).
 
 One read is many requests in parallel under one deadline, each repeated with full jitter until then (docs/adr/0014).
-obstore's own retries are off for that: they are over in a second, and know nothing of Retry-After.
+obstore's own retries are disabled: they end within a second and ignore Retry-After.
 """
 
 from __future__ import annotations
@@ -17,62 +17,48 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import blake3
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Changed, Forbidden, Misconfigured, NotFound, Unavailable
-from quiver.location import WEB_SCHEMES, Location, object_path, shown
+from quiver.errors import Changed, Misconfigured, NotFound, Unavailable
+from quiver.location import WEB_SCHEMES, Location, object_path
 from quiver.manifest import SUFFIX
 from quiver.origin.background import submit
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.gate import Gate, backoff_seconds
-from quiver.origin.web import NoRanges, WebStore
+from quiver.origin.runs import Run, coalesce
+from quiver.origin.store_errors import first_line, status_of, store_errors
+from quiver.origin.web import WebStore
+from quiver.origin.web_answers import NoRanges
 
 REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
-GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another request; a tar header is 512 to 1536 bytes
-RUN_BYTES_MAX: Final = 4 << 20  # larger runs are split, so that one shard is read over several connections
-STREAMED_BYTES: Final = (
-    256 << 10
-)  # a request of more is received in pieces of about that, which is how progress is seen
-# What arrives extends the deadline of its read at this rate: a slow link gets on, a store that drips does not.
+STREAMED_BYTES: Final = 256 << 10  # a request of more is received in pieces of about that, so that progress is seen
+# What arrives extends the deadline of its read at this rate: a slow link finishes, a store that trickles does not.
 SLOWEST_BYTES_PER_SECOND: Final = 64 << 10
 ATTEMPTS: Final = 6  # of a request: about 3 s of failures
 ATTEMPTS_SECONDS: Final = 30  # of requests that obstore repeats: listing, indexing
 REQUEST_SECONDS: Final = 60
 PROBE_SECONDS: Final = 5
-SIGNED_SECONDS: Final = 60  # how long the URL is good that a store is asked by how long to wait
+SIGNED_SECONDS: Final = 60  # for which the signed URL is valid that a Retry-After is requested by
 DOWNLOAD_BYTES: Final = 8 << 20
-_STATUS: Final = re.compile(r"status code: (\d{3})([^:\n]*)")
-# What stores say to a request for a range past an object's end, and to one for any range where they know none.
+# Answers to a request for a range past an object's end, and of servers that support no ranges.
 _NO_RANGE: Final = re.compile(r"(?:answers|status) 416\b|range requested|[Rr]equested range|Wanted range")
-_CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
-_AGAIN: Final = frozenset({408, 425, 429})  # of the statuses below 500, those after which asking again may help
 _BUSY: Final = frozenset({429, 503})
-_LASTING: Final = re.compile(r"certificate|unsupported scheme|builder error", re.IGNORECASE)
-
-
-class _Run(NamedTuple):
-    """One request: a run of bytes and the extents to be cut from it, as (offset in the run, length, offset in out)."""
-
-    path: str
-    start: int
-    end: int
-    cuts: list[tuple[int, int, int]]
 
 
 class _Deadline:
-    """Of one read, all its requests together: so many seconds, and more for what arrives."""
+    """The deadline of one read, all its requests together, extended by what arrives."""
 
     def __init__(self, within_seconds: float) -> None:
         self.within_seconds = within_seconds
         self.at = time.monotonic() + within_seconds
-        self.last: Unavailable | None = None  # what the store said last
+        self.last: Unavailable | None = None  # the last failure
         self.timeout: asyncio.Timeout | None = None
 
     def arrived(self, count: int) -> None:
@@ -108,8 +94,10 @@ class RemoteStore:
         self._store = connect(self.base, attempts=1)
         self._gate = Gate()
         self._trying = asyncio.Lock()
-        self._known_troubled = False  # the last read gave up: the next ones ask once
-        self._slots = asyncio.Semaphore(REQUESTS_AT_ONCE)  # taken by one loop: of ``submit``, or of who calls ``fetch``
+        self._known_troubled = False  # the last read gave up: the next ones try once
+        self._slots = asyncio.Semaphore(
+            REQUESTS_AT_ONCE
+        )  # used by one loop: that of ``submit``, or that of the caller of ``fetch``
         self._lock = threading.Lock()
         self._reading: set[Future[int]] = set()
         self._closed = False
@@ -134,7 +122,7 @@ class RemoteStore:
                 reading.cancel()
 
     def close(self) -> None:
-        """Let no read wait any longer."""
+        """End all reads; they raise ``Unavailable``."""
         with self._lock:
             self._closed = True
             reading = list(self._reading)
@@ -144,7 +132,7 @@ class RemoteStore:
             self._store.close()
 
     async def fetch(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
-        """``read``, for who has a loop. All of a store's reads belong to one loop."""
+        """``read``, for callers with an event loop. All reads of a store must use the same loop."""
         runs = coalesce(extents)
         for path in {run.path for run in runs}:
             object_path(path, self._scheme)
@@ -153,8 +141,8 @@ class RemoteStore:
             await _all(self._insisted(run, out, deadline) for run in runs)
         return sum(run.end - run.start for run in runs)
 
-    async def _insisted(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
-        """Make a request until it is answered, a few times at most: who waits for longer does so without a thread."""
+    async def _insisted(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
+        """Make a request until it is answered, a few times at most: longer waits do not occupy the caller's thread."""
         for failures in itertools.count(1):
             # While the store is in trouble, one request at a time finds out whether it still is.
             async with self._slots, self._trying if self._gate.in_trouble else contextlib.nullcontext():
@@ -166,10 +154,10 @@ class RemoteStore:
                 raise deadline.missed(self.base)
             await asyncio.sleep(pause)
 
-    async def _answered(self, run: _Run, out: memoryview, deadline: _Deadline) -> bool:
+    async def _answered(self, run: Run, out: memoryview, deadline: _Deadline) -> bool:
         """Make one request; return whether it was answered. Raises what does not pass by itself."""
         seconds = await self._gate.passed(deadline.at)
-        if seconds:  # said at once: whoever asks may have something better to do than to wait
+        if seconds:  # raised at once: the caller may have another source
             why = deadline.last.why if deadline.last is not None else "is busy"
             asks = f"{why}, and asks to be left alone for {seconds:.0f} s"
             raise Unavailable(self.base, asks, retry_after_seconds=seconds)
@@ -181,13 +169,13 @@ class RemoteStore:
             deadline.last, self._gate.in_trouble = error, True
             if error.retry_after_seconds:
                 self._gate.close_for(error.retry_after_seconds)
-            elif _status(error) in _BUSY:
+            elif status_of(error) in _BUSY:
                 await self._gate.ask(await self._plain_url(run.path))
             return False
         self._gate.in_trouble = self._known_troubled = False
         return True
 
-    async def _fetch(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _fetch(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         url = self.base + run.path
         try:
             with store_errors(url):
@@ -199,14 +187,14 @@ class RemoteStore:
                 raise
             await self._without_ranges(run, out, error)
 
-    async def _receive(self, run: _Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _receive(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         size = run.end - run.start
         if size <= STREAMED_BYTES:
             data = memoryview(await self._store.get_range_async(run.path, start=run.start, end=run.end))
             deadline.arrived(len(data))
             self._cut(run, data, out)
             return
-        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: it needs no buffer of its own
+        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: received in place, without a buffer of its own
         data = out[run.cuts[0][2] :][:size] if whole else memoryview(bytearray(size))
         at = 0
         result = await self._store.get_async(run.path, options={"range": (run.start, run.end)})
@@ -217,14 +205,14 @@ class RemoteStore:
             deadline.arrived(len(piece))
         self._cut(run, data[:at], out, copy=not whole)
 
-    def _cut(self, run: _Run, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
+    def _cut(self, run: Run, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
         if len(data) < run.end - run.start:
             raise Changed(self.base + run.path, "became shorter")
         for at, length, target in run.cuts if copy else ():
             out[target : target + length] = data[at : at + length]
 
-    async def _without_ranges(self, run: _Run, out: memoryview, error: Unavailable) -> None:
-        """The object became shorter, or the server answers no byte ranges: then read it from its beginning."""
+    async def _without_ranges(self, run: Run, out: memoryview, error: Unavailable) -> None:
+        """Read from the object's beginning, if the server lacks byte ranges. Raises ``Changed`` if it is too short."""
         url = self.base + run.path
         with store_errors(url):
             if (await self._store.head_async(run.path))["size"] < run.end:
@@ -232,7 +220,7 @@ class RemoteStore:
             if run.start:
                 raise error
             result = await self._store.get_async(run.path)
-            data = bytearray()  # and no more of it than is wanted: it may be of any size
+            data = bytearray()  # no more than is wanted: the object may be of any size
             async for piece in result.stream(min_chunk_size=STREAMED_BYTES):
                 data += memoryview(piece)[: run.end - len(data)]
                 if len(data) == run.end:
@@ -240,7 +228,7 @@ class RemoteStore:
             self._cut(run, memoryview(data), out)
 
     async def download(self, path: str, folder: Path, within_seconds: float) -> Path:
-        """Bring a manifest into a folder, once per version of it; return its file there, named by version and BLAKE3.
+        """Download a manifest into a folder, once per version; return its file there, named by version and BLAKE3.
 
         Raises ``NotFound``, ``Forbidden``, ``Unavailable``, and ``OSError`` for the folder.
         """
@@ -274,14 +262,19 @@ class RemoteStore:
         return target
 
     async def _plain_url(self, path: str) -> str:
-        """Return a URL by which anybody may read the object, for a moment; not for logs. Or nothing."""
+        """Return a URL, valid for a moment, by which anybody may read the object, or ``""``; it must not be logged."""
         import obstore
         from obstore.exceptions import BaseError
 
         try:
             for_so_long = timedelta(seconds=SIGNED_SECONDS)
             return str(await obstore.sign_async(self._store, "GET", path, expires_in=for_so_long))
-        except (BaseError, OSError, ValueError, TypeError):  # credentials that cannot sign: no Retry-After then
+        except (
+            BaseError,
+            OSError,
+            ValueError,
+            TypeError,
+        ):  # these credentials cannot sign: there is no Retry-After then
             return ""
 
 
@@ -290,7 +283,7 @@ def _kept(folder: Path, version: str) -> Path | None:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once. The first failure is raised, once nothing of the others goes on."""
+    """Run all at once. Raises the first failure, once the others have ended."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -303,8 +296,8 @@ async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
 def connect(base: str, *, attempts: int = ATTEMPTS, request_seconds: float = REQUEST_SECONDS) -> Any:
     """Return the store for a base URL: obstore's, or our own for a plain HTTP server, which has the same methods.
 
-    Credentials and endpoint come from the store's usual variables. ``attempts``: how many times the store itself makes
-    a request that fails.
+    Credentials and endpoint come from the store's usual variables. ``attempts``: how many times the store itself tries
+    a request.
     """
     location = Location.parse(base)
     base = location.url
@@ -329,84 +322,4 @@ def connect(base: str, *, attempts: int = ATTEMPTS, request_seconds: float = REQ
             retry_config={"max_retries": attempts - 1, "retry_timeout": timedelta(seconds=ATTEMPTS_SECONDS)},
         )
     except (BaseError, ValueError, TypeError) as error:
-        raise Misconfigured(f"{base}: {_first_line(error)}") from error
-
-
-def coalesce(extents: Sequence[Extent]) -> list[_Run]:
-    """Merge neighbours (gap up to ``GAP_BYTES_MAX``) into one request each, up to ``RUN_BYTES_MAX``."""
-    runs: list[_Run] = []
-    targets = []
-    at = 0
-    for extent in extents:
-        targets.append((extent.path, extent.offset, extent.length, at))
-        at += extent.length
-    for path, offset, length, target in sorted(targets):
-        while length:
-            take = min(length, RUN_BYTES_MAX)
-            last = runs[-1] if runs else None
-            if (
-                last is not None
-                and last.path == path
-                and offset <= last.end + GAP_BYTES_MAX
-                and offset + take - last.start <= RUN_BYTES_MAX
-            ):
-                last.cuts.append((offset - last.start, take, target))
-                runs[-1] = last._replace(end=max(last.end, offset + take))
-            else:
-                runs.append(_Run(path, offset, offset + take, [(0, take, target)]))
-            offset, length, target = offset + take, length - take, target + take
-    return runs
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-
-
-@contextlib.contextmanager
-def store_errors(url: str) -> Iterator[None]:
-    """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
-    try:
-        from obstore import exceptions as failed
-    except ImportError:  # plain HTTP does without, and raises our errors itself
-        yield
-        return
-    try:
-        yield
-    except (failed.NotFoundError, FileNotFoundError):
-        raise NotFound(f"{url} does not exist") from None
-    except (failed.PermissionDeniedError, failed.UnauthenticatedError) as error:
-        raise Forbidden(f"{url}: the store refuses the credentials; set the usual variables of the store") from error
-    except (failed.BaseError, OSError) as error:
-        if "404 Not Found" in str(error):  # of a listing: there is no such bucket
-            raise NotFound(f"{url} does not exist") from error
-        raise _unavailable(url, error) from error
-
-
-@contextlib.contextmanager
-def path_errors(url: str) -> Iterator[None]:
-    """Map what obstore says of a key that it cannot ask for. Raises ``BadRequest``."""
-    try:
-        from obstore.exceptions import InvalidPathError
-    except ImportError:
-        yield
-        return
-    try:
-        yield
-    except InvalidPathError as error:
-        why = _first_line(error)
-        raise BadRequest(f"{shown(url)}: {shown(why)}; rename the object, or index a folder without it") from error
-
-
-def _unavailable(url: str, error: BaseException) -> Unavailable:
-    """Return what the store did instead of answering, and whether that passes by itself."""
-    found = _STATUS.search(str(error))
-    if found is None:
-        return Unavailable(url, _first_line(error), lasting=_LASTING.search(str(error)) is not None)
-    status, code = int(found[1]), _CODE.search(str(error))
-    named = f" ({code[1]})" if code else ""
-    return Unavailable(url, f"answers {status}{found[2]}{named}", lasting=status < 500 and status not in _AGAIN)
-
-
-def _status(error: Unavailable) -> int:
-    found = re.match(r"answers (\d{3})", error.why)
-    return int(found[1]) if found else 0
+        raise Misconfigured(f"{base}: {first_line(error)}") from error

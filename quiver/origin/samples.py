@@ -1,6 +1,6 @@
-"""The samples of a manifest, read from where they lie: a ``SampleOrigin`` turns blob rows into bytes, back to back.
+"""The samples of a manifest, read from the origin: a ``SampleOrigin`` turns blob rows into bytes, back to back.
 
-It knows nothing of shards and trusts nothing: whoever calls it checks the bytes against the manifest.
+It knows nothing of shards and verifies nothing: the caller checks the bytes against the manifest.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Rows = npt.NDArray[np.intp]
 
 
 class SampleOrigin(Protocol):
-    """Distinct samples (rows of ``blobs``) of one manifest."""
+    """Reads distinct samples (rows of ``blobs``) of one manifest."""
 
     base: str
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
-        """Put the samples back to back into ``out``; return the bytes that the origin had to deliver for it.
+        """Read the samples, back to back, into ``out``; return how many bytes the origin delivered for that.
 
         Raises ``Changed`` naming the object and the samples that are lost with it, ``Unavailable`` if the origin does
-        not answer in the time that it was opened with.
+        not answer within the time that was given when it was opened.
         """
         ...
 
@@ -82,7 +82,7 @@ def naming_samples(manifest: Manifest, rows: Rows) -> Iterator[None]:
 
 
 class Counted:
-    """A ``SampleOrigin`` that tells somebody how many bytes the origin delivered."""
+    """A ``SampleOrigin`` that reports how many bytes the origin delivered."""
 
     def __init__(self, inner: SampleOrigin, count: Callable[[int], None]) -> None:
         self.base = inner.base

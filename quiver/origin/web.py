@@ -1,9 +1,9 @@
-"""Objects of a plain HTTP server, by the standard library, with connections that are kept.
+"""Objects of a plain HTTP server, through the standard library's client, over kept connections.
 
-Not by obstore: its client follows redirects and has no option against it. A redirect leads where the server says, and
-not where the operator of a daemon allows; here it is refused, with the place to give instead.
+Not through obstore, whose client follows redirects and cannot be told not to. A redirect leads where the server says,
+and not where the operator of a daemon allows; here it is refused, and the error names the place.
 
-The store is asked as obstore's stores are (``get_range``, ``head``, ``get``) and raises our own errors.
+The store has the methods of obstore's stores (``get_range``, ``head``, ``get``) and raises our own errors.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import ssl
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, urljoin
 
@@ -28,24 +28,14 @@ from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import PLAIN, Location, object_path, shown
 from quiver.origin.gate import backoff_seconds, parse_retry_after
 from quiver.origin.proxies import address_of, proxy_for
+from quiver.origin.web_answers import Answer, NoRanges, NotNow, Whole
 
 CONNECT_SECONDS: Final = 5.0
 PIECE_BYTES: Final = 1 << 18
-CONNECTIONS_MAX: Final = 32  # as many as one store has requests under way
+CONNECTIONS_MAX: Final = 32  # the most requests that one store has in flight
 T = TypeVar("T")
-PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # what a server says that may answer next time
+PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may help
 _PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
-
-
-class NotNow(Unavailable):
-    """What may go better next time; the server may have said when."""
-
-    def __init__(self, who: str, why: str, pause_seconds: float = 0.0) -> None:
-        super().__init__(who, why, retry_after_seconds=pause_seconds)
-
-
-class NoRanges(Unavailable):
-    """The server answers a request for a range with something else."""
 
 
 class WebStore:
@@ -60,7 +50,7 @@ class WebStore:
         self._attempts, self._attempts_seconds = attempts, attempts_seconds
         self._lock = threading.Lock()
         self._idle: list[HTTPConnection] = []
-        self._threads: ThreadPoolExecutor | None = None  # for who awaits
+        self._threads: ThreadPoolExecutor | None = None  # for asynchronous callers
         self._calls = threading.local()
         self._proxy = proxy_for(location)
         self._tls = ssl.create_default_context() if location.scheme == "https" else None
@@ -81,7 +71,7 @@ class WebStore:
         return self._patiently(lambda: self._described(path))
 
     def get(self, path: str) -> Whole:
-        """Begin to read an object."""
+        """Request an object, whose bytes are received from the result."""
         return self._patiently(lambda: self._whole(path))
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> bytearray:
@@ -91,12 +81,12 @@ class WebStore:
         return await self.aside(lambda: self.head(path))
 
     async def get_async(self, path: str, *, options: dict[str, Any] | None = None) -> Whole:
-        """``get``; of ``options`` there is ``range``, from where up to where the answer is to go."""
+        """``get``; ``options`` may have ``range``, the first byte and the end."""
         start, end = (options or {}).get("range", (0, 0))
         return await self.aside(lambda: self._patiently(lambda: self._whole(path, start, end)))
 
     async def aside(self, work: Callable[[], T]) -> T:
-        """Do blocking work in a thread, whose connection is cut if nobody waits for it any more."""
+        """Do blocking work in a thread; shut its connection down if the caller is cancelled."""
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(CONNECTIONS_MAX, thread_name_prefix="quiver-web")
@@ -143,8 +133,8 @@ class WebStore:
     def _range(self, path: str, start: int, end: int) -> bytearray:
         return self._whole(path, start, end).bytes()
 
-    def _part(self, path: str, answer: _Answer, start: int, end: int) -> int:
-        """Return how many bytes of the range that was asked for are in the answer."""
+    def _part(self, path: str, answer: Answer, start: int, end: int) -> int:
+        """Return how many bytes of the requested range the answer has."""
         part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
         if answer.status != 206 or part is None:
             raise NoRanges(self.url(path), "the server answers no byte ranges", lasting=True)
@@ -161,7 +151,7 @@ class WebStore:
             self.release(answer)
 
     def _whole(self, path: str, start: int = 0, end: int = 0) -> Whole:
-        """Ask for an object, or a range of it."""
+        """Request an object, or a range of it."""
         answer = self._asked("GET", path, {"Range": f"bytes={start}-{end - 1}"} if end else {})
         try:
             if end:
@@ -171,7 +161,7 @@ class WebStore:
             self.release(answer)
             raise
 
-    def _meta(self, path: str, answer: _Answer) -> dict[str, Any]:
+    def _meta(self, path: str, answer: Answer) -> dict[str, Any]:
         size = answer.headers.get("Content-Length", "")
         if not (size.isascii() and size.isdecimal()):
             raise Unavailable(self.url(path), "the server does not say how large it is", lasting=True)
@@ -182,22 +172,21 @@ class WebStore:
             "last_modified": _moment(answer.headers.get("Last-Modified", "")),
         }
 
-    def receive(self, path: str, answer: _Answer, out: memoryview) -> None:
+    def receive(self, path: str, answer: Answer, out: memoryview) -> None:
         """Fill ``out`` from the body. Raises ``Unavailable`` if that takes too long or the body ends before."""
         deadline = time.monotonic() + self._request_seconds
         with self._failures(path):
             at = 0
             while at < len(out):
-                piece = answer.read1(min(len(out) - at, PIECE_BYTES))  # readinto waits until all of it is there
-                if not piece:
+                count = answer.receive_some(out[at : at + PIECE_BYTES])
+                if not count:
                     raise NotNow(self.url(path), "the server's answer ended early")
-                out[at : at + len(piece)] = piece
-                at += len(piece)
+                at += count
                 if time.monotonic() > deadline:
                     raise NotNow(self.url(path), f"no whole answer in {self._request_seconds:.0f} s")
 
-    def _asked(self, method: str, path: str, headers: dict[str, str]) -> _Answer:
-        """Make a request; return the answer if it is one to go on with, its body still to be read."""
+    def _asked(self, method: str, path: str, headers: dict[str, str]) -> Answer:
+        """Make a request; return a good answer, its body still to be received. Raises what a bad one means."""
         target = self._target(object_path(path, self._location.scheme))
         with self._failures(path):
             answer = self._sent(method, target, self._headers(headers))
@@ -207,7 +196,7 @@ class WebStore:
         raise self._refusal(path, answer)
 
     def _target(self, path: str) -> str:
-        """Return what a request asks for: a path, or of a proxy a whole URL."""
+        """Return the target of a request: a path, or a whole URL for a proxy."""
         url = self._location.url + quote(path, safe=PLAIN)
         return url if self._proxy is not None and self._tls is None else url[url.index("/", 8) :]
 
@@ -215,14 +204,14 @@ class WebStore:
         proxy = self._proxy[1] if self._proxy is not None and self._tls is None else {}
         return {"User-Agent": "quiver", "Accept-Encoding": "identity", **proxy, **more}
 
-    def _sent(self, method: str, target: str, headers: dict[str, str]) -> _Answer:
+    def _sent(self, method: str, target: str, headers: dict[str, str]) -> Answer:
         with self._lock:
             connection = self._idle.pop() if self._idle else None
         if connection is not None:
             try:
                 return self._answer(connection, method, target, headers)
             except (OSError, HTTPException):
-                connection.close()  # closed by the server since it was used last, most likely: anew
+                connection.close()  # the server most likely closed it while it was idle: retry on a new one
         connection = self._connected()
         try:
             return self._answer(connection, method, target, headers)
@@ -230,13 +219,13 @@ class WebStore:
             connection.close()
             raise
 
-    def _answer(self, connection: HTTPConnection, method: str, target: str, headers: dict[str, str]) -> _Answer:
+    def _answer(self, connection: HTTPConnection, method: str, target: str, headers: dict[str, str]) -> Answer:
         call: _Call | None = getattr(self._calls, "mine", None)
         if call is not None:
             call.is_on(connection)
         connection.request(method, target, headers=headers)
         answer = connection.getresponse()
-        assert isinstance(answer, _Answer)
+        assert isinstance(answer, Answer)
         answer.connection = connection
         return answer
 
@@ -250,13 +239,13 @@ class WebStore:
             connection = HTTPSConnection(*near, timeout=CONNECT_SECONDS, context=self._tls)
             if self._proxy is not None:
                 connection.set_tunnel(host, port, self._proxy[1])
-        connection.response_class = _Answer
+        connection.response_class = Answer
         connection.connect()
         connection.sock.settimeout(self._request_seconds)
         return connection
 
-    def release(self, answer: _Answer) -> None:
-        """Keep the connection for the next request if the answer was read to its end."""
+    def release(self, answer: Answer) -> None:
+        """Keep the connection for the next request if the answer was read to its end; else close it."""
         if answer.length == 0:
             answer.read()  # and with it the answer is at its end
         if not answer.isclosed() or answer.will_close:
@@ -268,14 +257,14 @@ class WebStore:
                 return
         answer.connection.close()
 
-    def _drop(self, answer: _Answer) -> None:
+    def _drop(self, answer: Answer) -> None:
         answer.close()
         answer.connection.close()
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
-        """Try again what may go better next time: later each time, and not before the server says."""
+        """Retry failures that may pass: with growing pauses, and not before the server's Retry-After."""
         deadline = time.monotonic() + self._attempts_seconds
         for number in range(self._attempts):
             try:
@@ -294,7 +283,7 @@ class WebStore:
     def _failures(self, path: str) -> Iterator[None]:
         try:
             yield
-        except UnicodeError as error:  # of a host's name
+        except UnicodeError as error:  # in a host name
             raise Unavailable(
                 self.url(path), f"the server has no name that can be looked up: {error}", lasting=True
             ) from error
@@ -302,7 +291,7 @@ class WebStore:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NotNow(self.url(path), f"the server does not answer: {shown(why)}") from error
 
-    def _refusal(self, path: str, answer: _Answer) -> QuiverError:
+    def _refusal(self, path: str, answer: Answer) -> QuiverError:
         url, status = self.url(path), answer.status
         if 300 <= status < 400:
             return redirected(url, answer.headers.get("Location", ""))
@@ -319,7 +308,7 @@ class WebStore:
 
 
 class _Call:
-    """Work in a thread that somebody awaits: the connection that it is on, until it is cut."""
+    """Work in a thread that an asynchronous caller awaits: the connection that it uses, until it is cut."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -333,78 +322,12 @@ class _Call:
                 raise ConnectionAbortedError("nobody waits for the answer any more")
 
     def cut(self) -> None:
-        """Let the thread's reads and writes fail."""
+        """Shut the connection down, so that the thread's reads and writes fail."""
         with self._lock:
             self.is_cut = True
             if self._connection is not None and self._connection.sock is not None:
                 with contextlib.suppress(OSError):
                     self._connection.sock.shutdown(socket.SHUT_RDWR)
-
-
-class _Answer(HTTPResponse):
-    """An answer, and the connection on which it came."""
-
-    connection: HTTPConnection
-
-
-class Whole:
-    """An object that is read from its beginning to its end. ``meta`` has ``size``, ``e_tag`` and ``last_modified``."""
-
-    def __init__(self, store: WebStore, path: str, answer: _Answer, meta: dict[str, Any]) -> None:
-        self.meta = meta
-        self._store = store
-        self._path = path
-        self._answer: _Answer | None = answer
-
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not is_finalizing():
-            self._release()
-
-    def bytes(self) -> bytearray:
-        """Return all of it."""
-        return next(iter(self.stream(min_chunk_size=max(self.meta["size"], 1))), bytearray())
-
-    async def bytes_async(self) -> bytearray:
-        return await self._store.aside(self.bytes)
-
-    def stream(self, *, min_chunk_size: int) -> _Pieces:
-        """Return its pieces of this size, the last one smaller. Raises ``Unavailable`` where the answer breaks off."""
-        return _Pieces(self._store, self._pieces(min_chunk_size))
-
-    def _pieces(self, size_bytes: int) -> Iterator[bytearray]:
-        left = self.meta["size"]
-        try:
-            while left and self._answer is not None:
-                piece = bytearray(min(left, size_bytes))
-                self._store.receive(self._path, self._answer, memoryview(piece))
-                left -= len(piece)
-                yield piece
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        """Let the connection serve others, or end it: not all who ask for an object go on to read it."""
-        answer, self._answer = self._answer, None
-        if answer is not None:
-            self._store.release(answer)
-
-
-class _Pieces:
-    """The pieces of an answer, for who waits and for who awaits."""
-
-    def __init__(self, store: WebStore, pieces: Iterator[bytearray]) -> None:
-        self._store = store
-        self._iterator = pieces
-
-    def __iter__(self) -> Iterator[bytearray]:
-        return self._iterator
-
-    def __next__(self) -> bytearray:
-        return next(self._iterator)
-
-    async def __aiter__(self) -> AsyncIterator[bytearray]:
-        while (piece := await self._store.aside(lambda: next(self._iterator, None))) is not None:
-            yield piece
 
 
 def redirected(url: str, place: str) -> Forbidden:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,11 @@ from quiver.errors import Changed, Corrupt, NotFound, QuiverError, Unavailable
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
-from quiver.origin.isolated import IsolatedStore
+from quiver.origin.origin_process import ProcessStore
 from quiver.origin.remote import RemoteStore
 from quiver.peer import PeerClient
 from quiver.shard import verified
+from quiver.shard_memory import ShardMemory
 from quiver.source import MemorySource, ShardSource, first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
@@ -366,13 +368,20 @@ def origin(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path) -> 
             at = rebased(files, server_.url, tmp_path / "remote.quiver").manifest
     manifest = Manifest.open(at)
     samples = stack.enter_context(contextlib.closing(open_origin(manifest, may_fork=request.param == "isolated")))
-    kind = {"http": RemoteStore, "isolated": IsolatedStore}.get(request.param)
+    kind = {"http": RemoteStore, "isolated": ProcessStore}.get(request.param)
     assert kind is None or isinstance(samples._inner._store, kind)  # type: ignore[attr-defined]
     digest, data = shard_bytes_of(Manifest.open(files.manifest) if files else manifest, 1)
     blob = manifest.shard_blobs(1)[0]
     sample = manifest.keys_of_blobs(np.array([blob]))[0]
     found = files.folder / sample if files else path
-    return Origin(manifest, OriginShards(manifest, samples), found, digest, data, sample)
+    return Origin(manifest, OriginShards(manifest, samples, used_memory().take), found, digest, data, sample)
+
+
+def used_memory() -> ShardMemory:
+    """Return memory that was in use before: what is read must not depend on what was there."""
+    memory = ShardMemory(1, 1 << 20)
+    memory.take(1 << 20)[:] = np.random.default_rng(2).bytes(1 << 20)
+    return memory
 
 
 def test_an_origin_rebuilds_its_shards(origin: Origin) -> None:
@@ -382,6 +391,21 @@ def test_an_origin_rebuilds_its_shards(origin: Origin) -> None:
         shard, _ = first_verified([origin.source], digest, size)
         assert len(shard.data) == size
     assert_good(origin.case())
+
+
+def test_shards_filled_at_once_in_few_pieces_of_memory_are_those_filled_one_by_one(origin: Origin) -> None:
+    manifest, memory = origin.manifest, ShardMemory(2, 96 << 10)
+    sizes = manifest.tables.shard_sizes.tolist()
+    plain = [bytes(origin.source.load(manifest.shard_digest(number), size)) for number, size in enumerate(sizes)]
+    source = OriginShards(manifest, origin.source._origin, memory.take)
+
+    def filled(number: int) -> bytes:
+        shard, _ = first_verified([source], manifest.shard_digest(number), sizes[number])
+        return bytes(shard.data)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(filled, [*range(len(sizes))] * 3)) == plain * 3
+    assert 0 < memory.idle_bytes <= 2 * (96 << 10)
 
 
 def test_an_origin_does_not_know_shards_of_others(origin: Origin) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from quiver.origin.kept import Kept
+from quiver.origin.row_group_cache import RowGroupCache
 from quiver_client import Dataset, index
 from tests.support.daemon import FreshDaemon as Daemon
 from tests.support.waiting import until
@@ -87,7 +87,7 @@ def array(size_bytes: int) -> list[Any]:
 
 
 def test_row_groups_of_all_origins_are_kept_within_one_bound() -> None:
-    kept = Kept(bytes_max=10_000)
+    kept = RowGroupCache(bytes_max=10_000)
     one, other = object(), object()
     for number in range(3):
         kept.put((one, 0, number), array(2_000))
@@ -96,12 +96,12 @@ def test_row_groups_of_all_origins_are_kept_within_one_bound() -> None:
     assert kept.get((one, 0, 0)) is None, "it was used longest ago"
     assert kept.get((one, 0, 1)) is not None
 
-    kept.let_go(other)
+    kept.drop(other)
     assert kept.get((other, 0, 2)) is None
     assert kept.get((one, 0, 1)) is not None
-    kept.let_go_if_idle(60.0)
+    kept.drop_if_idle(60.0)
     assert kept.size_bytes
-    kept.let_go_if_idle(0.0)
+    kept.drop_if_idle(0.0)
     assert kept.size_bytes == 0
 
     kept.put((one, 0, 0), array(50_000))
@@ -109,11 +109,11 @@ def test_row_groups_of_all_origins_are_kept_within_one_bound() -> None:
 
 
 def test_an_origin_that_the_collector_closes_meanwhile_does_not_stop_it() -> None:
-    kept = Kept(bytes_max=10_000)
+    kept = RowGroupCache(bytes_max=10_000)
 
     class Closed:
         def __del__(self) -> None:
-            kept.let_go(self)
+            kept.drop(self)
 
     class Meanwhile:
         @property

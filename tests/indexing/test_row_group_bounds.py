@@ -15,7 +15,7 @@ from quiver.errors import OverCapacity
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
 from quiver.origin import parquet as parquet_module
-from quiver.origin.kept import kept
+from quiver.origin.row_group_cache import row_groups
 from quiver_client import index
 
 ROWS, VALUE_BYTES = 2_000, 20_000
@@ -23,11 +23,11 @@ ROWS, VALUE_BYTES = 2_000, 20_000
 
 @pytest.fixture(autouse=True)
 def bound() -> Iterator[None]:
-    kept.group_bytes_max = 4 << 20
-    kept.forget()
+    row_groups.group_bytes_max = 4 << 20
+    row_groups.forget()
     yield
-    kept.group_bytes_max = None
-    kept.forget()
+    row_groups.group_bytes_max = None
+    row_groups.forget()
 
 
 def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_tried_again(
@@ -57,7 +57,7 @@ def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_tried_
     with pytest.raises(OverCapacity):
         origin.read([0], out)
     assert not decoded
-    kept.group_bytes_max = None
+    row_groups.group_bytes_max = None
     origin.read([0], out)
     assert bytes(out) == value
 
@@ -93,11 +93,11 @@ def test_within_its_bound_a_row_group_is_decoded_to_the_same_bytes(
     size = int(manifest.blob_sizes(slice(None)).sum())
 
     def read() -> bytes:
-        kept.forget()
+        row_groups.forget()
         out = bytearray(size)
         open_origin(manifest).read(blobs, memoryview(out))
         return bytes(out)
 
     bounded = read()
-    kept.group_bytes_max = None
+    row_groups.group_bytes_max = None
     assert bounded == read()

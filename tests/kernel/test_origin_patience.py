@@ -19,7 +19,7 @@ import pytest
 from quiver.errors import Changed, QuiverError, Unavailable
 from quiver.origin import Extent, ObjectStore
 from quiver.origin.gate import BACKOFF_SECONDS, BACKOFF_SECONDS_MAX, backoff_seconds, retry_after_seconds
-from quiver.origin.isolated import IsolatedStore
+from quiver.origin.origin_process import ProcessStore
 from quiver.origin.remote import RemoteStore
 from tests.support.origins import (
     DRIP,
@@ -57,7 +57,7 @@ def origin(folder: Path) -> Iterator[ScriptedOrigin]:
         yield made
 
 
-@pytest.fixture(params=[RemoteStore, IsolatedStore])
+@pytest.fixture(params=[RemoteStore, ProcessStore])
 def store(request: pytest.FixtureRequest, origin: ScriptedOrigin) -> Iterator[ObjectStore]:
     with contextlib.closing(request.param(origin.url)) as made:
         yield made
@@ -194,8 +194,8 @@ def test_a_retry_after_is_seconds_or_a_date_and_bounded(value: str, least: float
 OWNER = """
 import sys, threading
 from quiver.origin import Extent
-from quiver.origin.isolated import IsolatedStore
-store = IsolatedStore(sys.argv[1])
+from quiver.origin.origin_process import ProcessStore
+store = ProcessStore(sys.argv[1])
 store.read([Extent("0.bin", 0, 10)], memoryview(bytearray(10)))
 print(store._reader[0].pid, flush=True)
 store.read([Extent("1.bin", 0, 10)], memoryview(bytearray(10)), 60.0)

@@ -12,7 +12,8 @@ import pytest
 from quiver.errors import Forbidden, NotFound, QuiverError, Unavailable
 from quiver.location import Location
 from quiver.origin.proxies import proxy_for
-from quiver.origin.web import NoRanges, WebStore
+from quiver.origin.web import WebStore
+from quiver.origin.web_answers import NoRanges
 from tests.support.servers import HostileServer, ok
 
 DATA = bytes(range(256)) * 16

@@ -19,7 +19,7 @@ import xxhash
 from quiver.errors import BadRequest, Changed, Forbidden, NotFound, Unavailable
 from quiver.manifest import OriginObject
 from quiver.origin.base import Extent, split_url
-from quiver.origin.web import NoRanges
+from quiver.origin.web_answers import NoRanges
 from quiver_client.indexing.errors import SourceChanged
 from quiver_client.indexing.npy import NpyField
 from quiver_client.indexing.parallel import THREADS_REMOTE, Meter, local_threads
@@ -257,7 +257,7 @@ class RemoteHandle:
 @contextmanager
 def mapped(url: str, *, listing: bool = False) -> Iterator[None]:
     """Map obstore's exceptions about ``url`` to ours. ``listing``: a missing object is ``NotFound``, not changed."""
-    from quiver.origin.remote import path_errors, store_errors
+    from quiver.origin.store_errors import path_errors, store_errors
 
     try:
         with store_errors(url), path_errors(url):

@@ -18,7 +18,7 @@ from quiver.layout import SHARD_BYTES_MAX, SHARD_BYTES_MIN, Layout
 from quiver.manifest import FORMAT_VERSION, Field, Header, Manifest, write_manifest
 from quiver.manifest.schema import SourceFormat
 from quiver.origin.base import split_url
-from quiver.origin.remote import RUN_BYTES_MAX
+from quiver.origin.runs import RUN_BYTES_MAX
 from quiver.sizes import format_size, parse_size
 from quiver_client.indexing.assemble import assemble, check_base
 from quiver_client.indexing.columns import Samples

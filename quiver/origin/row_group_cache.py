@@ -1,7 +1,7 @@
-"""The last few decoded row groups of Parquet files, kept between fills: one bounded place for all origins of a process.
+"""The last few decoded row groups of Parquet files, kept between fills: one bounded cache for all origins of a process.
 
-Neighbouring shards cut from one row group would each read and decode it whole. What is kept is of use while fills go
-on; a daemon lets go of it afterwards, since serving needs none of it.
+Neighbouring shards cut from one row group would each read and decode all of it. The cache is useful while fills go on;
+a daemon empties it afterwards, since serving does not need it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Final
 KEPT_BYTES_MAX: Final = 256 << 20  # fills at the same time, of shards side by side, need a few large row groups
 
 Columns = list[Any]  # arrays of pyarrow's, one for each field of blobs
-Key = tuple[object, int, int]  # whose it is (compared by identity), the number of the file, the number of the row group
+Key = tuple[object, int, int]  # its owner (compared by identity), the number of the file, the number of the row group
 
 
-class Kept:
-    """Row groups by last use. Safe from threads; in a child that was forked it is empty."""
+class RowGroupCache:
+    """Row groups by last use. Safe from threads; empty in a child that was forked."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -27,11 +27,11 @@ class Kept:
         self.forget()
 
     def __repr__(self) -> str:
-        return f"Kept({len(self._groups)} row groups, {self.size_bytes} bytes)"
+        return f"RowGroupCache({len(self._groups)} row groups, {self.size_bytes} bytes)"
 
     def forget(self) -> None:
-        """Begin anew, with a lock that nobody holds."""
-        self._lock = threading.RLock()  # the collector of garbage may close an origin inside any of this
+        """Start empty, with a lock that nobody holds."""
+        self._lock = threading.RLock()  # garbage collection may close an origin during any call
         self._groups: OrderedDict[Key, tuple[Columns, int]] = OrderedDict()
         self._used = time.monotonic()
 
@@ -48,26 +48,26 @@ class Kept:
             return columns
 
     def put(self, key: Key, columns: Columns) -> None:
-        """Keep it; let go of what was used longest ago, but never of the last one, however large it is."""
+        """Keep it; drop what was used longest ago past ``bytes_max``, but never the last one, however large it is."""
         with self._lock:
             self._groups[key] = columns, sum(column.nbytes for column in columns)
             self._used = time.monotonic()
             while len(self._groups) > 1 and self.size_bytes > self._bytes_max:
                 self._groups.popitem(last=False)
 
-    def let_go(self, owner: object) -> None:
-        """Drop what is one owner's."""
+    def drop(self, owner: object) -> None:
+        """Drop the row groups of one owner."""
         with self._lock:
             for key in list(self._groups):
                 if key[0] is owner:
                     self._groups.pop(key, None)
 
-    def let_go_if_idle(self, seconds: float) -> None:
-        """Drop everything if nobody asked for any of it in that time."""
+    def drop_if_idle(self, seconds: float) -> None:
+        """Drop everything that was cached if none of it was used for so long."""
         with self._lock:
             if time.monotonic() - self._used >= seconds:
                 self._groups.clear()
 
 
-kept: Final = Kept()
-os.register_at_fork(after_in_child=kept.forget)
+row_groups: Final = RowGroupCache()
+os.register_at_fork(after_in_child=row_groups.forget)

@@ -1,13 +1,15 @@
 """A remote store in a process of its own, for processes that may fork.
 
-The threads of an object store's client do not survive ``fork``, and a DataLoader forks at times that nobody chooses. So
-a training process starts this module as a program, its reader, sends it what to read, and gets the bytes through memory
-that both map: no payload crosses a socket.
+The threads of an object store's client do not survive ``fork``, and a DataLoader forks at any time. So a training
+process starts this module as a program, the reader, sends it requests, and gets the bytes through memory that both map:
+no payload crosses a socket.
 
-Each request has a socket pair of its own. One end goes to the reader, with the memory to fill; the answer comes back by
-it, and closing the other end takes the request back. So requests run side by side, none is mistaken for another, and
-a thread that is interrupted leaves nothing behind. The reader ends, in the middle of a request as well, when its socket
-is closed or its owner's process is gone, however that ended and whoever inherited a copy of the socket.
+The owner and the reader share one Unix socket of type SOCK_SEQPACKET, which keeps message boundaries and, unlike a
+datagram socket, tells either side when the other is gone. Each request has a pair of such sockets of its own: one end
+goes to the reader, with the memory to fill, and returns the answer; closing the other end cancels the request. So
+requests run side by side, none is mistaken for another, and an interrupted thread leaves nothing behind. The reader
+ends, in the middle of a request as well, when its socket is closed or its owner's process is gone, however it ended and
+whoever inherited a copy of the socket.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.remote import SLOWEST_BYTES_PER_SECOND, RemoteStore
 
 ANSWER_BYTES_MAX: Final = 1 << 16
-SLACK_SECONDS: Final = 10.0  # a reader says itself when its deadline passed, unless it hangs or is stopped
+SLACK_SECONDS: Final = 10.0  # past the deadline of a read, which the reader keeps itself unless it hangs or is stopped
 END_SECONDS_MAX: Final = 1.0
 _ERRORS: Final[dict[str, type[QuiverError]]] = {
     kind.code: kind for kind in (Forbidden, Misconfigured, NotFound, DiskFailed)
@@ -44,7 +46,7 @@ _ERRORS: Final[dict[str, type[QuiverError]]] = {
 
 
 class _Request(msgspec.Struct):
-    """What is asked: extents into the memory, which has ``size_bytes``, or an object into a folder."""
+    """A request: read extents into the memory, of ``size_bytes``, or download an object into a folder."""
 
     size_bytes: int
     within_seconds: float
@@ -63,24 +65,24 @@ class _Answer(msgspec.Struct):
 
 
 class _Running(NamedTuple):
-    """The reading process, the socket to it, and what ends both."""
+    """The reader's process, the socket to it, and the finalizer that ends both."""
 
     process: subprocess.Popen[bytes]
     link: socket.socket
-    finalizer: weakref.finalize[..., IsolatedStore]
+    finalizer: weakref.finalize[..., ProcessStore]
 
 
-class IsolatedStore:
-    """``ObjectStore`` whose requests a reader answers: started on first use, and once again if it dies."""
+class ProcessStore:
+    """``ObjectStore`` whose requests a reader answers: started on first use, and again if it dies."""
 
     def __init__(self, base: str) -> None:
         self._reader: _Running | None = None
         self.base = base if base.endswith("/") else base + "/"
-        self._lock = forks.lock()  # over the reader's start and end, and never while an answer is awaited
+        self._lock = forks.lock()  # held over the reader's start and end, and never while an answer is awaited
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"IsolatedStore({self.base!r})"
+        return f"ProcessStore({self.base!r})"
 
     def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         if not len(out):
@@ -95,7 +97,7 @@ class IsolatedStore:
         return answer.read_bytes
 
     def download(self, path: str, folder: Path, within_seconds: float = READ_SECONDS) -> Path:
-        """Bring one object into a folder, once per version of it; return its file there. See ``RemoteStore``."""
+        """Download an object into a folder, once per version; return its file there. See ``RemoteStore.download``."""
         memory = os.memfd_create("quiver-origin", os.MFD_CLOEXEC)
         try:
             return Path(self._asked(_Request(0, within_seconds, [Extent(path, 0, 0)], str(folder)), memory).path)
@@ -114,7 +116,7 @@ class IsolatedStore:
             reader.finalizer()
 
     def _asked(self, request: _Request, memory: int) -> _Answer:
-        """Return the answer to a request. Raises what the reader met."""
+        """Return the answer to a request. Raises the reader's error."""
         raw = msgspec.msgpack.encode(request)
         os.ftruncate(memory, request.size_bytes)
         os.pwrite(memory, raw, request.size_bytes)
@@ -152,15 +154,15 @@ class IsolatedStore:
     def _started(self) -> _Running:
         if self._reader is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            ours.settimeout(SLACK_SECONDS)  # of sending: it reads at once what it is sent
+            ours.settimeout(SLACK_SECONDS)  # for sending, which waits only if the reader hangs
             with theirs:
                 process = subprocess.Popen(
                     [sys.executable, "-P", "-c", _PROGRAM, self.base, str(theirs.fileno()), str(os.getpid())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    process_group=0,  # Ctrl-C is its owner's business
+                    process_group=0,  # Ctrl-C is for its owner to handle
                 )
-            # It ends when this process does, by itself: at the interpreter's exit there is nothing to do.
+            # The reader ends by itself when this process does: nothing to do at the interpreter's exit.
             finalizer = weakref.finalize(self, _end, process, ours, os.getpid())
             finalizer.atexit = False
             self._reader = _Running(process, ours, finalizer)
@@ -178,17 +180,17 @@ def _end(process: subprocess.Popen[bytes], link: socket.socket, owner: int) -> N
             process.kill()
             process.wait()
     else:
-        process.returncode = 0  # the parent's child: not this process's to wait for
+        process.returncode = 0  # a child of the parent, which alone can wait for it
     link.close()
 
 
-_PROGRAM: Final = "import sys; from quiver.origin.isolated import main; main()"
+_PROGRAM: Final = "import sys; from quiver.origin.origin_process import main; main()"
 
 
 def _wait_for(answer: socket.socket, until: float, base: str) -> None:
     """Wait until there is something to receive. Raises ``Unavailable``.
 
-    A worker of a DataLoader whose parent is gone has nobody to read for: it ends, since the origin may hang for long.
+    A DataLoader worker whose parent is gone exits instead of waiting, since the origin may hang for long.
     """
     poll = select.poll()
     poll.register(answer, select.POLLIN)
@@ -240,7 +242,7 @@ def _raised(answer: _Answer, base: str) -> _Answer:
 
 
 class _Reader:
-    """Answers the requests of one owner until that is gone."""
+    """Answers the requests of one owner until the owner is gone."""
 
     def __init__(self, base: str) -> None:
         self._base = base
@@ -273,13 +275,13 @@ class _Reader:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, memory: int, reply: socket.socket, head: bytes) -> None:
-        """Answer one request, unless whoever made it goes."""
+        """Answer one request; stop if its other end is closed."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         with reply:
             reply.setblocking(False)
 
-            def gone() -> None:  # nothing is sent by it: readable, it is closed
+            def gone() -> None:  # the owner sends nothing on it: readable means closed
                 loop.remove_reader(reply)
                 task.cancel()
 
@@ -293,7 +295,7 @@ class _Reader:
                 reply.send(msgspec.msgpack.encode(answer))
 
     async def _answer(self, memory: int, size_bytes: int) -> _Answer:
-        shared = memoryview(mmap.mmap(memory, 0))  # unmapped with its last view, which a cancelled read may still have
+        shared = memoryview(mmap.mmap(memory, 0))  # unmapped with its last view, which a cancelled read may still hold
         request = msgspec.msgpack.decode(shared[size_bytes:], type=_Request)
         try:
             self._store = self._store or RemoteStore(self._base)
@@ -318,12 +320,12 @@ class _Reader:
 
 
 def main() -> None:
-    """Serve one owner until it is gone. Ctrl-C is the owner's business."""
+    """Serve one owner until it is gone. Ctrl-C is for the owner to handle."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _, base, number, owner = sys.argv
     with socket.socket(fileno=int(number)) as link:
         with contextlib.suppress(ProcessLookupError):
             alive = os.pidfd_open(int(owner))
-            if os.getppid() == int(owner):  # else it was gone before, and its number is another's
+            if os.getppid() == int(owner):  # else the owner is gone already, and its number is another process's
                 asyncio.run(_Reader(base).run(link, alive))
-        os._exit(0)  # threads of obstore must not hold the process up
+        os._exit(0)  # obstore's threads must not delay the exit

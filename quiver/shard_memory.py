@@ -1,0 +1,86 @@
+"""Memory for shards on their way from an origin to the disk, reused from one fill to the next.
+
+A fill needs memory for a whole shard, for a moment. Taken from the system for each shard, every page of it is cleared,
+and on a virtual machine fetched from the host, before a byte is read into it. So what one fill took the next one gets.
+
+Invariant: memory is reused only once nobody holds a view of it. ``take`` returns a view; when that view and all that
+were made of it (slices, arrays, what an exception's traceback still names) are gone, the memory is free again. Nobody
+gives it back by hand, so nobody can read what another fill wrote into it.
+
+Bounded: ``idle_max`` pieces of ``piece_bytes`` are kept at most. A larger shard gets memory of its own, which is
+unmapped when its last view is gone, as is every piece beyond ``idle_max``.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+PIECE_BYTES: Final = 33 << 20  # a shard of the default size (32 MiB) and its table
+
+Take = Callable[[int], memoryview]
+"""Return writable memory of a size in bytes, of undefined content, that is valid for as long as it is referred to."""
+
+
+def fresh(size_bytes: int) -> memoryview:
+    """``Take`` that keeps nothing."""
+    return np.empty(size_bytes, np.uint8).data
+
+
+class ShardMemory:
+    """Keeps what was taken for the next one who takes. Safe from threads, and a child that was forked begins empty."""
+
+    def __init__(self, idle_max: int, piece_bytes: int = PIECE_BYTES) -> None:
+        self._idle_max = idle_max
+        self._piece_bytes = piece_bytes
+        # Views may die in any thread and at any moment, during garbage collection too, so there is no lock: operations
+        # of a deque are atomic, and a full one drops its oldest piece.
+        self._idle: deque[mmap.mmap] = deque(maxlen=idle_max)
+        self._used = time.monotonic()
+        self._owner = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"ShardMemory({len(self._idle)} of {self._idle_max} pieces idle)"
+
+    @property
+    def idle_bytes(self) -> int:
+        """How many bytes are kept and not taken."""
+        return len(self._idle) * self._piece_bytes
+
+    def take(self, size_bytes: int) -> memoryview:
+        """Return memory of this size, free again when the last view of it is gone."""
+        self._used = time.monotonic()
+        if size_bytes > self._piece_bytes:
+            return fresh(size_bytes)
+        piece = self._popped() or _piece(self._piece_bytes)
+        array = np.frombuffer(piece, np.uint8, size_bytes)  # every view of the memory refers to this one object
+        weakref.finalize(array, self._idle.append, piece).atexit = False
+        return array.data
+
+    def drop_if_idle(self, seconds: float) -> None:
+        """Return what is idle to the system if nothing was taken for so long."""
+        if time.monotonic() - self._used >= seconds:
+            self._idle.clear()
+
+    def _popped(self) -> mmap.mmap | None:
+        if self._owner != os.getpid():  # a copy of the parent's pages, which would be copied again one by one
+            self._owner = os.getpid()
+            self._idle.clear()
+        try:
+            return self._idle.pop()  # the one used last, whose pages are in the CPU's cache
+        except IndexError:
+            return None
+
+
+def _piece(size_bytes: int) -> mmap.mmap:
+    """Map memory that no other process sees, in huge pages where the system has them."""
+    piece = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    piece.madvise(mmap.MADV_HUGEPAGE)
+    return piece
