@@ -115,10 +115,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             sampler=sampler,
         )
         self.order = order
-        # With nothing to do sample by sample, a batch is made by columns.
+        # With nothing to be done sample by sample, a batch is made by columns.
         by_columns = collate_fn is None and Columns.can_read(dataset)
         self._source: Dataset | Columns = Columns(dataset) if by_columns else dataset
-        self.epoch: Epoch | None = None  # that the workers draw from
+        self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
