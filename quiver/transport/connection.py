@@ -11,6 +11,7 @@ failures mean, and when a request is sent once more are the same for all three a
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -147,7 +148,7 @@ class Connection:
             try:
                 got = self._socket.recvmsg(size_bytes_max, ancillary_bytes_max, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
-                self._watch.check(self._socket)
+                self._wait(select.POLLIN)
                 continue
             self.is_answering = bool(got[0])
             return Message(*got[:3])
