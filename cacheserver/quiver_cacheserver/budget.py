@@ -36,7 +36,7 @@ class Resource(StrEnum):
     BODY_BYTES = "body_bytes"  # of requests, in memory
     READS = "reads"  # being answered
     WAITING = "waiting"  # reads that wait for a fill, an upload or a manifest
-    SENDS = "sends"  # threads that send what was asked for by HTTP
+    SENDS = "sends"  # threads that take requests off streams and send answers
     FILES = "files"  # whole shards and manifests being sent
     UPLOADS = "uploads"
     UPLOAD_BYTES = "upload_bytes"  # of disk, reserved by them
@@ -67,19 +67,19 @@ class Rate(NamedTuple):
 # daemons of a rack fill four shards each.
 HELD_MAX: Final[Mapping[Resource, int]] = {
     Resource.CONNECTIONS: 16384,  # 2,000 readers with a few each; half of the open files allowed, if that is less
-    Resource.ARRIVING: 2048,  # a job's processes begin at once; a quarter of the open files allowed, if that is less
+    Resource.ARRIVING: 4096,  # a job's processes begin at once; a quarter of the open files allowed, if that is less
     Resource.BODY_BYTES: GIB // 4,  # a read of a batch has some kilobytes
-    Resource.READS: 256,
-    Resource.WAITING: 1024,  # each is a future and a request's body, and no thread unless it came by a stream
-    Resource.SENDS: 16,  # each is a thread, which serves one reader at a time
+    Resource.READS: 4096,  # every reader of a rack at once; each is a request's body, which is bounded, and no thread
+    Resource.WAITING: 4096,  # each is a coroutine and a request's body
+    Resource.SENDS: 16,  # each is a thread of the poller, which serves one connection for a stint
     Resource.FILES: 128,
     Resource.UPLOADS: 16,
     Resource.UPLOAD_BYTES: 6 * GIB,  # 16 shards of one sample each at their largest, and one manifest at its largest
     Resource.REPORTS: 64,
-    Resource.STREAMS: 256,  # each is a thread, which mostly sleeps
+    Resource.STREAMS: 8192,  # 2,000 readers with a few each; a quarter of the open files allowed, if that is less
     Resource.LOOKUPS: 32,
-    Resource.SOCKET_CONNECTIONS: 512,  # a process of a training job has one or two
-    Resource.SOCKET_REQUESTS: 64,
+    Resource.SOCKET_CONNECTIONS: 2048,  # a process of a training job has one or two, and a host has 512 processes
+    Resource.SOCKET_REQUESTS: 1024,
 }
 RATES: Final[Mapping[Cost, Rate]] = {
     Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms

@@ -26,7 +26,7 @@ from quiver.source import ShardSource, first_verified
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import OK, NodeStatus, RangeStatus
 from quiver_cacheserver.bounds import FillMemory
-from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Resource
+from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.evicting import Evicting
 from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
@@ -35,12 +35,11 @@ from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.origins import Origins
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency import Residency
-from quiver_cacheserver.turns import Places, Slices
+from quiver_cacheserver.slices import Slices
 
 log = logging.getLogger(__name__)
 
 DISK_THREADS: Final = 8
-SEND_THREADS: Final = HELD_MAX[Resource.SENDS]  # each serves one reader, who may be waiting for a cold disk
 LOOK_THREADS: Final = 2  # that ask neighbours for manifests: not the disk's, which a silent neighbour must not occupy
 RECHECK_SECONDS: Final = 10.0  # what a reader may make a daemon read again from disk is bounded
 SUSPECTED_MAX: Final = 65536
@@ -58,14 +57,11 @@ class Node:
         self.registry = registry
         self.counters = Counters()
         self.budgets = Budgets()
-        self.reading = Places(self.budgets, Resource.READS)
-        self.sending = Places(self.budgets, Resource.SENDS)
         self.state: str = "up"
         self.disk = OK
         self._refused_bytes = 0
         self.slices = Slices()
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
-        self.send_threads = ThreadPoolExecutor(SEND_THREADS, thread_name_prefix="quiver-send")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
         self.neighbours = Neighbours(registry, name, url)
         self.fills = Fills(self.fill_threads, self._count_failure)
@@ -95,7 +91,6 @@ class Node:
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
         self.disk_threads.shutdown(cancel_futures=True)
-        self.send_threads.shutdown(cancel_futures=True)
         self.neighbours.close()
         self.store.close()
 

@@ -12,6 +12,7 @@ import signal
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,16 +24,17 @@ from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
 from quiver_cacheserver.config import Config, check
-from quiver_cacheserver.handoff import Handoff, bound
-from quiver_cacheserver.listening import Listening
 from quiver_cacheserver.memory import let_go_of_row_groups
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import EtcdRegistry, Registry, StaticRegistry, static_id
+from quiver_cacheserver.serving.listening import Listening
+from quiver_cacheserver.serving.unix_socket import Handoff, bound
 
 log = logging.getLogger(__name__)
 
 ENDED_BY: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # each drains; HUP: the terminal is gone
-BACKLOG: Final = 1024
+BACKLOG: Final = 4096  # all readers of a rack may connect at once
+OTHER_THREADS: Final = 4  # for what has no threads of its own; asyncio would take 32 on a large machine
 ORIGINS_SECONDS: Final = 2.0  # a daemon that starts waits so long to know which of its origins it can read
 SUPERVISED_SECONDS: Final = 5.0  # before background work that failed is begun again
 QUIET_SECONDS: Final = 1.0  # a draining daemon that nobody has read from for so long has been left by all
@@ -80,6 +82,7 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
     _allow_open_files()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(OTHER_THREADS, thread_name_prefix="quiver-other"))
     for number in ENDED_BY:
         if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # as nohup has it
             loop.add_signal_handler(number, stop.set)

@@ -2,11 +2,15 @@
 
 Whatever sends or receives goes through ``send_some`` and ``receive_some``, which behave the same for a plain socket and
 for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them, and only the
-kernel can wait for all of a buffer by itself (``kernel_waits``); an ``SSLSocket`` does not block and is polled.
+kernel can wait for all of a buffer by itself (``kernel_waits``); an ``SSLSocket`` does not block and is polled. What is
+sent on a plain one is read by the kernel: a mapped page that cannot be read is an error of ``send_vector``, no signal.
 """
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import os
 import select
 import socket
 import ssl
@@ -14,7 +18,11 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
+
 TLS_PIECE_BYTES: Final = 256 << 10  # joined before they are encrypted: small buffers would be a TLS record each
+VECTOR_MAX: Final = 1024  # buffers of one call: the kernel's IOV_MAX
 
 
 class NotReady(BlockingIOError):
@@ -73,6 +81,36 @@ def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
         raise NotReady(select.POLLIN) from None
     except (ssl.SSLWantWriteError, BlockingIOError):
         raise NotReady(select.POLLOUT) from None
+    except ssl.SSLEOFError as error:
+        raise ConnectionResetError("the other end closed the connection") from error
+
+
+def is_plain(sock: socket.socket) -> bool:
+    """Whether the kernel itself takes what is sent, so that ``send_vector`` may be used."""
+    return not isinstance(sock, ssl.SSLSocket)
+
+
+def unread_bytes(sock: socket.socket) -> int:
+    """Return how many bytes were received and are held in this process, where no poll sees them: under TLS alone."""
+    return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
+
+
+def send_vector(sock: socket.socket, vector: npt.NDArray[np.uint64], first: int = 0) -> int:
+    """Give a plain socket buffers by address; return how many bytes it took.
+
+    ``vector``: ``(n, 2)`` address and length in bytes, of which those from ``first`` on are sent; at most
+    ``VECTOR_MAX`` of them. No Python object per buffer, and the GIL is free meanwhile. The caller keeps the memory
+    mapped. Raises ``NotReady``; ``OSError`` if the socket failed, and with ``EFAULT`` for a page that cannot be read.
+    """
+    address = vector.__array_interface__["data"][0] + first * _ENTRY_BYTES
+    message = _Message(None, 0, address, len(vector) - first, None, 0, 0)
+    while (count := _sendmsg(sock.fileno(), ctypes.byref(message), _FLAGS)) < 0:
+        number = ctypes.get_errno()
+        if number == errno.EAGAIN:
+            raise NotReady(select.POLLOUT)
+        if number != errno.EINTR:
+            raise OSError(number, os.strerror(number))
+    return int(count)
 
 
 def receive_some(sock: socket.socket, buffer: memoryview, *, whole: bool = False) -> int:
@@ -104,3 +142,24 @@ def _first_bytes(buffers: Sequence[memoryview]) -> memoryview | bytes:
         if size >= TLS_PIECE_BYTES:
             break
     return b"".join(joined)
+
+
+class _Message(ctypes.Structure):
+    """``struct msghdr``."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("vector", ctypes.c_void_p),
+        ("vector_length", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+_ENTRY_BYTES: Final = 16  # of the kernel's struct iovec
+_FLAGS: Final = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+_sendmsg = ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_int, ctypes.c_void_p, ctypes.c_int, use_errno=True)(
+    ("sendmsg", ctypes.CDLL(None, use_errno=True))
+)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from quiver.errors import OverCapacity
 from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Rate, Resource, address_of
-from quiver_cacheserver.turns import Places
+from quiver_cacheserver.serving.turns import Places
 
 UPLOADS, WORK = Resource.UPLOADS, Cost.WORK_SECONDS
 

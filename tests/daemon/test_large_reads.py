@@ -12,8 +12,8 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.wire import RANGE, RANGES_MAX, RangeStatus, ReadRequest
-from quiver_cacheserver import reads
 from quiver_cacheserver.budget import RATES, Cost
+from quiver_cacheserver.serving import reads
 from tests.daemon.test_limits import HONEST, asked, request
 from tests.daemon.test_routes import error_of
 from tests.support.daemon import Daemon

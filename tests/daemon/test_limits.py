@@ -26,12 +26,12 @@ from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver.transport.stream import PATH, PROTOCOL
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver import listening, reads, streams, timed, transfers
 from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
 from quiver_cacheserver.logs import FORMAT, OneLine
 from quiver_cacheserver.neighbours import MANIFEST_ASKED_MAX, Neighbours
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.serving import listening, requests, sender, streams, transfers
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard, shard_bytes_of
 from tests.support.inside import in_process, url_of
@@ -292,7 +292,7 @@ def test_whole_shards_are_sent_to_a_bounded_number_at_once(tmp_path: Path) -> No
 def test_whoever_takes_a_whole_shard_a_little_at_a_time_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reads, "SEND_SECONDS_MAX", 0.5)
+    monkeypatch.setattr(sender, "SEND_SECONDS_MAX", 0.5)
     with (
         in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address,
         connected(address, receive_bytes=4096) as sock,
@@ -513,7 +513,7 @@ def test_a_traceback_does_not_begin_a_line_of_the_log() -> None:
 
 
 def test_the_time_for_an_answer_is_longer_than_that_for_a_body() -> None:
-    assert timed.ANSWER_SECONDS > reads.BODY_SECONDS_MAX
+    assert requests.ANSWER_SECONDS > requests.BODY_SECONDS_MAX
 
 
 def test_the_protocol_writes_every_limit_down() -> None:

@@ -18,9 +18,9 @@ from quiver.digest import Digest
 from quiver.ring import Member
 from quiver.store import Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver.app import make_app
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.serving.app import make_app
 from tests.support.data import Files, make_shard
 
 

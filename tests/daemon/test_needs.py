@@ -26,10 +26,10 @@ from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver.wire import RANGE, RangeStatus, ReadRequest
 from quiver_cacheserver import residency as residency_module
-from quiver_cacheserver.app import make_app
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
 from quiver_cacheserver.residency import Residency
+from quiver_cacheserver.serving.app import make_app
 from tests.daemon.test_routes import error_of, read
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files, shard_bytes_of

@@ -43,12 +43,12 @@ from quiver.transport.handoff import (
     Verb,
 )
 from quiver.wire import RANGE, ReadRequest
-from quiver_cacheserver import handoff as handoff_module
 from quiver_cacheserver.budget import HELD_MAX as HELD_AT_ONCE
 from quiver_cacheserver.budget import Resource
-from quiver_cacheserver.handoff import Handoff, bound
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.serving import unix_socket as handoff_module
+from quiver_cacheserver.serving.unix_socket import Handoff, bound
 from tests.daemon.test_process import GOOD, run
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_shard, shard_bytes_of

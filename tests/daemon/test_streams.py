@@ -29,8 +29,8 @@ from quiver.store import Kind, OpenFile, Store
 from quiver.store.inventory import file_of
 from quiver.transport.stream import FRAME, PATH, PROTOCOL, RANGES, REFUSAL, SIZE
 from quiver.wire import FORGO, RANGE, READ_REQUEST_BYTES_MAX, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver import reads, streams
 from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.serving import sender, streams
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard, rebased
 from tests.support.etcd import free_ports
@@ -464,7 +464,7 @@ def test_a_reader_who_takes_nothing_for_long_is_cut_off(
     by_http: bool,
     request_: ReadRequest,
 ) -> None:
-    monkeypatch.setattr(reads, "SEND_SECONDS_MAX", 0.2)
+    monkeypatch.setattr(sender, "SEND_SECONDS_MAX", 0.2)
     with in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address, asked_slowly(address, request_, by_http):
         until(lambda: "does not take it" in caplog.text)
 
@@ -474,7 +474,7 @@ def test_a_reader_who_takes_a_little_now_and_then_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, by_http: bool
 ) -> None:
     """Each of them would have one of the reads that may be under way for as long as he likes."""
-    monkeypatch.setattr(reads, "SEND_SECONDS_MAX", 1.0)
+    monkeypatch.setattr(sender, "SEND_SECONDS_MAX", 1.0)
     with (
         in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address,
         asked_slowly(address, WHOLE, by_http) as sock,

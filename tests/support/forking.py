@@ -8,7 +8,8 @@ from typing import Final
 FORKED: Final = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
-        *("quiver_cacheserver.cli", "quiver_cacheserver.command", "quiver_cacheserver.serve", "quiver_cacheserver.app"),
+        *("quiver_cacheserver.cli", "quiver_cacheserver.command", "quiver_cacheserver.serve"),
+        "quiver_cacheserver.serving.app",
         *("quiver_client.dataset", "quiver_client.loader", "torch.utils.data"),
     ]
 )

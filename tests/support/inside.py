@@ -15,9 +15,9 @@ from quiver.digest import Digest
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver_cacheserver.budget import Resource
-from quiver_cacheserver.listening import Listening
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.serving.listening import Listening
 
 CAPACITY_BYTES = 256 << 20
 

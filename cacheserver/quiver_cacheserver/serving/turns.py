@@ -9,44 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Final, Self
 
-from quiver.digest import Digest
 from quiver_cacheserver.budget import Budgets, Resource
 from quiver_cacheserver.counters import Counters
 
-SLICE: Final = 256  # shards of a read that are looked at in one go: a few hundred microseconds of the loop
 RESUME_SECONDS: Final = 5.0  # after a wait; a reader's own patience is twice that
-
-
-class Slices:
-    """What is done on the event loop for each shard of a read: a slice at a time, of all large reads in turn."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-
-    async def walk(self, shards: Sequence[Digest], step: Callable[[Sequence[Digest]], object]) -> None:
-        """Take a step over many shards; a usual batch is one slice, for which nothing is waited for."""
-        if len(shards) <= SLICE:
-            step(shards)
-            return
-        for at in range(0, len(shards), SLICE):
-            async with self.turn():
-                step(shards[at : at + SLICE])
-
-    @contextlib.asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Have an iteration of the loop for a step of one read, however many large ones there are.
-
-        Not a thread: those would compete for the GIL, which the loop takes anew for each event, 5 ms each time.
-        """
-        async with self._turn:
-            await asyncio.sleep(0)
-            yield
 
 
 class Places:
@@ -102,41 +73,42 @@ class Places:
 
 
 class Turn:
-    """One read, from when its request is here until its answer is sent. Raises ``OverCapacity`` at too many."""
+    """One read, from when its request is here until its answer is sent. Owned by one thread or coroutine at a time."""
 
     def __init__(self, places: Places, counters: Counters, client: str) -> None:
         self.client = client
         self._places = places
         self._counters = counters
-        self._lock = threading.Lock()  # a stream's thread may end it while the loop is not done with it
         self._held = False
-        self._ended = False
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Take a place among the reads that are answered. Raises ``OverCapacity`` if there is none."""
         if not self._places.budgets.hold(self.client, Resource.READS):
             raise self._places.budgets.refusal(Resource.READS)
         self._held = True
         self._counters.add("reads_in_flight", 1)
+
+    def end(self) -> None:
+        self._leave()
+        self._counters.add("reads_in_flight", -1)
+
+    def __enter__(self) -> Self:
+        self.begin()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._lock:
-            held, self._held, self._ended = self._held, False, True
-        if held:
-            self._places.end(self.client)
-        self._counters.add("reads_in_flight", -1)
+        self.end()
 
     @contextlib.asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
         """Leave the place to others for the length of the block. Raises ``OverCapacity`` before or after it."""
         with self._places.budgets.holding(self.client, Resource.WAITING):
-            with self._lock:
-                held, self._held = self._held, False
-            if held:
-                self._places.end(self.client)
+            self._leave()
             yield
             await self._places.take(self.client, RESUME_SECONDS)
-        with self._lock:
-            late, self._held = self._ended, not self._ended
-        if late:
+            self._held = True
+
+    def _leave(self) -> None:
+        held, self._held = self._held, False
+        if held:
             self._places.end(self.client)

@@ -25,11 +25,11 @@ from typing import Final, Self
 
 from aiohttp import web
 
-from quiver_cacheserver.app import make_app
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.timed import ANSWER_SECONDS, Timed
+from quiver_cacheserver.serving.app import make_app
+from quiver_cacheserver.serving.requests import ANSWER_SECONDS, Timed
 
 log = logging.getLogger(__name__)
 
@@ -120,8 +120,9 @@ class Listening:
         self._resuming: asyncio.TimerHandle | None = None
         self._sweeping: asyncio.Task[None] | None = None
         self._spare = -1  # a descriptor, given up to tell somebody that there is none
+        # The rest is for shards.
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        for what, share in ((Resource.CONNECTIONS, 2), (Resource.ARRIVING, 4)):  # the rest is for shards
+        for what, share in ((Resource.CONNECTIONS, 2), (Resource.ARRIVING, 4), (Resource.STREAMS, 4)):
             self.budgets.held_max[what] = min(self.budgets.held_max[what], descriptors // share)
 
     async def __aenter__(self) -> Self:

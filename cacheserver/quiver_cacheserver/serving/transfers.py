@@ -25,9 +25,9 @@ from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.reads import respond
-from quiver_cacheserver.sending import Payload
-from quiver_cacheserver.timed import client_of, unhurried
+from quiver_cacheserver.serving.payload import Payload
+from quiver_cacheserver.serving.requests import client_of, unhurried
+from quiver_cacheserver.serving.sender import Sender
 
 PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
 PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte, each is not written by itself
@@ -38,8 +38,9 @@ SILENCE_SECONDS: Final = 10.0  # without anything, and of delay in all: see ``Ar
 class Transfers:
     """The routes of whole files."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, sender: Sender) -> None:
         self._node = node
+        self._sender = sender
         self._checking = asyncio.Lock()  # manifests are checked one at a time: each is read into memory for it
 
     async def get(self, request: web.Request, kind: Kind) -> web.StreamResponse:
@@ -54,9 +55,10 @@ class Transfers:
                     self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
                 )
             headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
-            whole = Payload([file], np.zeros(1, np.int64), np.zeros(1, np.int64), np.asarray([file.size_bytes]))
-            whole.shards = [digest] if kind is Kind.SHARD else []
-            return await respond(request, self._node, headers, b"", whole if request.method == "GET" else None)
+            start, size = np.zeros(1, np.int64), np.asarray([file.size_bytes])
+            shards = [digest] if kind is Kind.SHARD else []
+            whole = Payload([file], start, start, size, shards=shards) if request.method == "GET" else None
+            return await self._sender.respond(request, headers, b"", whole)
 
     async def put(self, request: web.Request, kind: Kind) -> web.Response:
         digest = Digest.parse(request.match_info["digest"])

@@ -1,0 +1,1 @@
+"""What the daemon serves, and on which connections."""

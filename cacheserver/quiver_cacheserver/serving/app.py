@@ -1,0 +1,190 @@
+"""The routes of the daemon (docs/protocol.md), and the one place where errors become answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Final, NamedTuple
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+
+from quiver.errors import QuiverError, answer_of
+from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
+from quiver.store import Kind
+from quiver.wire import ErrorBody, RingView
+from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.metrics import Collector
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency import INLINE_SHARDS_MAX
+from quiver_cacheserver.serving.poller import Poller
+from quiver_cacheserver.serving.reads import read_route
+from quiver_cacheserver.serving.requests import began, body_of, client_of
+from quiver_cacheserver.serving.sender import Sender
+from quiver_cacheserver.serving.streams import Streams
+from quiver_cacheserver.serving.transfers import Transfers
+from quiver_cacheserver.serving.turns import Places
+from quiver_cacheserver.serving.verbs import Verbs
+
+log = logging.getLogger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+SWEEP_SECONDS: Final = 1.0  # how exact deadlines of streams and of payloads are
+
+
+class Route(NamedTuple):
+    """A verb of the daemon: the one table of them is ``_routes``."""
+
+    method: str
+    path: str
+    handler: Handler
+
+
+def make_app(node: Node) -> web.Application:
+    """Return the application for a node."""
+    poller = Poller(node.budgets)
+    sender = Sender(node, poller)
+    reading = Places(node.budgets, Resource.READS)
+    streams = Streams(node, poller, reading)
+    app = web.Application(middlewares=[_errors])
+    for route in _routes(node, streams, sender, reading):
+        if route.method == "GET":
+            app.router.add_get(route.path, route.handler)  # and HEAD
+        else:
+            app.router.add_route(route.method, route.path, route.handler)
+
+    async def end_streams(_: web.Application) -> None:
+        streams.close()
+
+    app.on_shutdown.append(end_streams)
+    app.cleanup_ctx.append(partial(_polling, poller))
+    return app
+
+
+def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
+    """Return every verb of the daemon: whoever may do what is to be decided by this table."""
+    transfers, verbs = Transfers(node, sender), Verbs(node)
+    return [
+        # data
+        Route("POST", "/v1/read", read_route(node, sender, reading)),
+        Route("GET", "/v1/stream", streams.serve),
+        Route("GET", "/v1/shards/{digest}", _of(transfers.get, Kind.SHARD)),
+        Route("PUT", "/v1/shards/{digest}", _of(transfers.put, Kind.SHARD)),
+        Route("GET", "/v1/manifests/{digest}", _of(transfers.get, Kind.MANIFEST)),
+        Route("PUT", "/v1/manifests/{digest}", _of(transfers.put, Kind.MANIFEST)),
+        # what is to be resident
+        Route("POST", "/v1/fill", verbs.fill),
+        Route("POST", "/v1/forgo", verbs.forgo),
+        Route("POST", "/v1/recheck", verbs.recheck),
+        Route("POST", "/v1/needs", partial(_take_report, node)),
+        # the daemon itself
+        Route("GET", "/v1/ring", partial(_ring, node)),
+        Route("GET", "/v1/status", partial(_status, node)),
+        Route("GET", "/healthz", _healthy),
+        Route("GET", "/readyz", partial(_ready, node)),
+        Route("GET", "/metrics", _numbers(node)),
+    ]
+
+
+async def _polling(poller: Poller, _: web.Application) -> AsyncIterator[None]:
+    """Run the poller for as long as the application runs."""
+    loop = asyncio.get_running_loop()
+    poller.start()
+    sweeping = loop.create_task(_sweep(poller), name="deadlines")
+    yield
+    sweeping.cancel()
+    await asyncio.wait([sweeping])
+    await loop.run_in_executor(None, poller.stop)
+
+
+async def _sweep(poller: Poller) -> None:
+    """End what waits past its deadline, for ever."""
+    while True:
+        await asyncio.sleep(SWEEP_SECONDS)
+        poller.sweep()
+
+
+async def _ring(node: Node, _: web.Request) -> web.Response:
+    return _json(RingView.of(node.registry.ring))
+
+
+async def _status(node: Node, _: web.Request) -> web.Response:
+    return _json(node.status())
+
+
+async def _healthy(_: web.Request) -> web.Response:
+    return web.Response(text="ok\n")
+
+
+async def _ready(node: Node, _: web.Request) -> web.Response:
+    """Ready: registered, not draining, and able to cache what readers ask for."""
+    wrong = [node.state] if node.state != "up" else node.status().faults
+    if wrong:
+        return web.Response(status=503, text="".join(f"{line}\n" for line in wrong), headers={"Retry-After": "1"})
+    return web.Response(text="ok\n")
+
+
+def _numbers(node: Node) -> Handler:
+    metrics = CollectorRegistry(auto_describe=False)
+    metrics.register(Collector(node))
+
+    async def numbers(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+
+    return numbers
+
+
+async def _take_report(node: Node, request: web.Request) -> web.Response:
+    """Answer one report of needs."""
+    client = client_of(request)
+    with node.budgets.holding(client, Resource.REPORTS):
+        async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
+            answer = await node.residency.take(body, client)
+        if len(answer.seen) > INLINE_SHARDS_MAX:
+            packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
+        else:
+            packed = answer.encode()
+        return web.Response(body=packed, content_type=NEEDS_TYPE)
+
+
+def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kind: Kind) -> Handler:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        return await route(request, kind)
+
+    return handle
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    began(request)
+    try:
+        return await handler(request)
+    except ConnectionError as error:  # the client is gone: nobody reads an answer, and its number is theirs to choose
+        log.debug("a request was given up by its client: %s", error)
+        gone = web.Response(status=400)
+        gone.force_close()
+        return gone
+    except QuiverError as error:
+        told = answer_of(error)
+        return _json(ErrorBody(told.code, told.message), told.status, told.headers)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _json(ErrorBody("http", error.reason), error.status, dict(_allow(error)))
+    finally:
+        began(request)  # a route that was unhurried is done; its answer has the usual time
+
+
+def _allow(error: web.HTTPException) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in error.headers.items() if name.lower() == "allow"]
+
+
+def _json(value: msgspec.Struct, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=msgspec.json.encode(value), status=status, content_type="application/json", headers=headers
+    )

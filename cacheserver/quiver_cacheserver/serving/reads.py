@@ -1,0 +1,208 @@
+"""Batched reads: all that one reader wants of this daemon for a batch, in one answer.
+
+Shards that are missing are filled while the reader waits, for as long as it said it would; the rest is answered by
+status. ``unpacked``, ``at_hand`` and ``gather`` answer a read however it came; ``read_route`` is ``POST /v1/read``, the
+plain way, and ``streams`` the fast one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence, Set
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from aiohttp import web
+
+from quiver.digest import Bytes, Digest
+from quiver.errors import DiskFailed, NotFound
+from quiver.store import Kind, OpenFile
+from quiver.wire import FORGO, READ_REQUEST_BYTES_MAX, READ_TYPE, RECHECK, RangeStatus, ReadRequest
+from quiver_cacheserver.budget import Cost
+from quiver_cacheserver.fills import UPLOADS_A_READER
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.serving.payload import Ints, Payload
+from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.serving.sender import Sender
+from quiver_cacheserver.serving.turns import Places, Turn
+from quiver_cacheserver.slices import SLICE
+
+FREE_SHARDS: Final = 4096  # of a request; each further one is charged
+SHARD_SECONDS: Final = 10e-6  # what it takes to unpack one, look it up and answer for it
+PRESENT: Final = int(RangeStatus.PRESENT)  # which is 0
+STATUS_NAMES: Final = {int(status): status.name.lower() for status in RangeStatus}
+
+
+class Answer(NamedTuple):
+    """A status per range, and of those that are present in which file they are, and offset and length in bytes."""
+
+    statuses: npt.NDArray[np.uint8]
+    shards: Sequence[Digest]  # that the files are
+    files: Sequence[OpenFile]
+    numbers: Ints
+    offsets: Ints
+    lengths: Ints
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the ranges that are present."""
+        return int(self.lengths.sum())
+
+    def payload(self, head: bytes = b"") -> Payload:
+        return Payload(self.files, self.numbers, self.offsets, self.lengths, head, self.shards)
+
+
+def read_route(node: Node, sender: Sender, reading: Places) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    """Return the handler of ``POST /v1/read``."""
+
+    async def read(request: web.Request) -> web.StreamResponse:
+        unhurried(request)
+        async with body_of(request, node.budgets, READ_REQUEST_BYTES_MAX) as body:
+            with Turn(reading, node.counters, client_of(request)) as turn:
+                async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
+                    asked = unpacked(node, body, turn.client)
+                answer = await gather(node, asked, turn)
+                size_bytes = len(answer.statuses) + answer.size_bytes
+                headers = {"Content-Type": READ_TYPE, "Content-Length": str(size_bytes)}
+                return await sender.respond(request, headers, answer.statuses.tobytes(), answer.payload())
+
+    return read
+
+
+def charge(node: Node, shards: int, client: str) -> None:
+    """Charge a client for a request that names so many shards. Raises ``OverCapacity``."""
+    over, now = shards - FREE_SHARDS, time.monotonic()
+    if over > 0 and not node.budgets.spend(client, Cost.WORK_SECONDS, over * SHARD_SECONDS, now):
+        raise node.budgets.refusal(Cost.WORK_SECONDS, client, now)
+
+
+def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
+    """Return what a body asks for, charged to its client. Raises ``BadRequest`` and ``OverCapacity``."""
+    charge(node, ReadRequest.shards_named(body), client)
+    return ReadRequest.decode(body)
+
+
+def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
+    """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
+    if asked.flags or not all(map(node.resident, asked.shards)):
+        return None
+    read_from = _read_from(asked)
+    files = _open_all(node, read_from)
+    if files.count(None) > read_from.count(None):
+        return None
+    node.holders.read(asked.shards, client)
+    return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+
+
+async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
+    """Fill what is missing, for as long as the reader waits for it, and answer."""
+    wanted = asked.shards
+    if asked.flags & RECHECK:
+        await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
+    manifest = node.manifests.known(asked.manifest)
+    listed: Set[Digest] | None = None
+    if asked.flags & FORGO or not all(map(node.resident, wanted)):
+        async with turn.waiting():
+            if manifest is None and asked.manifest is not None:
+                manifest = await node.manifests.get(asked.manifest, turn.client)
+            known = asked.manifest
+            if asked.flags & FORGO and known is not None:
+                await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client))
+            listed = await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
+    loop = asyncio.get_running_loop()
+    opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
+    files = opened[1]
+    if listed is None and None in files:  # something was evicted meanwhile, or no range is of it
+        listed = await node.listed(wanted, manifest)
+    statuses = await _statuses(node, asked, turn.client, opened, listed or frozenset())
+    await node.slices.walk(wanted, lambda some: node.holders.read(some, turn.client))
+    if asked.manifest is not None:
+        node.holders.read([asked.manifest], turn.client)
+    async with node.slices.turn() if len(wanted) > SLICE else contextlib.nullcontext():
+        return _answer(node, asked, files, statuses)
+
+
+def _open_here(node: Node, asked: ReadRequest) -> tuple[list[Digest | None], list[OpenFile | None]]:
+    """In a thread: return the shards that are here of those that a range is of, and their files."""
+    if not len(asked.ranges):
+        return [None] * len(asked.shards), [None] * len(asked.shards)
+    here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
+    return here, _open_all(node, here)
+
+
+async def _statuses(
+    node: Node,
+    asked: ReadRequest,
+    client: str,
+    opened: tuple[Sequence[Digest | None], Sequence[OpenFile | None]],
+    listed: Set[Digest],
+) -> list[RangeStatus]:
+    """Return the status of each shard. ``opened``: whose files were to be opened, and those that were."""
+    here, files = opened
+    statuses: list[RangeStatus] = []
+    uploads = 0
+
+    def look(some: Sequence[Digest]) -> None:
+        nonlocal uploads
+        for digest in some:
+            at = len(statuses)
+            if files[at] is not None:
+                status = RangeStatus.PRESENT
+            elif here[at] is not None and node.resident(digest):
+                status = RangeStatus.FAILED  # it is here, and the disk does not give it out
+            else:
+                choose = uploads < UPLOADS_A_READER
+                status = node.absence(digest, listed, asked.manifest, client, choose=choose)
+                uploads += status is RangeStatus.UPLOAD
+            statuses.append(status)
+
+    await node.slices.walk(asked.shards, look)
+    return statuses
+
+
+def _answer(
+    node: Node, asked: ReadRequest, files: Sequence[OpenFile | None], of_shards: Sequence[RangeStatus]
+) -> Answer:
+    """Return the status of each range, which is its shard's unless it ends past that, and what is present."""
+    numbers, offsets, lengths = asked.ranges["shard"], asked.ranges["offset"], asked.ranges["length"]
+    statuses = np.asarray([*of_shards, 0], np.uint8)[numbers]
+    sizes = np.asarray([*(file.size_bytes if file else 0 for file in files), 0], np.uint64)[numbers]
+    outside = (offsets > sizes) | (lengths > sizes) | (offsets > sizes - np.minimum(lengths, sizes))
+    statuses[(statuses == PRESENT) & outside] = RangeStatus.BAD_RANGE
+    if statuses.any():
+        for status, count in enumerate(np.bincount(statuses).tolist()):
+            if count:
+                node.counters.count("ranges", STATUS_NAMES[status], count)
+        present = statuses == PRESENT
+        numbers, offsets, lengths = numbers[present], offsets[present], lengths[present]
+    elif len(statuses):
+        node.counters.count("ranges", STATUS_NAMES[PRESENT], len(statuses))
+    opened = [file for file in files if file is not None]
+    place = np.cumsum([file is not None for file in files]) - 1
+    return Answer(
+        statuses,
+        [digest for digest, file in zip(asked.shards, files, strict=True) if file is not None],
+        opened,
+        place[numbers] if len(files) else np.zeros(0, np.int64),
+        offsets.astype(np.int64),
+        lengths.astype(np.int64),
+    )
+
+
+def _read_from(asked: ReadRequest) -> list[Digest | None]:
+    """Return the shards that a range is of; ``None`` for the others, which need no open file however many are named."""
+    read_from = set(asked.ranges["shard"].tolist())
+    return [digest if at in read_from else None for at, digest in enumerate(asked.shards)]
+
+
+def _open_all(node: Node, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
+    files: list[OpenFile | None] = []
+    for digest in digests:
+        try:
+            files.append(node.store.open_file(Kind.SHARD, digest) if digest is not None else None)
+        except (NotFound, DiskFailed):
+            files.append(None)
+    return files

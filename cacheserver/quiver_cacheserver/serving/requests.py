@@ -1,0 +1,70 @@
+"""What a route asks of the connection that its request came on: whose it is, how long its answer may take, the body."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from math import inf
+from typing import Final
+
+from aiohttp import web
+
+from quiver.errors import BadRequest
+from quiver_cacheserver.budget import Budgets, Resource, address_of
+
+BODY_SECONDS_MAX: Final = 10.0
+ANSWER_SECONDS: Final = 60.0  # for a report's body, the work, and the answer to be taken
+
+
+class Timed(web.RequestHandler):
+    """A connection with a deadline. ``listening.Connection`` is one."""
+
+    __slots__ = ("address", "deadline")
+
+    address: str
+    deadline: float  # of the event loop's time; the connection is closed when it has passed
+
+    def begin(self) -> None:
+        """A request has its head here."""
+        raise NotImplementedError
+
+
+def client_of(request: web.Request) -> str:
+    """Return under whose budget a request falls."""
+    protocol = request.protocol
+    if isinstance(protocol, Timed):
+        return protocol.address
+    return address_of(request.transport.get_extra_info("peername") if request.transport is not None else None)
+
+
+def began(request: web.Request) -> None:
+    """Give the answer to a request the usual time."""
+    if isinstance(request.protocol, Timed):
+        request.protocol.begin()
+
+
+def unhurried(request: web.Request) -> None:
+    """Let this request take as long as its route lets it, which keeps the time itself."""
+    if isinstance(request.protocol, Timed):
+        request.protocol.deadline = inf
+
+
+@contextlib.asynccontextmanager
+async def body_of(request: web.Request, budgets: Budgets, limit_bytes: int) -> AsyncIterator[bytes]:
+    """Yield a request's body, which counts as held until the end of the block.
+
+    Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or on its way.
+    """
+    client, size_bytes = client_of(request), request.content_length
+    if size_bytes is None or size_bytes > limit_bytes:
+        raise BadRequest(f"a body with a Content-Length of at most {limit_bytes} is wanted")
+    with budgets.holding(client, Resource.BODY_BYTES, size_bytes):
+        here = request.content.is_eof()  # as that of most is, with the head
+        with contextlib.nullcontext() if here else budgets.holding(client, Resource.ARRIVING):
+            try:
+                async with asyncio.timeout(BODY_SECONDS_MAX):
+                    body = await request.content.readexactly(size_bytes)
+            except (TimeoutError, ConnectionError, asyncio.IncompleteReadError) as error:
+                raise BadRequest("the body did not arrive") from error
+        yield body

@@ -1,0 +1,82 @@
+"""What a client asks for whole shards, without reading them: fill, forgo, recheck (MessagePack, docs/protocol.md).
+
+A read that wants the same says so by flags, which clients set before there were verbs for it; both come down to the
+same calls of the node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from quiver.digest import Bytes, Digest
+from quiver.wire import (
+    MSGPACK_TYPE,
+    SHARDS_REQUEST_BYTES_MAX,
+    FillRequest,
+    ForgoRequest,
+    RangeStatus,
+    RecheckRequest,
+    ShardStatuses,
+    shards_in,
+)
+from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.fills import UPLOADS_A_READER
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.serving.reads import charge
+from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+
+
+class Verbs:
+    """The routes about whole shards."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    async def fill(self, request: web.Request) -> web.Response:
+        """``POST /v1/fill``: make shards resident; answer once they are, or when the client has waited long enough."""
+        unhurried(request)  # it waits for as long as the request says, which has a limit
+        node, client = self._node, client_of(request)
+        async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
+            self._charge(body, client)
+            asked = FillRequest.decode(body)
+        with node.budgets.holding(client, Resource.WAITING):
+            manifest = node.manifests.known(asked.manifest) or await node.manifests.get(asked.manifest, client)
+            listed = await node.bring(asked.shards, manifest, asked.wait_ms / 1000, client)
+        statuses = bytearray()
+        uploads = 0
+
+        def look(some: Sequence[Digest]) -> None:
+            nonlocal uploads
+            for digest in some:
+                status = RangeStatus.PRESENT
+                if not node.resident(digest):
+                    choose = uploads < UPLOADS_A_READER
+                    status = node.absence(digest, listed, asked.manifest, client, choose=choose)
+                    uploads += status is RangeStatus.UPLOAD
+                statuses.append(status)
+
+        await node.slices.walk(asked.shards, look)
+        return web.Response(body=ShardStatuses(bytes(statuses)).encode(), content_type=MSGPACK_TYPE)
+
+    async def forgo(self, request: web.Request) -> web.Response:
+        """``POST /v1/forgo``: the client was chosen to upload these shards and cannot."""
+        node, client = self._node, client_of(request)
+        async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
+            self._charge(body, client)
+            asked = ForgoRequest.decode(body)
+        await node.slices.walk(asked.shards, lambda some: node.forgo(some, asked.manifest, client))
+        return web.Response(status=204)
+
+    async def recheck(self, request: web.Request) -> web.Response:
+        """``POST /v1/recheck``: wrong bytes of these shards came: verify them before they are served again."""
+        node, client = self._node, client_of(request)
+        async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
+            self._charge(body, client)
+            asked = RecheckRequest.decode(body)
+        await node.slices.walk(asked.shards, lambda some: node.suspect(some, client))
+        return web.Response(status=204)
+
+    def _charge(self, body: Bytes, client: str) -> None:
+        charge(self._node, shards_in(body), client)
