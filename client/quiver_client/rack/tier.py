@@ -40,7 +40,7 @@ READ_BYTES_MAX: Final = 256 << 20  # per request: a huge batch is several
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _PeerPart:
     """What one request asks of one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
 
     peer: PeerClient
@@ -177,7 +177,7 @@ class RackTier:
 
     # -- which daemon is asked for what -------------------------------------------------------------------------------
 
-    def _parts(self, state: _Fetch, positions: Positions) -> list[_Part]:
+    def _parts(self, state: _Fetch, positions: Positions) -> list[_PeerPart]:
         """Group positions by the best daemon not yet tried for their shard, cut into requests of bounded size."""
         plan = state.batch.plan
         shards, which = plan.by_shard(positions)
@@ -192,11 +192,11 @@ class RackTier:
             peer, its_shards = self._members.peer(urls[at]), shards[owned]
             pieces = _cut(run, plan.sizes[positions[run]])
             if len(pieces) == 1:
-                parts.append(_Part(peer, positions[run], its_shards, numbers[which[run]]))
+                parts.append(_PeerPart(peer, positions[run], its_shards, numbers[which[run]]))
                 continue
             for piece in pieces:
                 named, of_named = np.unique(which[piece], return_inverse=True)
-                parts.append(_Part(peer, positions[piece], shards[named], of_named))
+                parts.append(_PeerPart(peer, positions[piece], shards[named], of_named))
         return parts
 
     def _choose(self, state: _Fetch, shards: Ints) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
@@ -221,7 +221,7 @@ class RackTier:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _ask_all(self, state: _Fetch, parts: list[_Part]) -> None:
+    def _ask_all(self, state: _Fetch, parts: list[_PeerPart]) -> None:
         """Send all requests at once, the last by this thread."""
         if not parts:
             return
@@ -230,7 +230,7 @@ class RackTier:
         for other in others:
             other.result()
 
-    def _ask(self, state: _Fetch, part: _Part) -> None:
+    def _ask(self, state: _Fetch, part: _PeerPart) -> None:
         peer, shards = part.peer, part.shards
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
         try:
@@ -264,7 +264,7 @@ class RackTier:
         for shard, status in dict(zip(missing, statuses[absent].tolist(), strict=True)).items():
             self._absent(state, peer, shard, status)
 
-    def _request(self, plan: Plan, part: _Part) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def _request(self, plan: Plan, part: _PeerPart) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Return a ``RangeStatus`` per position, and the bytes of those present, back to back."""
         names = Digest.many(self._manifest.tables.shard_digests[part.shards].tobytes())
         ranges = np.zeros(len(part.positions), RANGE)
