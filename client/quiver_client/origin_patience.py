@@ -46,7 +46,7 @@ def patience_seconds() -> float:
     return seconds
 
 
-class Wait:
+class OriginWait:
     """The waiting of one read: until when, and the retries so far."""
 
     __slots__ = ("backoff", "until")
@@ -71,11 +71,11 @@ class OriginPatience:
         """The deadline of one read, so that several fit: by the cache, by this process, and both once more."""
         return min(READ_SECONDS, max(self._seconds / 3, READ_SECONDS_MIN))
 
-    def begin(self) -> Wait:
+    def begin(self) -> OriginWait:
         """Begin a read, and its patience."""
-        return Wait(time.monotonic() + self._seconds)
+        return OriginWait(time.monotonic() + self._seconds)
 
-    def wait(self, waiting: Wait, error: Unavailable, missing: Callable[[], str]) -> None:
+    def wait(self, waiting: OriginWait, error: Unavailable, missing: Callable[[], str]) -> None:
         """Wait before a read is retried. Raises ``Unavailable`` if a retry cannot help, or patience has run out."""
         if error.lasting or self._closing.is_set():
             raise error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from quiver.digest import Bytes, Digest
@@ -12,7 +11,7 @@ from quiver.errors import OverCapacity, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
 from quiver.shard import verified
-from quiver.wire import FORGO, ReadRequest
+from quiver.wire import ForgoRequest
 from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
 from tests.support.data import Files
@@ -33,10 +32,8 @@ class Peer:
             raise self.error
         self.put[digest] = bytes(data)
 
-    def read(self, request: ReadRequest) -> tuple[Any, Any]:
-        assert request.flags == FORGO
+    def forgo(self, request: ForgoRequest) -> None:
         self.forgone += request.shards
-        return np.zeros(0, np.uint8), np.zeros(0, np.uint8)
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ class HandoffTier:
     def fetch(self, batch: Batch) -> None:
         ring = self._members.refresh()
         if ring is not None:
-            self._attend(ring)
+            self._start_thread(ring)
         if not self._locals and not len(self._maps):
             return
         missing = batch.not_verified()
@@ -162,18 +162,18 @@ class HandoffTier:
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _attend(self, ring: Ring) -> None:
+    def _start_thread(self, ring: Ring) -> None:
         """Give the thread the ring; the first time, start it and wait a moment for what it finds."""
         self._ring = ring
         if self._looked.is_set():
             return
         with self._lock:
             if self._thread is None and not self._closing.is_set():
-                self._thread = process_exit.start(_attend, "quiver-host", weakref.ref(self), self._closing)
+                self._thread = process_exit.start(_maintain, "quiver-host", weakref.ref(self), self._closing)
         self._looked.wait(FIRST_LOOK_SECONDS)
         self._looked.set()
 
-    def attend(self) -> None:
+    def maintain(self) -> None:
         """Find the daemons of this host, and release what they evicted. The thread calls it every ``TIDY_SECONDS``."""
         if self._ring is not None:
             self._locals.look(self._ring)
@@ -211,12 +211,12 @@ def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
         yield items[at : at + size]
 
 
-def _attend(tier: weakref.ref[HandoffTier], closing: threading.Event) -> None:
-    """Attend to a tier until it is closed, or garbage."""
+def _maintain(tier: weakref.ref[HandoffTier], closing: threading.Event) -> None:
+    """Maintain a tier until it is closed, or garbage."""
     while not closing.is_set():
-        attended = tier()
-        if attended is None:
+        maintained = tier()
+        if maintained is None:
             return
-        attended.attend()
-        del attended
+        maintained.maintain()
+        del maintained
         closing.wait(TIDY_SECONDS)

@@ -20,8 +20,8 @@ from quiver.digest import Bytes, Digest
 from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
-from quiver.plan import Ints
-from quiver.wire import RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
+from quiver.plan import Ints, Plan
+from quiver.wire import RANGE, RANGES_MAX, FillRequest, RangeStatus, ReadRequest, RecheckRequest
 from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
@@ -40,7 +40,7 @@ READ_BYTES_MAX: Final = 256 << 20  # per request: a huge batch is several
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _PeerPart:
     """What one request asks of one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
 
     peer: PeerClient
@@ -177,7 +177,7 @@ class RackTier:
 
     # -- which daemon is asked for what -------------------------------------------------------------------------------
 
-    def _parts(self, state: _Fetch, positions: Positions) -> list[_Part]:
+    def _parts(self, state: _Fetch, positions: Positions) -> list[_PeerPart]:
         """Group positions by the best daemon not yet tried for their shard, cut into requests of bounded size."""
         plan = state.batch.plan
         shards, which = plan.by_shard(positions)
@@ -192,11 +192,11 @@ class RackTier:
             peer, its_shards = self._members.peer(urls[at]), shards[owned]
             pieces = _cut(run, plan.sizes[positions[run]])
             if len(pieces) == 1:
-                parts.append(_Part(peer, positions[run], its_shards, numbers[which[run]]))
+                parts.append(_PeerPart(peer, positions[run], its_shards, numbers[which[run]]))
                 continue
             for piece in pieces:
                 named, of_named = np.unique(which[piece], return_inverse=True)
-                parts.append(_Part(peer, positions[piece], shards[named], of_named))
+                parts.append(_PeerPart(peer, positions[piece], shards[named], of_named))
         return parts
 
     def _choose(self, state: _Fetch, shards: Ints) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
@@ -221,7 +221,7 @@ class RackTier:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _ask_all(self, state: _Fetch, parts: list[_Part]) -> None:
+    def _ask_all(self, state: _Fetch, parts: list[_PeerPart]) -> None:
         """Send all requests at once, the last by this thread."""
         if not parts:
             return
@@ -230,16 +230,13 @@ class RackTier:
         for other in others:
             other.result()
 
-    def _ask(self, state: _Fetch, part: _Part) -> None:
-        plan, peer, shards = state.batch.plan, part.peer, part.shards
-        ranges = np.zeros(len(part.positions), RANGE)
-        ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
-        ranges["length"] = plan.sizes[part.positions]
+    def _ask(self, state: _Fetch, part: _PeerPart) -> None:
+        peer, shards = part.peer, part.shards
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
-        names = Digest.many(self._manifest.tables.shard_digests[shards].tobytes())
-        request = ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, RECHECK if suspects else 0)
         try:
-            statuses, data = peer.read(request)
+            if suspects:
+                peer.recheck(RecheckRequest(tuple(self._manifest.shard_digest(shard) for shard in suspects)))
+            statuses, data = self._request(state.batch.plan, part)
         except OverCapacity as error:  # overloaded, not broken: a runner-up would have to fill what this one holds
             state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
             state.waiting_on.update(dict.fromkeys(shards.tolist(), peer.url))
@@ -266,6 +263,17 @@ class RackTier:
         missing = shards[part.which[absent]].tolist()
         for shard, status in dict(zip(missing, statuses[absent].tolist(), strict=True)).items():
             self._absent(state, peer, shard, status)
+
+    def _request(self, plan: Plan, part: _PeerPart) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+        """Return a ``RangeStatus`` per position, and the bytes of those present, back to back."""
+        names = Digest.many(self._manifest.tables.shard_digests[part.shards].tobytes())
+        ranges = np.zeros(len(part.positions), RANGE)
+        ranges["length"] = plan.sizes[part.positions]
+        if not ranges["length"].any():  # shards are to be filled, and nothing of them is wanted
+            statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
+            return statuses[part.which], np.empty(0, np.uint8)
+        ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
+        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS))
 
     def _put(self, state: _Fetch, positions: Positions, data: npt.NDArray[np.uint8]) -> None:
         sizes = state.batch.plan.sizes[positions]

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 
-import numpy as np
-
 from quiver.digest import Bytes
 from quiver.errors import QuiverError
 from quiver.fill import OriginShards
@@ -19,7 +17,7 @@ from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin
 from quiver.peer import PeerClient
 from quiver.source import first_verified
-from quiver.wire import FORGO, RANGE, ReadRequest
+from quiver.wire import ForgoRequest
 from quiver_client.stats import Stats
 
 
@@ -54,6 +52,5 @@ class Uploads:
 
     def forgo(self, peer: PeerClient, shard: int) -> None:
         """Tell the daemon not to wait for this process to upload the shard."""
-        digest = self._manifest.shard_digest(shard)
         with contextlib.suppress(QuiverError):
-            peer.read(ReadRequest(self._manifest.digest, (digest,), np.zeros(0, RANGE), 0, FORGO))
+            peer.forgo(ForgoRequest(self._manifest.digest, (self._manifest.shard_digest(shard),)))

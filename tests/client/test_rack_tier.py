@@ -1,0 +1,76 @@
+"""What the rack tier asks of which daemon: requests of bounded size, and daemons that did not respond left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from quiver_client import Dataset
+from quiver_client.rack import members as members_module
+from quiver_client.rack import tier as tier_module
+from quiver_client.rack.members import Members
+from quiver_client.stats import Stats
+from tests.support.daemon import Daemon
+from tests.support.data import Files, make_files, random_files
+
+Make = Callable[..., Dataset]
+URL = "http://node:7717"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Files:
+    return make_files(tmp_path / "small", random_files(60, seed=1), shard_bytes="64KiB")
+
+
+@pytest.fixture
+def served(small: Files, tmp_path: Path) -> Iterator[Daemon]:
+    with Daemon(tmp_path / "data", origins=[small.folder]) as daemon:
+        yield daemon
+
+
+@pytest.mark.parametrize(("limit", "value"), [("READ_BYTES_MAX", 50_000), ("READ_BYTES_MAX", 1), ("RANGES_MAX", 7)])
+def test_a_batch_too_large_for_one_request_is_read_by_several(
+    dataset: Make, small: Files, served: Daemon, limit: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, limit, value)
+    made = dataset(small.manifest, served.url, fields=["image", "__key__"])
+    rows = [*range(59, -1, -1), 3, 3]
+    for row, sample in zip(rows, made.__getitems__(rows), strict=True):
+        assert sample["__key__"] == made.manifest.key(row)
+        assert sample["image"] == small.content[sample["__key__"]]
+    assert made.stats()["samples_rack"] == len(rows)
+
+
+@pytest.fixture
+def members(small: Files, monkeypatch: pytest.MonkeyPatch) -> Members:
+    """Of a daemon that is probed at once when it does not respond."""
+    monkeypatch.setattr(members_module, "UNRESPONSIVE_SECONDS", members_module.PROBE_SECONDS / 4)
+    return Members(small.opened(), [URL], Stats())
+
+
+def test_a_daemon_that_does_not_respond_is_left_alone_until_it_answers(members: Members) -> None:
+    assert not members.is_unresponsive(URL)
+    members.mark_unresponsive(URL)
+    members.mark_unresponsive(URL)  # by another thread, which met the same failure
+    assert [members.is_unresponsive(URL) for _ in range(3)] == [True] * 3, "a predicate changes nothing"
+    assert members._backoffs[URL].failures == 1
+    members.answered(URL)
+    assert not members.is_unresponsive(URL)
+
+
+def test_a_daemon_that_does_not_respond_is_probed_by_one_thread_at_a_time(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.mark_unresponsive(URL)
+    assert members.begin_probes() == [URL]
+    assert members.begin_probes() == []
+    monkeypatch.setattr(members_module, "is_alive", lambda url, seconds: False)
+    members.probe(URL)
+    assert members.is_unresponsive(URL)
+    assert members.begin_probes() == [URL]
+    monkeypatch.setattr(members_module, "is_alive", lambda url, seconds: True)
+    members.probe(URL)
+    assert not members.is_unresponsive(URL)
+    assert members.begin_probes() == []
