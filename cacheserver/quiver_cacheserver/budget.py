@@ -2,7 +2,7 @@
 
 Invariant: an address may hold at most three times what would still be free then (dynamic thresholds, Choudhury and
 Hahne 1998). Alone it gets three quarters of a resource; n that take all they can come to 3/(3n+1) of it each, as what
-they held before ends; and 30 that each hold a little use all of it. So a rack's readers behind one address have no fixed
+they held before ends; and 30 that each hold a little use all of it. So readers behind one address have no fixed
 part, and the next address finds a place.
 
 Costs that are known only afterwards (seconds, evictions) are token buckets: what was spent is charged, and an address
