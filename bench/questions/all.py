@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from typing import Final
 
-from bench.questions import delivery, filling, scale, serving, stages
+from bench.questions import connections, delivery, filling, scale, serving, stages
 from bench.questions.base import Question
 
 QUESTIONS: Final[dict[str, Question]] = {
     question.name: question
-    for question in (*delivery.QUESTIONS, *serving.QUESTIONS, *filling.QUESTIONS, *scale.QUESTIONS, *stages.QUESTIONS)
+    for question in (
+        *delivery.QUESTIONS,
+        *serving.QUESTIONS,
+        *connections.QUESTIONS,
+        *filling.QUESTIONS,
+        *scale.QUESTIONS,
+        *stages.QUESTIONS,
+    )
 }

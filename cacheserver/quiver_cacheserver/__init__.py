@@ -1,8 +1,8 @@
 """The cache daemon: keeps shards of a rack's datasets on local SSD and serves them to its neighbours.
 
-    cli -> config -> serve -> app -> reads, transfers, metrics -> node -> fills, manifests, neighbours, counters
+    cli -> config -> serve -> serving (app, reads, streams, ...) -> node -> fills, manifests, neighbours, counters
         -> registry -> quiver (the kernel)
 
-``node`` is the daemon without HTTP; ``app`` puts routes in front of it; ``serve`` gives it a socket, a place in the
-ring and an end.
+``node`` is the daemon without a network; ``serving`` puts routes in front of it; ``serve`` gives it a socket, a place
+in the ring and an end.
 """

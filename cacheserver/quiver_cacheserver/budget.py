@@ -1,12 +1,12 @@
-"""What one client address may cost: how much it may hold at once, and how fast it may spend what is done for it.
+"""What one client address may cost: how much it may hold at once, and how fast it may cause work.
 
 Invariant: an address may hold at most three times what would still be free then (dynamic thresholds, Choudhury and
 Hahne 1998). Alone it gets three quarters of a resource; n that take all they can come to 3/(3n+1) of it each, as what
-they held before ends; and 30 that each hold a little use all of it. So a rack's readers behind one address are not cut
-down to a fixed part, and whoever comes next finds a place.
+they held before ends; and 30 that each hold a little use all of it. So readers behind one address have no fixed
+part, and the next address finds a place.
 
-Costs that are known only once they were caused (seconds, evictions) are token buckets: what was spent is charged, and
-who is in debt is refused until it is worked off. Pure but for a lock: the caller has the clock.
+Costs that are known only afterwards (seconds, evictions) are token buckets: what was spent is charged, and an address
+in debt is refused until the debt is paid off. Pure but for a lock: the caller has the clock.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ GIB: Final = 1 << 30
 
 
 class Resource(StrEnum):
-    """What is held for a time and given back."""
+    """What is held for a time and released."""
 
     CONNECTIONS = "connections"
-    ARRIVING = "arriving"  # connections of which no request came yet, and requests whose body is not here
+    ARRIVING = "arriving"  # connections without a complete request yet, and requests without a complete body
     BODY_BYTES = "body_bytes"  # of requests, in memory
     READS = "reads"  # being answered
     WAITING = "waiting"  # reads that wait for a fill, an upload or a manifest
@@ -48,7 +48,7 @@ class Resource(StrEnum):
 
 
 class Cost(StrEnum):
-    """What is spent and comes back with time."""
+    """What is spent, and regained with time."""
 
     WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
     EVICTIONS = "evictions"
@@ -57,7 +57,7 @@ class Cost(StrEnum):
 
 
 class Rate(NamedTuple):
-    """A token bucket: so much comes back per second, and so much is there at most."""
+    """A token bucket: how much is regained per second, and how much it holds at most."""
 
     per_second: float
     burst: float
@@ -102,8 +102,8 @@ class _Account:
 class Budgets:
     """The accounts of all addresses. Safe from threads; no call waits for anything.
 
-    ``hold`` and ``spend`` answer at once. Whoever refuses because of them says so by ``OverCapacity`` (``refusal``), or
-    answers something cheaper. What was refused is counted here, for ``/metrics``.
+    ``hold`` and ``spend`` answer at once. A caller that refuses because of them raises ``OverCapacity`` (``refusal``),
+    or answers something cheaper. Refusals are counted here, for ``/metrics``.
     """
 
     def __init__(
@@ -195,9 +195,9 @@ class Budgets:
         if isinstance(what, Cost):
             seconds = max(-self.left(address, what, now), 0.0) / self.rates[what].per_second + RETRY_SECONDS
             return OverCapacity(
-                f"this address caused too much here ({what}); ask again later", min(seconds, RETRY_SECONDS_MAX)
+                f"this address caused too much here ({what}); retry later", min(seconds, RETRY_SECONDS_MAX)
             )
-        return OverCapacity(f"too much is under way here for this address ({what}); ask again", RETRY_SECONDS)
+        return OverCapacity(f"too much is under way here for this address ({what}); retry", RETRY_SECONDS)
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Budgets:
         return account
 
     def _forget(self) -> None:
-        """Forget the least recently seen ones that hold nothing; who holds something is bounded by what can be held."""
+        """Forget the least recently seen ones that hold nothing; the limits bound the others."""
         for _ in range(len(self._accounts)):
             if len(self._accounts) < self._addresses_max:
                 return

@@ -81,10 +81,15 @@ class Node:
         store.choose = evicting.choose
 
     @property
-    def shard_count(self) -> int:
+    def inventory(self) -> MemoryInventory:
+        """What the store holds, in memory."""
         inventory = self.store.inventory
         assert isinstance(inventory, MemoryInventory)
-        return inventory.count(Kind.SHARD)
+        return inventory
+
+    @property
+    def shard_count(self) -> int:
+        return self.inventory.count(Kind.SHARD)
 
     def close(self) -> None:
         self.residency.close()

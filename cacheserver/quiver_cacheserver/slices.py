@@ -9,11 +9,11 @@ from typing import Final
 
 from quiver.digest import Digest
 
-SLICE: Final = 256  # shards of a read that are looked at in one go: a few hundred microseconds of the loop
+SLICE: Final = 256  # shards of a request that are handled in one go: a few hundred microseconds of the loop
 
 
 class Slices:
-    """What is done on the event loop for each shard of a read: a slice at a time, of all large reads in turn."""
+    """Work on the event loop for each shard of a request: a slice at a time, all large requests in turn."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -29,9 +29,9 @@ class Slices:
 
     @contextlib.asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Have an iteration of the loop for a step of one read, however many large ones there are.
+        """Take an iteration of the loop for a step of one request, however many large ones there are.
 
-        Not a thread: those would compete for the GIL, which the loop takes anew for each event, 5 ms each time.
+        Not a thread: threads would compete for the GIL, which the loop takes anew for each event, 5 ms each time.
         """
         async with self._turn:
             await asyncio.sleep(0)

@@ -67,7 +67,7 @@ def make_app(node: Node) -> web.Application:
 
 
 def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
-    """Return every verb of the daemon: whoever may do what is to be decided by this table."""
+    """Return every verb of the daemon: the one table, to which access control will add who may use each."""
     transfers, verbs = Transfers(node, sender), Verbs(node)
     return [
         # data
@@ -103,7 +103,7 @@ async def _polling(poller: Poller, _: web.Application) -> AsyncIterator[None]:
 
 
 async def _sweep(poller: Poller) -> None:
-    """End what waits past its deadline, for ever."""
+    """End streams and answers that wait past their deadlines, until cancelled."""
     while True:
         await asyncio.sleep(SWEEP_SECONDS)
         poller.sweep()
@@ -164,7 +164,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     began(request)
     try:
         return await handler(request)
-    except ConnectionError as error:  # the client is gone: nobody reads an answer, and its number is theirs to choose
+    except ConnectionError as error:  # the client left: nobody reads an answer, and it may happen often
         log.debug("a request was given up by its client: %s", error)
         gone = web.Response(status=400)
         gone.force_close()

@@ -2,12 +2,13 @@
 
 Invariant: every connection has a deadline. A new one sends the whole head of a request within ``HEAD_SECONDS``, as does
 an old one from the first byte of its next request on; between requests it may be idle for ``IDLE_SECONDS``; an answer
-is taken within ``ANSWER_SECONDS``, except on routes that keep the time themselves (``unhurried``). So sockets that
-nobody uses do not take up the descriptors that honest readers need. Where an address has as many as it may, its own
-idle ones make room for its next: whoever they belonged to connects again.
+is taken within ``ANSWER_SECONDS``, except on routes that keep the time themselves (``unhurried``). So unused sockets
+do not take the descriptors that honest readers need. Where an address has as many connections as it may, its longest
+idle ones are closed for its next: their owners connect again. Streams leave this module with their upgrade: the poller
+keeps their deadlines.
 
-aiohttp closes idle connections, but not those that send half a head, or do not take their answer; its site hands
-accepting to libuv, which gives up listening for good when descriptors run out at the wrong moment. So accepting is done
+aiohttp closes idle connections, but not those that send half a head, or do not take their answer. Its site leaves
+accepting to libuv, which stops listening for good when descriptors run out at the wrong moment. So accepting is done
 here, and pauses then.
 """
 
@@ -36,9 +37,9 @@ log = logging.getLogger(__name__)
 HEAD_SECONDS: Final = 10.0  # for a head of a hundred bytes, over a rack's network
 IDLE_SECONDS: Final = 120.0  # as of a stream; a reader that pauses for longer connects again
 SWEEP_SECONDS: Final = 1.0
-ACCEPTED_MAX: Final = 64  # then what came on the others is looked at
-PAUSE_SECONDS: Final = 0.1  # without descriptors; what is idle was closed meanwhile
-CLOSED_SHARE: Final = 16  # of an address's connections are closed at a time: looking through them is paid for by many
+ACCEPTED_MAX: Final = 64  # in one go; then the connections that are open have their turn
+PAUSE_SECONDS: Final = 0.1  # without descriptors; idle connections are closed meanwhile
+CLOSED_SHARE: Final = 16  # of an address's connections are closed at a time, so that the search through them pays
 SHUTDOWN_SECONDS: Final = 5.0
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -65,7 +66,7 @@ class Connection(Timed):
 
     @property
     def idle(self) -> bool:
-        """Whether it was of use, and no request is under way on it."""
+        """Whether a request was answered on it, and none is under way."""
         return self._idle
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -85,13 +86,13 @@ class Connection(Timed):
 
     def log_access(self, *_: object) -> None:
         """An answer was sent: the one place where aiohttp says so."""
-        self._arrived()  # also what was no request and was refused
+        self._arrived()  # malformed requests too, which were refused
         self._idle = True
         self.deadline = self._loop.time() + IDLE_SECONDS
 
     def end(self) -> None:
         """Close it, whatever is under way on it."""
-        self._give_back()  # at once: what it held may be wanted for the next
+        self._give_back()  # at once: the next connection may need what it held
         if self.transport is not None:
             self.transport.abort()
 
@@ -169,7 +170,7 @@ class Listening:
                 if error.errno in NO_DESCRIPTOR:
                     self._run_short()
                     return
-                continue  # somebody who went before being let in
+                continue  # a client that left before it was accepted
             address = address_of(peer)
             if self._admit(address):
                 self._group.create_task(self._connect(accepted, address))
@@ -206,15 +207,15 @@ class Listening:
             accepted.close()
 
     def _run_short(self) -> None:
-        """No descriptor is left: close idle connections, turn those away that wait, and look again in a moment."""
+        """No descriptor is left: close idle connections, refuse those that wait, and accept again in a moment."""
         self._counters.overloads += 1
         busiest = max(self._connections, key=lambda address: len(self._connections[address]), default="")
-        if len(self._connections.get(busiest, ())) > CLOSED_SHARE:  # or it is not those that take the descriptors
+        if len(self._connections.get(busiest, ())) > CLOSED_SHARE:  # otherwise something else takes the descriptors
             self._close_idle(busiest)
         if self._spare >= 0:
             os.close(self._spare)
         with contextlib.suppress(OSError):
-            for _ in range(ACCEPTED_MAX):  # or the last of them would wait for as long as all before it
+            for _ in range(ACCEPTED_MAX):  # all that wait, so that none waits through many pauses
                 self._listener.accept()[0].close()
         self._spare = _spare()
         self._pause()
@@ -233,7 +234,7 @@ class Listening:
         return len(closed)
 
     def lost(self, connection: Connection) -> None:
-        """A connection is gone, or about to be."""
+        """Forget a connection that is closed, or about to be."""
         its = self._connections[connection.address]
         its.discard(connection)
         if not its:
@@ -241,7 +242,7 @@ class Listening:
         self.budgets.release(connection.address, Resource.CONNECTIONS)
 
     async def _sweep(self) -> None:
-        """Close what is past its deadline, for ever."""
+        """Close connections that are past their deadlines, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, HEAD_SECONDS / 4, IDLE_SECONDS / 4))

@@ -86,7 +86,7 @@ def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
 
 
 def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
-    """In a thread: answer a read of which every shard is here and verified; ``None`` if it is not as simple as that."""
+    """In a thread: answer a read all of whose shards are resident and verified; ``None`` if the loop has to."""
     if asked.flags or not all(map(node.resident, asked.shards)):
         return None
     read_from = _read_from(asked)
@@ -126,7 +126,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
 
 
 def _open_here(node: Node, asked: ReadRequest) -> tuple[list[Digest | None], list[OpenFile | None]]:
-    """In a thread: return the shards that are here of those that a range is of, and their files."""
+    """In a thread: return the resident shards among those that are read from, and their files."""
     if not len(asked.ranges):
         return [None] * len(asked.shards), [None] * len(asked.shards)
     here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
@@ -152,7 +152,7 @@ async def _statuses(
             if files[at] is not None:
                 status = RangeStatus.PRESENT
             elif here[at] is not None and node.resident(digest):
-                status = RangeStatus.FAILED  # it is here, and the disk does not give it out
+                status = RangeStatus.FAILED  # it is resident, and the disk does not return it
             else:
                 choose = uploads < UPLOADS_A_READER
                 status = node.absence(digest, listed, asked.manifest, client, choose=choose)
@@ -193,7 +193,7 @@ def _answer(
 
 
 def _read_from(asked: ReadRequest) -> list[Digest | None]:
-    """Return the shards that a range is of; ``None`` for the others, which need no open file however many are named."""
+    """Return the shards that are read from; ``None`` for the others, which need no open file however many there are."""
     read_from = set(asked.ranges["shard"].tolist())
     return [digest if at in read_from else None for at, digest in enumerate(asked.shards)]
 

@@ -26,12 +26,12 @@ class Timed(web.RequestHandler):
     deadline: float  # of the event loop's time; the connection is closed when it has passed
 
     def begin(self) -> None:
-        """A request has its head here."""
+        """The head of a request has arrived: its answer has the usual time from now on."""
         raise NotImplementedError
 
 
 def client_of(request: web.Request) -> str:
-    """Return under whose budget a request falls."""
+    """Return the address whose budget a request falls under."""
     protocol = request.protocol
     if isinstance(protocol, Timed):
         return protocol.address
@@ -45,7 +45,7 @@ def began(request: web.Request) -> None:
 
 
 def unhurried(request: web.Request) -> None:
-    """Let this request take as long as its route lets it, which keeps the time itself."""
+    """Leave the deadline of this request to its route, which keeps the time itself."""
     if isinstance(request.protocol, Timed):
         request.protocol.deadline = inf
 

@@ -193,7 +193,7 @@ def suspect_if_damaged(node: Node, error: OSError | QuiverError, shards: Sequenc
 
 def log_cut(error: OSError | QuiverError) -> bool:
     """Log why an answer ends early; return whether its shards are to be verified again."""
-    gone = isinstance(error, ConnectionError)  # a reader that ended, of which there may be thousands, and no fault here
+    gone = isinstance(error, ConnectionError)  # thousands of readers may leave, and nothing is wrong here
     level = logging.DEBUG if gone else logging.WARNING
     log.log(level, "an answer was cut off: %s", str(error) or "the reader does not take it")
     return isinstance(error, DiskFailed)

@@ -1,7 +1,7 @@
 """Whole files by digest: ``PUT``, ``GET`` and ``HEAD`` of shards and manifests.
 
-What is put is written as it arrives, compared with its name and only then visible. ``GET`` hands out what is resident
-and never makes the daemon fill: neighbours ask one another this way, and must not send each other to the origin.
+An upload is written as it arrives, compared with its name, and visible only then. ``GET`` serves what is resident and
+never makes the daemon fill: daemons ask one another this way, and must not send each other to the origin.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from quiver_cacheserver.serving.requests import client_of, unhurried
 from quiver_cacheserver.serving.sender import Sender
 
 PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
-PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte, each is not written by itself
-FIRST_BYTES: Final = 4 << 20  # of an upload are here before room is made for the whole of it, which may evict others
+PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte: bytes are not written one by one
+FIRST_BYTES: Final = 4 << 20  # of an upload arrive before space is reserved for all of it, which may evict shards
 SILENCE_SECONDS: Final = 10.0  # without anything, and of delay in all: see ``Arriving``
 
 
@@ -87,7 +87,7 @@ class Transfers:
         return web.Response(status=201)
 
     async def _take(self, arriving: Arriving, first: list[bytes], kind: Kind, digest: Digest, size_bytes: int) -> None:
-        """Write the body under the store's recipe. What does not verify leaves nothing."""
+        """Write the body by the store's recipe. A body that does not verify leaves nothing."""
         loop = asyncio.get_running_loop()
         threads = self._node.disk_threads
         room = self._node.store.reserve(kind, digest, size_bytes, arriving.client)
@@ -115,7 +115,7 @@ class Transfers:
             await loop.run_in_executor(self._node.disk_threads, writing.write, piece)
 
     def _commit(self, writing: Writing, client: str) -> None:
-        """In a thread: compare what was written with its name, and put it in place."""
+        """In a thread: compare what was written with its name, and make it visible."""
         began = time.monotonic()
         try:
             _check(writing)
@@ -126,11 +126,11 @@ class Transfers:
 
 
 class Arriving:
-    """An upload's body, as its client sends it: it is waited for, though not for ever.
+    """An upload's body, as its client sends it: it is waited for, but within limits.
 
-    One that sends a byte now and then would otherwise hold one of the uploads that may be under way, and room on disk,
-    for as long as it likes. So all of it that was waited for took no longer than it takes at the rate at which readers
-    themselves give up; what the disk takes meanwhile is not counted against the client.
+    A client that sends a byte now and then would otherwise hold one of the uploads that may be under way, and space on
+    disk, for as long as it likes. So the time spent waiting for it is bounded by a minimum rate, the one at which
+    readers themselves give up. What the disk takes meanwhile does not count against the client.
     """
 
     def __init__(self, request: web.Request) -> None:

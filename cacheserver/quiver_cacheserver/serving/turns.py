@@ -1,8 +1,8 @@
-"""Which reads are answered now, and which are sent: a bounded number at once, of which one address never has all.
+"""Which reads are answered now: a bounded number at once, of which one address never has all.
 
-A read that only waits, for a fill, an upload or a manifest, holds no place among those: it would keep away others whose
-shards are here. It holds one among the waiting, which are more and cost less, and takes its turn again afterwards,
-address by address, so that a fill that a thousand readers waited for does not refuse most of them.
+A read that only waits, for a fill, an upload or a manifest, holds no place among those: it would keep out others whose
+shards are resident. It holds a place among the waiting, which cost less, and takes its turn again afterwards, address
+by address, so that of a thousand readers that waited for one fill none is refused.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from typing import Final, Self
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, OverCapacity, QuiverError
-from quiver.store import Kind, MemoryInventory, OpenFile
+from quiver.store import Kind, OpenFile
 from quiver.transport.handoff import (
     RECHECK,
     REQUEST_BYTES_MAX,
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 BACKLOG: Final = 128
 SILENCE_SECONDS: Final = 30.0  # of a reader; while it has maps it asks every few seconds
 THREADS: Final = 2  # not the disk's: to open a file takes microseconds, and must not queue behind reads of cold ones
-PAUSE_SECONDS: Final = 0.5  # without descriptors nobody is let in; somebody may close one
+PAUSE_SECONDS: Final = 0.5  # without descriptors nobody is accepted; meanwhile one may be closed
 PROBE_SECONDS: Final = 1.0
 MODE: Final = 0o660
 
@@ -87,8 +87,8 @@ def _bind(path: str) -> tuple[socket.socket, tuple[int, int]]:
     folder = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        _lock(folder, path)  # two that start at once must not take each other's new socket for a dead one's
-        _make_way(path)
+        _lock(folder, path)  # of two that start at once, neither must take the other's new socket for a dead daemon's
+        _remove_dead(path)
         before = os.umask(0o777 & ~MODE)
         try:
             listener.bind(path)
@@ -120,7 +120,7 @@ def _lock(folder: int, path: str) -> None:
             return
 
 
-def _make_way(path: str) -> None:
+def _remove_dead(path: str) -> None:
     """Remove a socket that nobody listens at."""
     try:
         found = os.lstat(path)
@@ -136,7 +136,7 @@ def _make_way(path: str) -> None:
             Path(path).unlink()
             return
         except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE, errno.ETIMEDOUT):  # those say that somebody is there
+            if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE, errno.ETIMEDOUT):  # with those a process listens
                 raise
     raise Misconfigured(f"--socket {path}: a living process listens there; give each daemon its own")
 
@@ -150,9 +150,9 @@ class Handoff:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-handoff")
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
-        # By user; who was silent for longest is first.
+        # By user, the longest silent one first.
         self._connections: dict[str, OrderedDict[asyncio.Task[None], None]] = {}
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # given up to tell somebody that there are none
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # closed when none is left, to refuse a reader
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -189,7 +189,7 @@ class Handoff:
                 task.add_done_callback(partial(self._end, connection, user))
             else:
                 connection.close()
-            await asyncio.sleep(0)  # accepting takes turns with all else
+            await asyncio.sleep(0)  # accepting takes turns with everything else on the loop
 
     def _has_room(self, user: str) -> bool:
         """Hold what one more connection takes; the user's own oldest is closed for it, if that is what it takes."""
@@ -198,7 +198,7 @@ class Handoff:
             return True
         its = self._connections.get(user)
         if its:
-            next(iter(its)).cancel()  # who still wants something connects again
+            next(iter(its)).cancel()  # a reader that still wants something connects again
             self._forget(next(iter(its)), user)
         return hold(user, Resource.SOCKET_CONNECTIONS)
 
@@ -215,7 +215,7 @@ class Handoff:
         connection.close()  # also of a task that was cancelled before it began
 
     def _turn_away(self) -> None:
-        """Let somebody go who waits to be let in while there are no descriptors: it reads over TCP meanwhile."""
+        """Refuse one reader that waits while there are no descriptors: it reads over TCP meanwhile."""
         if self._spare >= 0:
             os.close(self._spare)
         try:
@@ -231,7 +231,7 @@ class Handoff:
             self._spare = -1
 
     async def _serve(self, connection: socket.socket, user: str) -> None:
-        """Answer one reader until it leaves, is silent for too long, or says what is no request."""
+        """Answer one reader until it leaves, is silent for too long, or sends a malformed request."""
         try:
             connection.setblocking(False)
             while await self._exchange(connection, user):
@@ -266,7 +266,7 @@ class Handoff:
         return self._send(connection, answer, files)
 
     def _send(self, connection: socket.socket, answer: bytes, files: list[OpenFile]) -> bool:
-        """Send an answer: a whole message that nothing is queued before, so it never has to wait."""
+        """Send an answer: a whole message with nothing queued before it, so it never has to wait."""
         passed = struct.pack(f"{len(files)}i", *(file.fd for file in files))
         try:
             connection.sendmsg([answer], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, passed)] if files else ())
@@ -307,20 +307,18 @@ class Handoff:
         )
 
     def _edition(self, digest: Digest | None) -> int:
-        inventory = self._node.store.inventory
-        assert isinstance(inventory, MemoryInventory)
-        return inventory.edition(digest) if digest is not None else 0
+        return self._node.inventory.edition(digest) if digest is not None else 0
 
     def _touch(self, digests: Sequence[Digest]) -> None:
         for digest in digests:
-            self._node.store.inventory.touched(Kind.SHARD, digest)
+            self._node.inventory.touched(Kind.SHARD, digest)
 
     def _open(self, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
         files: list[OpenFile | None] = []
         for digest in digests:
             try:
                 files.append(self._node.store.open_file(Kind.SHARD, digest) if digest is not None else None)
-            except QuiverError:  # gone meanwhile; the disk fails; no descriptor is to be had: read it over TCP
+            except QuiverError:  # evicted meanwhile, a failing disk, no descriptor left: read it over TCP
                 files.append(None)
         return files
 
