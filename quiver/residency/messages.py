@@ -1,39 +1,39 @@
 """How a consumer's needs travel (docs/protocol.md): ``POST /v1/needs`` in a rack, a lease file in an embedded cache.
 
-Arrays on both sides, so binary like the batched read; all integers are little-endian.
-
-    report   "QND1", flags u32, lease_ms u32, shards u32, soon u32, packed_bytes u32, rate f64, ahead_bytes f64,
-             consumer (16 bytes), manifest digest (32 bytes), soon (u32 each), left (a byte a shard, zlib)
-    answer   "QNA1", status u32, shards u32, uploads u32, packed_bytes u32, uploads (u32 each),
-             seen (a byte a shard, zlib): 0 for what is not held here, else 1 + how many other consumers need it
+MessagePack, by ``msgspec``. The arrays, a byte per shard, are packed by zlib. Whatever is announced is checked before
+anything is unpacked, and no more is unpacked than was announced: a message comes from whoever reaches the daemon.
 """
 
 from __future__ import annotations
 
 import enum
-import struct
 import zlib
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
-from quiver.need import CONSUMER_BYTES, Report
+from quiver.residency.report import CONSUMER_BYTES, Report
 
 NEEDS_TYPE: Final = "application/vnd.quiver.needs"
 SHARDS_MAX: Final = 1 << 24
 SOON_MAX: Final = 4096
 UPLOADS_MAX: Final = 64
 LEASE_SECONDS_MAX: Final = 60.0
-_REPORT: Final = struct.Struct(f"<4sIIIIIdd{CONSUMER_BYTES}s{DIGEST_BYTES}s")
-_ANSWER: Final = struct.Struct("<4sIIII")
-_LEAVE: Final = 1
-_ORDERED: Final = 2
-REPORT_BYTES_MAX: Final = _REPORT.size + 4 * SOON_MAX + SHARDS_MAX + (SHARDS_MAX >> 8) + 64
-ANSWER_BYTES_MAX: Final = _ANSWER.size + 4 * UPLOADS_MAX + SHARDS_MAX + (SHARDS_MAX >> 8) + 64
+PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # what does not compress becomes a little longer
+_FIELDS_BYTES_MAX: Final = 512  # all of a message but its lists and its array
+_NUMBER_BYTES_MAX: Final = 5
+REPORT_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * SOON_MAX + PACKED_BYTES_MAX
+ANSWER_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * UPLOADS_MAX + PACKED_BYTES_MAX
+
+_Number = Annotated[int, Meta(ge=0, lt=SHARDS_MAX)]
+_Count = Annotated[int, Meta(ge=0, le=SHARDS_MAX)]
+_Packed = Annotated[bytes, Meta(max_length=PACKED_BYTES_MAX)]
 
 
 class NeedsStatus(enum.IntEnum):
@@ -42,6 +42,31 @@ class NeedsStatus(enum.IntEnum):
     TAKEN = 0
     NO_MANIFEST = 1  # put the manifest, then report again
     FULL = 2  # more consumers than the daemon keeps: read as if nobody listened
+
+
+class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True):
+    manifest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    consumer: Annotated[bytes, Meta(min_length=CONSUMER_BYTES, max_length=CONSUMER_BYTES)]
+    shards: _Count
+    left: _Packed
+    rate: float
+    ahead_bytes: float
+    lease_seconds: float
+    soon: Annotated[list[_Number], Meta(max_length=SOON_MAX)] = []
+    ordered: bool = False
+    leaving: bool = False
+
+
+class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
+    status: NeedsStatus
+    shards: _Count
+    seen: _Packed
+    uploads: Annotated[list[_Number], Meta(max_length=UPLOADS_MAX)] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_report: Final = msgspec.msgpack.Decoder(_ReportMessage).decode
+_decode_answer: Final = msgspec.msgpack.Decoder(_AnswerMessage).decode
 
 
 class ReportHead(NamedTuple):
@@ -63,57 +88,41 @@ class NeedsReport:
 
     def encode(self) -> bytes:
         report = self.report
-        packed = zlib.compress(report.left.tobytes(), 1)
-        soon = np.asarray(report.soon[:SOON_MAX], "<u4").tobytes()
-        flags = _LEAVE * self.leaving | _ORDERED * report.ordered
-        head = _REPORT.pack(
-            b"QND1",
-            flags,
-            round(report.lease_seconds * 1000),
-            len(report.left),
-            len(soon) // 4,
-            len(packed),
-            report.rate,
-            report.ahead_bytes,
-            report.consumer,
-            self.manifest,
+        return _encode(
+            _ReportMessage(
+                manifest=self.manifest,
+                consumer=report.consumer,
+                shards=len(report.left),
+                left=zlib.compress(report.left.tobytes(), 1),
+                rate=report.rate,
+                ahead_bytes=report.ahead_bytes,
+                lease_seconds=report.lease_seconds,
+                soon=list(report.soon[:SOON_MAX]),
+                ordered=report.ordered,
+                leaving=self.leaving,
+            )
         )
-        return b"".join([head, soon, packed])
 
     @staticmethod
     def head(body: Bytes) -> ReportHead:
-        """Parse what comes first, which takes no time. Raises ``BadRequest`` as ``decode`` does."""
-        if len(body) < _REPORT.size or len(body) > REPORT_BYTES_MAX:
-            raise BadRequest(f"a report of needs has {_REPORT.size} to {REPORT_BYTES_MAX} bytes, not {len(body)}")
-        magic, flags, _, shards, soon_count, size, rate, ahead, consumer, manifest = _REPORT.unpack_from(body)
-        if magic != b"QND1":
-            raise BadRequest("a report of needs begins with QND1")
-        if shards > SHARDS_MAX or soon_count > SOON_MAX:
-            raise BadRequest(f"a report of needs is about at most {SHARDS_MAX} shards, {SOON_MAX} of them soon")
-        if len(body) != _REPORT.size + 4 * soon_count + size:
-            raise BadRequest("the size of a report of needs does not agree with its counts")
-        if not (0 <= rate < 1e15 and abs(ahead) < 1e18):  # NaN is neither
-            raise BadRequest("a report of needs gives a rate and a runway in bytes")
-        return ReportHead(Digest(manifest), consumer, shards, bool(flags & _LEAVE))
+        """Parse all but the array, which takes no time. Raises ``BadRequest`` as ``decode`` does."""
+        message = _report_message(body)
+        return ReportHead(Digest(message.manifest), message.consumer, message.shards, message.leaving)
 
     @classmethod
     def decode(cls, body: Bytes) -> NeedsReport:
-        """Parse a report. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
-        manifest, consumer, shards, leaving = cls.head(body)
-        _, flags, lease_ms, _, soon_count, _, rate, ahead, _, _ = _REPORT.unpack_from(body)
-        soon = np.frombuffer(body, "<u4", soon_count, _REPORT.size)
-        if soon_count and int(soon.max()) >= shards:
-            raise BadRequest("a report of needs names a shard that the dataset does not have")
+        """Parse a report. Raises ``BadRequest`` for one that breaks a limit or is malformed."""
+        message = _report_message(body)
         report = Report(
-            consumer=consumer,
-            left=_unpacked(memoryview(body)[_REPORT.size + 4 * soon_count :], shards),
-            rate=rate if rate >= 1 else 0.0,  # less than a byte a second: as good as not known
-            ahead_bytes=ahead,
-            lease_seconds=min(lease_ms / 1000, LEASE_SECONDS_MAX),
-            soon=tuple(soon.tolist()),
-            ordered=bool(flags & _ORDERED),
+            consumer=message.consumer,
+            left=_unpacked(message.left, message.shards),
+            rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second: as good as not known
+            ahead_bytes=message.ahead_bytes,
+            lease_seconds=min(message.lease_seconds, LEASE_SECONDS_MAX),
+            soon=tuple(message.soon),
+            ordered=message.ordered,
         )
-        return cls(manifest, report, leaving)
+        return cls(Digest(message.manifest), report, message.leaving)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -125,40 +134,51 @@ class NeedsAnswer:
     uploads: tuple[int, ...] = ()
 
     def encode(self) -> bytes:
-        packed = zlib.compress(self.seen.tobytes(), 1)
-        uploads = np.asarray(self.uploads[:UPLOADS_MAX], "<u4").tobytes()
-        head = _ANSWER.pack(b"QNA1", self.status, len(self.seen), len(uploads) // 4, len(packed))
-        return b"".join([head, uploads, packed])
+        seen = zlib.compress(self.seen.tobytes(), 1)
+        uploads = list(self.uploads[:UPLOADS_MAX])
+        return _encode(_AnswerMessage(status=self.status, shards=len(self.seen), seen=seen, uploads=uploads))
 
     @classmethod
     def decode(cls, body: Bytes) -> NeedsAnswer:
-        """Parse an answer. Raises ``BadRequest`` for nonsense."""
-        if len(body) < _ANSWER.size:
-            raise BadRequest(f"an answer to a report of needs has at least {_ANSWER.size} bytes, not {len(body)}")
-        magic, status, shards, upload_count, size = _ANSWER.unpack_from(body)
-        uploads_at = _ANSWER.size + 4 * upload_count
-        if (
-            magic != b"QNA1"
-            or status not in list(NeedsStatus)
-            or shards > SHARDS_MAX
-            or upload_count > UPLOADS_MAX
-            or len(body) != uploads_at + size
-        ):
-            raise BadRequest("an answer to a report of needs that does not add up")
-        uploads = tuple(np.frombuffer(body, "<u4", upload_count, _ANSWER.size).tolist())
-        if any(shard >= shards for shard in uploads):
-            raise BadRequest("an answer to a report of needs names a shard that the dataset does not have")
-        return cls(NeedsStatus(status), _unpacked(memoryview(body)[uploads_at:], shards), uploads)
+        """Parse an answer. Raises ``BadRequest`` for one that breaks a limit or is malformed."""
+        if len(body) > ANSWER_BYTES_MAX:
+            raise BadRequest(f"an answer to a report of needs has at most {ANSWER_BYTES_MAX} bytes, not {len(body)}")
+        try:
+            message = _decode_answer(body)
+        except msgspec.MsgspecError as error:
+            raise BadRequest(f"malformed answer to a report of needs: {error}") from error
+        _check_numbers(message.uploads, message.shards)
+        return cls(message.status, _unpacked(message.seen, message.shards), tuple(message.uploads))
 
 
-def _unpacked(packed: memoryview, count: int) -> npt.NDArray[np.uint8]:
+def _report_message(body: Bytes) -> _ReportMessage:
+    if len(body) > REPORT_BYTES_MAX:
+        raise BadRequest(f"a report of needs has at most {REPORT_BYTES_MAX} bytes, not {len(body)}")
+    try:
+        message = _decode_report(body)
+    except msgspec.MsgspecError as error:
+        raise BadRequest(f"malformed report of needs: {error}") from error
+    if not (0 <= message.rate < 1e15 and abs(message.ahead_bytes) < 1e18):  # NaN is neither
+        raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")
+    if not 0 <= message.lease_seconds < 1e9:
+        raise BadRequest("malformed report of needs: its lease is not a number of seconds")
+    _check_numbers(message.soon, message.shards)
+    return message
+
+
+def _check_numbers(numbers: list[int], shards: int) -> None:
+    if numbers and max(numbers) >= shards:
+        raise BadRequest(f"malformed needs: shard {max(numbers)} of a dataset of {shards}")
+
+
+def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
     """Return ``count`` bytes out of what was packed, and never unpack more than that."""
     unpacking = zlib.decompressobj()
     try:
         data = unpacking.decompress(packed, max(count, 1))
         surplus = unpacking.decompress(unpacking.unconsumed_tail, 1) if unpacking.unconsumed_tail else b""
     except zlib.error as error:
-        raise BadRequest(f"a report of needs that cannot be unpacked: {error}") from error
+        raise BadRequest(f"malformed needs: the array cannot be unpacked: {error}") from error
     if len(data) != count or surplus or not unpacking.eof or unpacking.unused_data:
-        raise BadRequest(f"{len(data)} shards where {count} were announced")
+        raise BadRequest(f"malformed needs: {len(data)} shards where {count} were announced")
     return np.frombuffer(data, np.uint8)
