@@ -67,6 +67,7 @@ class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report: Final = msgspec.msgpack.Decoder(_ReportMessage).decode
 _decode_answer: Final = msgspec.msgpack.Decoder(_AnswerMessage).decode
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what its decoder raises
 
 
 class ReportHead(NamedTuple):
@@ -90,7 +91,7 @@ class NeedsReport:
         report = self.report
         return _encode(
             _ReportMessage(
-                manifest=self.manifest,
+                manifest=bytes(self.manifest),
                 consumer=report.consumer,
                 shards=len(report.left),
                 left=zlib.compress(report.left.tobytes(), 1),
@@ -145,7 +146,7 @@ class NeedsAnswer:
             raise BadRequest(f"an answer to a report of needs has at most {ANSWER_BYTES_MAX} bytes, not {len(body)}")
         try:
             message = _decode_answer(body)
-        except msgspec.MsgspecError as error:
+        except _MALFORMED as error:
             raise BadRequest(f"malformed answer to a report of needs: {error}") from error
         _check_numbers(message.uploads, message.shards)
         return cls(message.status, _unpacked(message.seen, message.shards), tuple(message.uploads))
@@ -156,7 +157,7 @@ def _report_message(body: Bytes) -> _ReportMessage:
         raise BadRequest(f"a report of needs has at most {REPORT_BYTES_MAX} bytes, not {len(body)}")
     try:
         message = _decode_report(body)
-    except msgspec.MsgspecError as error:
+    except _MALFORMED as error:
         raise BadRequest(f"malformed report of needs: {error}") from error
     if not (0 <= message.rate < 1e15 and abs(message.ahead_bytes) < 1e18):  # NaN is neither
         raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")

@@ -21,7 +21,7 @@ from quiver.errors import QuiverError
 from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
-from quiver.residency import Held
+from quiver.residency import StoredFile
 from quiver_client import process_exit
 from quiver_client.tiers.leases import Heard, Leases, leases_in
 
@@ -124,7 +124,7 @@ class Board:
             free_bytes += self._needs.held_bytes()[1]
             return self._needs.fetches(time.monotonic(), coming, free_bytes, origin, at_most, only=consumer)
 
-    def idle_bytes(self, idle: Iterable[Held]) -> int:
+    def idle_bytes(self, idle: Iterable[StoredFile]) -> int:
         """Return the bytes of those of the idle that nobody's needs are about: these may go."""
         with self._lock:
             return sum(held.size_bytes for held in idle if self._needs.needed(held.digest) is None)
