@@ -50,7 +50,7 @@ class Situation:
     only: bytes | None = None  # the consumer whose hunger counts, where everyone fetches for itself
     may_not_force: Set[bytes] = frozenset()  # consumers for which nothing is evicted that somebody needs
     left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
-    avoid: Collection[Recipe] = ()  # shards that are not fetched by this dataset's manifest for now
+    avoid: Set[Recipe] = frozenset()  # by which shards are not fetched for now, nor counted as coming
     # Bytes that a dataset's needed shards may take, by dataset; one that is not named may take all. The seam for who
     # gets the cache: nothing sets it today.
     shares: Mapping[Digest, float] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class _Round:
         self._needs = needs
         self._situation = situation
         self._present = needs.present()
-        self._present[needs.slots_of(needs.commitments.coming)] = True
+        self._present[needs.slots_of(_coming(needs, situation.avoid))] = True
         self._free_bytes = situation.free_bytes
         self._ordered_is_next = needs.ordered_is_next
         self._forced: Counter[bytes] = Counter()  # in this round, by consumer
@@ -302,7 +302,12 @@ def _is_low(it: Consumer, dataset: DatasetNeeds, runway: _Runway, fastest: float
     return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
 
 
-def _blocked(needs: Needs, avoid: Collection[Recipe]) -> dict[Digest, Mask]:
+def _coming(needs: Needs, avoid: Set[Recipe]) -> set[Digest]:
+    """Return what is coming by the datasets that are reported on: anybody can have others filled, from anywhere."""
+    return {it.shard for it in needs.commitments if it.dataset in needs.datasets and it not in avoid}
+
+
+def _blocked(needs: Needs, avoid: Set[Recipe]) -> dict[Digest, Mask]:
     """Return by dataset, for those that have any, which slots are not fetched by its manifest."""
     by_dataset: dict[Digest, list[Digest]] = {}
     for recipe in avoid:

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from quiver.digest import Digest
-from quiver.need import Report
-from quiver.reporting import NeedsReport
+from quiver.residency import Report
+from quiver.residency.messages import NeedsReport
 from quiver.store import Kind
 from quiver_client import Dataset
 from quiver_client.needs.folder import FolderNeeds
@@ -462,8 +462,8 @@ def test_a_crash_between_writing_and_renaming_leaves_nothing_that_matters(
         from pathlib import Path
         import numpy as np
         from quiver.manifest import Manifest
-        from quiver.need import Report
-        from quiver.reporting import NeedsReport
+        from quiver.residency import Report
+        from quiver.residency.messages import NeedsReport
         from quiver_client.tiers.leases import Lease
         manifest = Manifest.open(Path(sys.argv[1]))
         Path.replace = lambda *paths: os.kill(os.getpid(), 9)

@@ -17,22 +17,22 @@ import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from quiver_cacheserver.consumers import Lease, Leases
+from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, OverCapacity
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.lookup import DigestRows
 from quiver.manifest import Field, Header, Manifest, ManifestParts, write_manifest
-from quiver.need import Report
-from quiver.reporting import NeedsReport, NeedsStatus
+from quiver.residency import Report
+from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver import bounds, origins, residency
 from quiver_cacheserver.bounds import FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
-from quiver_cacheserver.consumers import Lease, Leases
-from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
 from tests.daemon.test_routes import error_of

@@ -12,15 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quiver_cacheserver.fills import UPLOAD_SECONDS, UPLOADS_AN_ADDRESS, Fills, Recipe
 
 from quiver.digest import Digest
 from quiver.errors import Changed, NotAllowed, Unavailable
-from quiver.need import Report
-from quiver.reporting import NeedsReport, NeedsStatus
+from quiver.residency import Report
+from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.store import Kind
 from quiver.wire import RangeStatus
 from quiver_cacheserver import fills as fills_module
-from quiver_cacheserver.fills import UPLOAD_SECONDS, UPLOADS_AN_ADDRESS, Fills, Recipe
 from tests.daemon.test_costs import HONEST, HOSTILE, ByHand, lone_node
 from tests.daemon.test_rack import origin_bytes, put_manifest, whole_dataset
 from tests.daemon.test_routes import read

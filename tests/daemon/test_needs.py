@@ -18,9 +18,9 @@ from blockbuster import blockbuster_ctx
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt
 from quiver.manifest import Manifest
-from quiver.need import CONSUMERS_MAX, Report
 from quiver.peer import PeerClient
-from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX, NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency import CONSUMERS_MAX, Report
+from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of

@@ -18,7 +18,6 @@ from quiver.residency import (
     Decision,
     Needs,
     OriginEstimate,
-    Recipe,
     Report,
     Shelf,
     Situation,

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from quiver.need import Report
+from quiver.residency import Report
 
 
 class Exchange(Protocol):

@@ -20,9 +20,8 @@ import numpy.typing as npt
 
 from quiver.digest import Digest
 from quiver.manifest import Manifest
-from quiver.need import Report
-from quiver.reporting import NeedsReport
-from quiver.residency import IDLE_SECONDS, StoredFile
+from quiver.residency import IDLE_SECONDS, Report, StoredFile
+from quiver.residency.messages import NeedsReport
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of, scan
 from quiver_client.tiers.embedded import FILLS_AT_ONCE, Brought, EmbeddedTier

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from quiver import forks
-from quiver.need import Report
+from quiver.residency import Report
 from quiver.substitution import View
 from quiver_client import process_exit
 from quiver_client.needs.base import Exchange

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from quiver.errors import BadRequest
-from quiver.need import CONSUMERS_MAX
-from quiver.reporting import REPORT_BYTES_MAX, NeedsReport
+from quiver.residency import CONSUMERS_MAX
+from quiver.residency.messages import REPORT_BYTES_MAX, NeedsReport
 
 LEASES_MAX: Final = CONSUMERS_MAX // 2  # the others': one's own always finds room on the board
 ENTRIES_MAX: Final = 4 * LEASES_MAX  # of a folder that somebody may have filled with anything
