@@ -71,7 +71,7 @@ class Rooms:
     def free_bytes(self) -> float:
         """Return the room that is free, once all that is coming has come in place of what is evicted for it."""
         inventory, commitments = self._inventory, self._needs.commitments
-        promised = sum(size for shard, size in commitments.promised() if not inventory.has(Kind.SHARD, shard))
+        promised = sum(int(size) for shard, size in commitments.promised() if not inventory.has(Kind.SHARD, shard))
         free = self.store.capacity_bytes - (inventory.resident_bytes() - inventory.reserved_bytes())
         free -= max(inventory.reserved_bytes(), promised)  # what is coming reserves its room when it was fetched
         given = sum(inventory.size(Kind.SHARD, digest) for digest in commitments.evicting)
