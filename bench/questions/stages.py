@@ -20,7 +20,7 @@ from bench.servers import quiver_rack
 from quiver_client.columns import Columns
 from quiver_client.dataset import Dataset
 from quiver_client.delivery import Delivery
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.embedded.tier import EmbeddedTier
 from quiver_client.tiers.rack import RackTier
 
 Clock = Counter[str]

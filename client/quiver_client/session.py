@@ -22,14 +22,14 @@ from quiver.store import Store
 from quiver_client import process_exit
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
+from quiver_client.embedded.fetching import FolderNeeds
+from quiver_client.embedded.tier import EmbeddedTier, check_capacity
 from quiver_client.imports import import_ahead
 from quiver_client.needs.base import Exchange
-from quiver_client.needs.folder import FolderNeeds
 from quiver_client.needs.rack import RackNeeds
 from quiver_client.patience import Patience, patience_seconds
 from quiver_client.stats import Stats
 from quiver_client.tiers.direct import OriginTier
-from quiver_client.tiers.embedded import EmbeddedTier, check_capacity
 from quiver_client.tiers.handoff import HandoffTier
 from quiver_client.tiers.members import Members
 from quiver_client.tiers.rack import RackTier

@@ -24,8 +24,8 @@ from quiver.store.inventory import FolderInventory, file_of
 from quiver_client import DataLoader, Dataset, index
 from quiver_client import delivery as delivery_module
 from quiver_client.columns import Columns
+from quiver_client.embedded.tier import EmbeddedTier
 from quiver_client.tiers import maps as maps_module
-from quiver_client.tiers.embedded import EmbeddedTier
 from tests.support.columns import EVEN, FIELDS, SAMPLES, Truth, batch_of, outcome, same, truth_of, values
 from tests.support.daemon import Daemon
 

@@ -23,10 +23,10 @@ from quiver.need import Report
 from quiver.reporting import NeedsReport
 from quiver.store import Kind
 from quiver_client import Dataset
-from quiver_client.needs.folder import FolderNeeds
-from quiver_client.tiers.embedded import Brought, EmbeddedTier
-from quiver_client.tiers.fills import FillLocks
-from quiver_client.tiers.leases import Lease, leases_in
+from quiver_client.embedded.fetching import FolderNeeds
+from quiver_client.embedded.fill_locks import FillLocks
+from quiver_client.embedded.lease_files import Lease, leases_in
+from quiver_client.embedded.tier import Brought, EmbeddedTier
 from tests.support.data import Files, rewritten
 from tests.support.waiting import until
 
@@ -464,7 +464,7 @@ def test_a_crash_between_writing_and_renaming_leaves_nothing_that_matters(
         from quiver.manifest import Manifest
         from quiver.need import Report
         from quiver.reporting import NeedsReport
-        from quiver_client.tiers.leases import Lease
+        from quiver_client.embedded.lease_files import Lease
         manifest = Manifest.open(Path(sys.argv[1]))
         Path.replace = lambda *paths: os.kill(os.getpid(), 9)
         report = Report(b"x" * 16, np.full(manifest.shard_count, 255, np.uint8), 0.0, 0.0, 60.0)

@@ -19,7 +19,7 @@ import pytest
 from quiver.errors import OverCapacity
 from quiver.store import Kind, Store
 from quiver_client import Dataset
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.embedded.tier import EmbeddedTier
 from tests.store.test_store import shard_of
 from tests.support.data import Files
 from tests.support.waiting import until

@@ -23,7 +23,7 @@ from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
 from quiver.residency import Held
 from quiver_client import process_exit
-from quiver_client.tiers.leases import Heard, Leases, leases_in
+from quiver_client.embedded.lease_files import Heard, Leases, leases_in
 
 FRESH_SECONDS: Final = 0.5  # how old what the others told may be when room is made
 OPENING_MAX: Final = 4

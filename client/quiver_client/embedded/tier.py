@@ -42,12 +42,12 @@ from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client import process_exit
 from quiver_client.delivery import Delivery, Positions
+from quiver_client.embedded.fill_locks import FillLocks
+from quiver_client.embedded.shared_needs import Board
 from quiver_client.gather import Buffer
 from quiver_client.patience import Patience
 from quiver_client.pool import DaemonPool
 from quiver_client.stats import Stats
-from quiver_client.tiers.board import Board
-from quiver_client.tiers.fills import FillLocks
 from quiver_client.tiers.maps import TIDY_SECONDS, Maps
 
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory

@@ -25,8 +25,8 @@ from quiver.reporting import NeedsReport
 from quiver.residency import IDLE_SECONDS, Held
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of, scan
-from quiver_client.tiers.embedded import FILLS_AT_ONCE, Brought, EmbeddedTier
-from quiver_client.tiers.leases import Lease, leases_in
+from quiver_client.embedded.lease_files import Lease, leases_in
+from quiver_client.embedded.tier import FILLS_AT_ONCE, Brought, EmbeddedTier
 
 BRINGING_MAX: Final = FILLS_AT_ONCE - 1  # a read that misses never waits for all of them
 LISTEN_SECONDS: Final = 0.1
