@@ -143,7 +143,7 @@ class Consumer:
         )
 
     def learn(self, seen: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """As ``quiver_client.needs.watch`` does it."""
+        """As ``quiver_client.needs_reporter`` does it."""
         resident = seen > 0
         new = resident & ~self._view.resident
         arrived = self._view.arrived

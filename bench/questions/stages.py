@@ -17,11 +17,11 @@ import quiver_client.dataset
 from bench.data import Data
 from bench.questions.base import BATCH, TOKENS_BATCH, Answer, Question, Ratio, Setting
 from bench.servers import quiver_rack
-from quiver_client.columns import Columns
+from quiver_client.batch import Delivery
+from quiver_client.collated_dataset import Columns
 from quiver_client.dataset import Dataset
-from quiver_client.delivery import Delivery
 from quiver_client.embedded.tier import EmbeddedTier
-from quiver_client.tiers.rack import RackTier
+from quiver_client.rack.tier import RackTier
 
 Clock = Counter[str]
 PARTS: Final[tuple[tuple[str, Any, str], ...]] = (

@@ -20,11 +20,11 @@ from torch.utils.data import Dataset as TorchDataset
 from quiver import forks
 from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
+from quiver_client.batch import Delivery, Verify
 from quiver_client.config import parse_cache
-from quiver_client.delivery import Delivery, Verify
 from quiver_client.failure import failure
-from quiver_client.fetched import open_manifest
-from quiver_client.needs.base import Exchange
+from quiver_client.manifest_download import open_manifest
+from quiver_client.needs_reporter import Exchange
 from quiver_client.session import Session
 
 Sample = dict[str, Any]

@@ -20,19 +20,19 @@ from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client import process_exit
+from quiver_client.batch import Cache, Delivery, Positions, Tier, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
-from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
 from quiver_client.embedded.fetching import FolderNeeds
 from quiver_client.embedded.tier import EmbeddedTier, check_capacity
 from quiver_client.imports import import_ahead
-from quiver_client.needs.base import Exchange
-from quiver_client.needs.rack import RackNeeds
-from quiver_client.patience import Patience, patience_seconds
+from quiver_client.needs_reporter import Exchange
+from quiver_client.origin_patience import Patience, patience_seconds
+from quiver_client.origin_tier import OriginTier
+from quiver_client.rack.handoff_tier import HandoffTier
+from quiver_client.rack.members import Members
+from quiver_client.rack.needs import RackNeeds
+from quiver_client.rack.tier import RackTier
 from quiver_client.stats import Stats
-from quiver_client.tiers.direct import OriginTier
-from quiver_client.tiers.handoff import HandoffTier
-from quiver_client.tiers.members import Members
-from quiver_client.tiers.rack import RackTier
 
 
 class Session:

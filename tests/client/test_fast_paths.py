@@ -22,10 +22,10 @@ from quiver.manifest import Manifest
 from quiver.store import Kind
 from quiver.store.inventory import FolderInventory, file_of
 from quiver_client import DataLoader, Dataset, index
-from quiver_client import delivery as delivery_module
-from quiver_client.columns import Columns
+from quiver_client import batch as batch_module
+from quiver_client import shard_maps as maps_module
+from quiver_client.collated_dataset import Columns
 from quiver_client.embedded.tier import EmbeddedTier
-from quiver_client.tiers import maps as maps_module
 from tests.support.columns import EVEN, FIELDS, SAMPLES, Truth, batch_of, outcome, same, truth_of, values
 from tests.support.daemon import Daemon
 
@@ -118,7 +118,7 @@ def test_small_samples_of_one_size_are_gathered_and_give_what_they_give_where_th
     made = dataset(manifest, cache, fields=EVEN, verify=verify)
     found = []
     for gathered in (True, False):
-        monkeypatch.setattr(delivery_module, "GATHERED_BYTES_MAX", 16 << 10 if gathered else 0)
+        monkeypatch.setattr(batch_module, "GATHERED_BYTES_MAX", 16 << 10 if gathered else 0)
         delivery = made.read(made.checked(rows))
         assert delivery is not None
         assert (delivery._whole is not None) == (gathered and verify == "fast")
@@ -320,7 +320,7 @@ def test_a_map_of_a_file_in_whose_place_there_is_another_keeps_no_room(
 def test_wrong_bytes_of_small_samples_are_found_gathered_or_not(
     *, dataset: Make, manifest: Path, truth: Truth, tmp_path: Path, where: str, gathered: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(delivery_module, "GATHERED_BYTES_MAX", 16 << 10 if gathered else 0)
+    monkeypatch.setattr(batch_module, "GATHERED_BYTES_MAX", 16 << 10 if gathered else 0)
     with Daemon(tmp_path / "data", origins=[manifest.parent], capacity="64MiB") as daemon:
         root = tmp_path / ("data" if where == "rack" else "cache")
         cache = daemon.url if where == "rack" else f"file://{root}?capacity=64MiB"

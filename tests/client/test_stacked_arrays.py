@@ -13,8 +13,8 @@ import torch
 
 from quiver.manifest.schema import ARRAY_DTYPES
 from quiver_client import Dataset, index
-from quiver_client import delivery as delivery_module
-from quiver_client.columns import Columns
+from quiver_client import batch as batch_module
+from quiver_client.collated_dataset import Columns
 from tests.support.columns import same
 
 Make = Callable[..., Dataset]
@@ -38,7 +38,7 @@ def test_arrays_in_files_are_stacked_as_numpy_loads_them(
     made = dataset(write_arrays(tmp_path, arrays), f"file://{tmp_path}/cache?capacity=1MiB")
     rows = [3, 0, 11, 3]
     ((name, stacked),) = Columns(made).__getitems__(rows).items()
-    monkeypatch.setattr(delivery_module, "GATHERED_BYTES_MAX", 0)
+    monkeypatch.setattr(batch_module, "GATHERED_BYTES_MAX", 0)
     assert same(Columns(made).__getitems__(rows)[name], stacked)
     loaded = np.stack([np.load(tmp_path / "data" / f"{row:03}.npy") for row in rows])
     assert same(stacked, torch.from_numpy(loaded))

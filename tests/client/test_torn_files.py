@@ -16,7 +16,7 @@ import pytest
 
 from quiver.store import OpenFile
 from quiver_client import Dataset, native
-from quiver_client.gather import Buffer, gather, take, xxh3_64
+from quiver_client.buffers import Buffer, gather, take, xxh3_64
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files
 from tests.support.forking import FORKED

@@ -13,8 +13,8 @@ import pytest
 from quiver.need import Report
 from quiver.substitution import View
 from quiver_client import Dataset
+from quiver_client import needs_reporter as watch_module
 from quiver_client.loader import sampler as sampler_module
-from quiver_client.needs import watch as watch_module
 
 Mask = npt.NDArray[np.bool_]
 HOUR: Final = 3600.0

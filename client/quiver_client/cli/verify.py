@@ -14,11 +14,11 @@ from quiver.errors import Changed
 from quiver.manifest import Manifest
 from quiver.plan import plan_blobs
 from quiver.sizes import format_size
+from quiver_client.batch import Delivery, Positions
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.fetched import open_manifest
+from quiver_client.manifest_download import open_manifest
 from quiver_client.session import Session
 
 GROUP_BYTES = 64 << 20  # read at once: held in memory, and over which several daemons work at the same time

@@ -41,14 +41,14 @@ from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client import process_exit
-from quiver_client.delivery import Delivery, Positions
+from quiver_client.batch import Delivery, Positions
+from quiver_client.buffers import Buffer
 from quiver_client.embedded.fill_locks import FillLocks
 from quiver_client.embedded.shared_needs import Board
-from quiver_client.gather import Buffer
-from quiver_client.patience import Patience
-from quiver_client.pool import DaemonPool
+from quiver_client.origin_patience import Patience
+from quiver_client.shard_maps import TIDY_SECONDS, Maps
 from quiver_client.stats import Stats
-from quiver_client.tiers.maps import TIDY_SECONDS, Maps
+from quiver_client.thread_pool import DaemonPool
 
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory
 FAILED_SECONDS: Final = 5.0

@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from quiver_client.columns import Columns, collated
+from quiver_client.collated_dataset import Columns, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch

@@ -37,7 +37,7 @@ from quiver_client.loader.pace import Idle, Pace
 from quiver_client.loader.place import Place
 from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
 from quiver_client.loader.trainers import Share, refuse_wrapper
-from quiver_client.needs.watch import Watch
+from quiver_client.needs_reporter import Watch
 
 log = logging.getLogger("quiver_client")
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 from quiver_client import process_exit
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import BatchSampler
-from quiver_client.pool import DaemonPool
+from quiver_client.thread_pool import DaemonPool
 
 FETCHERS: Final = 4
 

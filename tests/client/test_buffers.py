@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quiver.store import OpenFile
 from quiver_client import native
-from quiver_client.gather import GATHERED_BYTES_MAX, JOINED_BYTES, Buffer, gather, take, xxh3_64
+from quiver_client.buffers import GATHERED_BYTES_MAX, JOINED_BYTES, Buffer, gather, take, xxh3_64
 
 contents = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6)
 

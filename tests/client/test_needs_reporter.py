@@ -19,13 +19,13 @@ from quiver.errors import BadRequest, Unavailable
 from quiver.need import Report
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
-from quiver_client import pool as pool_module
-from quiver_client.needs import rack as rack_module
-from quiver_client.needs import watch as watch_module
-from quiver_client.needs.rack import RackNeeds
-from quiver_client.needs.watch import Watch
-from quiver_client.pool import DaemonPool
+from quiver_client import needs_reporter as watch_module
+from quiver_client import thread_pool as pool_module
+from quiver_client.needs_reporter import Watch
+from quiver_client.rack import needs as rack_module
+from quiver_client.rack.needs import RackNeeds
 from quiver_client.stats import Stats
+from quiver_client.thread_pool import DaemonPool
 from tests.support.data import Files
 from tests.support.residency import Clock, Rack, alive
 from tests.support.waiting import until
@@ -458,7 +458,7 @@ def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.M
 def test_the_end_of_the_process_waits_for_no_thread_of_a_pool() -> None:
     script = """
         import threading
-        from quiver_client.pool import DaemonPool
+        from quiver_client.thread_pool import DaemonPool
         pools = [DaemonPool(2, "stuck") for _ in range(8)]
         for pool in pools:
             for _ in range(3):

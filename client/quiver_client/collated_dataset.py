@@ -16,8 +16,8 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from quiver.manifest import KEY_FIELD, Field
+from quiver_client.batch import Delivery
 from quiver_client.dataset import Dataset, as_values
-from quiver_client.delivery import Delivery
 
 Rows = npt.NDArray[np.intp]
 

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Final, Generic, TypeVar
 
-from quiver_client.gather import Buffer
+from quiver_client.buffers import Buffer
 
 N = TypeVar("N")
 

@@ -19,8 +19,8 @@ from quiver import forks
 from quiver.errors import QuiverError
 from quiver.handoff import HandoffClient, is_this_host
 from quiver.ring import Member, Ring
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
 
 LOCAL_MAX: Final = 8  # daemons of one host
 PATHS_MAX: Final = 64  # looked at: a ring has 20 to 30 members

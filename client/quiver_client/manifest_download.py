@@ -18,7 +18,7 @@ from quiver.manifest import SUFFIX, Manifest
 from quiver.origin import split_url
 from quiver.origin.isolated import IsolatedStore
 from quiver_client.config import cache_home
-from quiver_client.patience import Patience, patience_seconds
+from quiver_client.origin_patience import Patience, patience_seconds
 
 log = logging.getLogger("quiver_client")
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from quiver.errors import Changed, Unavailable
 from quiver.origin import SampleOrigin
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
+from quiver_client.batch import Delivery, Positions
+from quiver_client.buffers import Buffer
 
 
 class OriginTier:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quiver.errors import QuiverError, Unavailable
 from quiver.plan import Ints, Plan
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, Mask, gather, take, xxh3_64
+from quiver_client.buffers import GATHERED_BYTES_MAX, Buffer, Mask, gather, take, xxh3_64
 
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quiver.store import OpenFile
-from quiver_client.tiers.maps import Maps
+from quiver_client.shard_maps import Maps
 
 
 def view(content: bytes = b"abc") -> memoryview:

@@ -24,9 +24,9 @@ from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Ring
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, ReadRequest
-from quiver_client.pool import DaemonPool
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
+from quiver_client.thread_pool import DaemonPool
 
 TELLERS: Final = 8
 UPLOADERS: Final = 2  # each holds a shard in memory

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from quiver.plan import plan_batch
-from quiver_client.delivery import Delivery
-from quiver_client.gather import Buffer
+from quiver_client.batch import Delivery
+from quiver_client.buffers import Buffer
 from tests.support.data import Files
 
 

@@ -21,12 +21,12 @@ from quiver.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver.manifest import Manifest
 from quiver.ring import Ring
 from quiver_client import process_exit
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
+from quiver_client.batch import Delivery, Positions
+from quiver_client.buffers import Buffer
+from quiver_client.rack.local_daemons import LocalDaemon, LocalDaemons
+from quiver_client.rack.members import Members
+from quiver_client.shard_maps import TIDY_SECONDS, Maps
 from quiver_client.stats import Stats
-from quiver_client.tiers.local import LocalDaemon, LocalDaemons
-from quiver_client.tiers.maps import TIDY_SECONDS, Maps
-from quiver_client.tiers.members import Members
 
 T = TypeVar("T")
 

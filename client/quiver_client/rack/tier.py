@@ -26,11 +26,11 @@ from quiver.plan import Ints
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_client import process_exit
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
-from quiver_client.pool import DaemonPool
+from quiver_client.batch import Delivery, Positions
+from quiver_client.buffers import Buffer
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
+from quiver_client.thread_pool import DaemonPool
 
 FILL_SECONDS_MAX: Final = 60.0  # of one shard, without anything of it arriving; then the origin is read directly
 WAIT_MS: Final = 2000
