@@ -25,7 +25,7 @@ from quiver.store import Kind
 from quiver_client import Dataset
 from quiver_client.embedded.fetching import FolderNeeds
 from quiver_client.embedded.fill_locks import FillLocks
-from quiver_client.embedded.lease_files import Lease, leases_in
+from quiver_client.embedded.lease_files import LeaseFile, leases_in
 from quiver_client.embedded.tier import Brought, EmbeddedTier
 from tests.support.data import Files, rewritten
 from tests.support.waiting import until
@@ -426,7 +426,7 @@ def test_junk_among_the_leases_is_ignored(consumer: Callable[..., Consumer], tmp
     (folder / "notes.txt").write_text("mine")
     with (folder / ("f" * 32)).open("wb") as file:
         file.truncate(1 << 40)
-    held = [Lease(folder, bytes([9 + i]) * 16) for i in range(4)]
+    held = [LeaseFile(folder, bytes([9 + i]) * 16) for i in range(4)]
     ours = made.dataset.manifest
     for lease, path, dataset in (
         (held[0], ours.path, ours.digest),  # of too few shards
@@ -464,11 +464,11 @@ def test_a_crash_between_writing_and_renaming_leaves_nothing_that_matters(
         from quiver.manifest import Manifest
         from quiver.need import Report
         from quiver.reporting import NeedsReport
-        from quiver_client.embedded.lease_files import Lease
+        from quiver_client.embedded.lease_files import LeaseFile
         manifest = Manifest.open(Path(sys.argv[1]))
         Path.replace = lambda *paths: os.kill(os.getpid(), 9)
         report = Report(b"x" * 16, np.full(manifest.shard_count, 255, np.uint8), 0.0, 0.0, 60.0)
-        Lease(Path(sys.argv[2]), b"x" * 16).write(manifest.path, NeedsReport(manifest.digest, report))
+        LeaseFile(Path(sys.argv[2]), b"x" * 16).write(manifest.path, NeedsReport(manifest.digest, report))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(files.manifest), str(made.lease().parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])}

@@ -25,7 +25,7 @@ from quiver.reporting import NeedsReport
 from quiver.residency import IDLE_SECONDS, Held
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of, scan
-from quiver_client.embedded.lease_files import Lease, leases_in
+from quiver_client.embedded.lease_files import LeaseFile, leases_in
 from quiver_client.embedded.tier import FILLS_AT_ONCE, Brought, EmbeddedTier
 
 BRINGING_MAX: Final = FILLS_AT_ONCE - 1  # a read that misses never waits for all of them
@@ -57,7 +57,7 @@ class FolderNeeds:
         self._tier = tier
         self._board = tier.board
         self._room = _Room(tier.store)
-        self._lease: Lease | None = None
+        self._lease: LeaseFile | None = None
         self._pid = os.getpid()
         self._bringing: dict[Digest, _Bringing] = {}
         self._failed: dict[Digest, tuple[int, float]] = {}  # how many times, and when to try again
@@ -102,7 +102,7 @@ class FolderNeeds:
         if leaving or not self._tier.store.writable:
             return
         if self._lease is None:
-            self._lease = Lease(leases_in(self._tier.store.root), report.consumer)
+            self._lease = LeaseFile(leases_in(self._tier.store.root), report.consumer)
         try:
             self._lease.write(self._manifest.path.absolute(), NeedsReport(self._manifest.digest, report))
         except OSError as error:

@@ -1,9 +1,10 @@
-"""The locks of fills: of processes that share a folder, one reads a shard from the origin and the others wait for it.
+"""Fill locks: of the processes that share a folder, one reads a shard from the origin while the others wait for it.
 
-    <root>/fills/<64 hex digits: the shard>   locked and touched several times a second while it is being filled
+    <root>/fills/<64 hex digits: the shard>   locked while the shard is filled, and touched several times a second
 
-A lock saves work and nothing else, since what is written is verified and appears under its name complete or not at all.
-So nobody waits for a process that is stopped: its lock stays, and is not touched any more. Then a shard is read twice.
+A fill lock only saves work: what is written is verified, and appears under its name complete or not at all. So a
+process that is stopped delays nobody for long. It keeps its lock but no longer touches the file; the lock is then
+stale, nobody waits for it, and the shard is read twice.
 """
 
 from __future__ import annotations
@@ -25,31 +26,31 @@ from quiver.forks import LockedFile
 from quiver.store.locks import open_lock
 from quiver_client import process_exit
 
-BEAT_SECONDS: Final = 0.15
-SILENT_SECONDS: Final = 0.6  # four beats: with the wait for the folder's lock it stays below a second
-LIVE_SECONDS_MAX: Final = 20.0  # of waiting for one that lives: its origin may hang, and another's may not
+HEARTBEAT_SECONDS: Final = 0.15
+STALE_SECONDS: Final = 0.6  # four heartbeats: together with the wait for the folder's lock it stays below a second
+WAIT_SECONDS_MAX: Final = 20.0  # for a holder that is alive: its origin may hang where another process's does not
 POLL_SECONDS: Final = 0.02  # flock has no timeout
-FILLING_MAX: Final = 1024
+LOCKS_MAX: Final = 1024  # that ``under_way`` looks at
 
 
 class FillLocks:
-    """The locks of a folder's fills, as one process has them. Safe from threads."""
+    """The fill locks of a folder, as one process uses them. Safe from threads."""
 
     def __init__(self, root: Path, closing: threading.Event) -> None:
-        """``closing``: when it is set nobody waits any more."""
+        """``closing``: once it is set, nobody waits any more."""
         self._folder = root / "fills"
         self._closing = closing
         self._lock = forks.lock()
         self._held: set[LockedFile] = set()
-        self._beating = False
-        with contextlib.suppress(OSError):  # then it is done without
+        self._heartbeat_runs = False
+        with contextlib.suppress(OSError):  # then fills run without locks
             self._folder.mkdir(exist_ok=True)
 
     @contextlib.contextmanager
     def held(self, digest: Digest) -> Iterator[None]:
-        """Hold the lock of one fill, or go on without it if it is not had soon.
+        """Hold the lock of one fill; continue without it if it cannot be acquired soon.
 
-        Raises ``Unavailable`` when the tier is closed meanwhile.
+        Raises ``Unavailable`` if the tier is closed meanwhile.
         """
         path = self._folder / digest.hex()
         try:
@@ -59,12 +60,12 @@ class FillLocks:
             return
         locked = False
         try:
-            locked = self._wait_for(file)
+            locked = self._acquire(file)
             if locked:
-                self._begin(file)
+                self._start_heartbeat(file)
             yield
         finally:
-            if locked:  # else it is somebody's still
+            if locked:  # else another process still holds it
                 with self._lock:
                     self._held.discard(file)
                 with contextlib.suppress(OSError):
@@ -72,16 +73,16 @@ class FillLocks:
             file.close()
 
     def under_way(self) -> list[Digest]:
-        """Return the shards that some process is filling. The locks of those that died in it are removed in time."""
+        """Return the shards that some process is filling now; remove the files of processes that died in a fill."""
         found = []
-        for path in itertools.islice(self._paths(), FILLING_MAX):
+        for path in itertools.islice(self._paths(), LOCKS_MAX):
             with contextlib.suppress(BadRequest, OSError):
                 digest = Digest.parse(path.name)
-                is_silent = time.time() - path.lstat().st_mtime > SILENT_SECONDS
+                is_stale = time.time() - path.lstat().st_mtime > STALE_SECONDS
                 if _is_locked(path):
-                    if not is_silent:  # else its holder is stopped, and nobody waits for it
+                    if not is_stale:  # else its holder is stopped, and nobody waits for it
                         found.append(digest)
-                elif is_silent:
+                elif is_stale:
                     path.unlink()
         return found
 
@@ -89,10 +90,10 @@ class FillLocks:
         with contextlib.suppress(OSError):
             yield from self._folder.iterdir()
 
-    def _wait_for(self, file: LockedFile) -> bool:
-        """Return whether the lock was had before its holder fell silent."""
+    def _acquire(self, file: LockedFile) -> bool:
+        """Wait for the lock; return whether it was acquired before it went stale."""
         begun = time.monotonic()
-        touched, heard = 0, 0.0
+        last_touched, last_heartbeat = 0, 0.0
         while True:
             try:
                 fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -101,37 +102,37 @@ class FillLocks:
                 pass
             except OSError:  # a file system without locks
                 return False
-            now, found = time.monotonic(), os.fstat(file.fd).st_mtime_ns
-            if found != touched:
-                # What was touched long ago may be of a dead process, and its new holder about to touch it: look twice.
-                age = time.time() - found / 1e9 if not touched else 0.0
-                heard = now - min(max(age, 0.0), SILENT_SECONDS - 2 * POLL_SECONDS)
-                touched = found
-            if now - heard > SILENT_SECONDS or now - begun > LIVE_SECONDS_MAX:
+            now, touched = time.monotonic(), os.fstat(file.fd).st_mtime_ns
+            if touched != last_touched:
+                # An old file may be of a dead process while its new holder is about to touch it: look twice.
+                age = time.time() - touched / 1e9 if not last_touched else 0.0
+                last_heartbeat = now - min(max(age, 0.0), STALE_SECONDS - 2 * POLL_SECONDS)
+                last_touched = touched
+            if now - last_heartbeat > STALE_SECONDS or now - begun > WAIT_SECONDS_MAX:
                 return False
             if self._closing.wait(POLL_SECONDS):
                 raise Unavailable(f"{self._folder}", "the dataset is being closed")
 
-    def _begin(self, file: LockedFile) -> None:
-        """Have a thread touch the file for as long as it is held."""
+    def _start_heartbeat(self, file: LockedFile) -> None:
+        """Have a thread touch the file for as long as its lock is held."""
         with contextlib.suppress(OSError):
-            os.utime(file.fd)  # the file may be what a process left that died long ago
+            os.utime(file.fd)  # the file may have been left by a process that died long ago
         with self._lock:
             self._held.add(file)
-            if self._beating:
+            if self._heartbeat_runs:
                 return
-            self._beating = True
+            self._heartbeat_runs = True
         try:
-            process_exit.start(self._beat, "quiver-alive")
-        except RuntimeError:  # there are too many, or the interpreter ends: others read the shard as well
-            self._beating = False
+            process_exit.start(self._send_heartbeats, "quiver-alive")
+        except RuntimeError:  # no more threads, or the interpreter ends: other processes read the shard as well
+            self._heartbeat_runs = False
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
-            closing = self._closing.wait(BEAT_SECONDS)
+            closing = self._closing.wait(HEARTBEAT_SECONDS)
             with self._lock:
                 if closing or not self._held:
-                    self._beating = False
+                    self._heartbeat_runs = False
                     return
                 for file in self._held:
                     with contextlib.suppress(OSError):

@@ -1,11 +1,11 @@
-"""Lease files: how processes that share a folder hear what the others need.
+"""Lease files: how the processes that share a folder tell each other what they need.
 
-    <root>/needs/<32 hex digits: the consumer>  "QNL1", path_bytes u32, the manifest's path, a report (quiver.reporting)
+    <root>/needs/<32 hex digits: the consumer>   MessagePack: the path of the manifest, and the consumer's report
 
-A lease counts while its file is locked, which ends at once with the death of its writer, and for as long as the report
-says, which frees what a suspended one pins. A file is written and locked under a temporary name and then renamed, so
-whoever reads sees all of it or none. Whoever finds one that does not count removes it; its writer, if it ever wakes up,
-writes another.
+A lease counts while its file is locked, which ends at once if its writer dies, and until it expires as the report says,
+which frees what a suspended process pins. A file is written and locked under a temporary name and then renamed, so a
+reader sees all of it or nothing. Whoever finds a lease that does not count removes its file; a writer that wakes up
+later writes another one.
 """
 
 from __future__ import annotations
@@ -16,32 +16,40 @@ import itertools
 import os
 import re
 import stat
-import struct
 import time
 from collections.abc import Container
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
 
 from quiver.errors import BadRequest
 from quiver.need import CONSUMERS_MAX
 from quiver.reporting import REPORT_BYTES_MAX, NeedsReport
 
-LEASES_MAX: Final = CONSUMERS_MAX // 2  # the others': one's own always finds room on the board
-ENTRIES_MAX: Final = 4 * LEASES_MAX  # of a folder that somebody may have filled with anything
+LEASES_MAX: Final = CONSUMERS_MAX // 2  # of others: a consumer of this process always finds room
+ENTRIES_MAX: Final = 4 * LEASES_MAX  # anybody may have filled the folder with anything
 PATH_BYTES_MAX: Final = 4096  # Linux has no longer ones
-TEMPORARY_SECONDS: Final = 10.0  # older than any that is still to be locked and renamed
-_HEAD: Final = struct.Struct("<4sI")
-_MAGIC: Final = b"QNL1"
-_BYTES_MAX: Final = _HEAD.size + PATH_BYTES_MAX + REPORT_BYTES_MAX
+TEMPORARY_SECONDS: Final = 10.0  # the age from which a temporary file will not be locked and renamed any more
+FRAMING_BYTES_MAX: Final = 32  # what MessagePack adds to the two
+LEASE_BYTES_MAX: Final = FRAMING_BYTES_MAX + PATH_BYTES_MAX + REPORT_BYTES_MAX
 _NAME: Final = re.compile("[0-9a-f]{32}")
 _TEMPORARY: Final = re.compile(r"\.[0-9a-f]{32}\.\d{1,10}")
 
 
 def leases_in(root: Path) -> Path:
+    """Return the folder of the lease files of a cache."""
     return root / "needs"
 
 
-class Lease:
+class _Content(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag="quiver-lease-1"):
+    """What a lease file says."""
+
+    manifest_path: Annotated[bytes, msgspec.Meta(max_length=PATH_BYTES_MAX)]
+    report: Annotated[bytes, msgspec.Meta(max_length=REPORT_BYTES_MAX)]
+
+
+class LeaseFile:
     """The lease file of a consumer of this process."""
 
     def __init__(self, folder: Path, consumer: bytes) -> None:
@@ -50,17 +58,16 @@ class Lease:
         self._temporary = folder / f".{consumer.hex()}.{os.getpid()}"
         self._fd = -1
 
-    def write(self, manifest: Path, told: NeedsReport) -> None:
-        """Replace the lease by a new one. Raises ``OSError``; then the old one counts until it runs out."""
-        path = os.fsencode(manifest)
-        data = _HEAD.pack(_MAGIC, len(path)) + path + told.encode()
+    def write(self, manifest: Path, report: NeedsReport) -> None:
+        """Replace the lease by a new one. Raises ``OSError``; then the old one counts until it expires."""
+        data = msgspec.msgpack.encode(_Content(os.fsencode(manifest), report.encode()))
         self._path.parent.mkdir(exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self._temporary, flags, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.write(fd, data) != len(data):
-                raise OSError("the disk took part of it alone")
+                raise OSError("the disk accepted only a part of it")
             self._temporary.replace(self._path)
         except OSError:
             os.close(fd)
@@ -81,44 +88,47 @@ class Lease:
     def _unlock(self) -> None:
         if self._fd >= 0:
             with contextlib.suppress(OSError):
-                fcntl.flock(self._fd, fcntl.LOCK_UN)  # not by closing alone: a child that was forked has a copy
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # closing alone is not enough: a forked child has a copy
             os.close(self._fd)
             self._fd = -1
 
 
-class Heard(NamedTuple):
-    """A lease of another consumer: where its manifest is, what it told, and when, on the monotonic clock."""
+class Lease(NamedTuple):
+    """A lease of another consumer: where its manifest is, its report, and when it was written (monotonic clock)."""
 
     manifest: Path
-    told: NeedsReport
-    at: float
+    report: NeedsReport
+    written: float
 
 
-class _Known(NamedTuple):
-    """A file that was looked at: which version of it, and until when it counts; ``None`` for junk."""
+class _Seen(NamedTuple):
+    """A file that was looked at: which version of it, and when it expires; ``None`` for a malformed one."""
 
     version: tuple[int, int]
-    until: float | None
+    expires: float | None
 
 
-class Leases:
-    """The leases of the others, read again when they change. Used under a lock."""
+class LeaseFolder:
+    """The lease files of other processes; each is read again only when it changed. Used under a lock."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._known: dict[str, _Known] = {}
+        self._seen: dict[str, _Seen] = {}
 
-    def changes(self, now: float, own: Container[str]) -> tuple[list[Heard], list[bytes]]:
-        """Return the leases that are new since the last call, and the consumers whose lease ended."""
-        heard: list[Heard] = []
-        before, self._known = self._known, {}
-        for name in self._names(now):
-            if name not in own and len(self._known) < LEASES_MAX:
-                self._look(name, before.get(name), now, heard)
-        ended = _counting(before) - _counting(self._known)
-        return heard, [bytes.fromhex(name) for name in ended]
+    def changes(self, now: float, own: Container[str]) -> tuple[list[Lease], list[bytes]]:
+        """Return the leases that are new since the last call, and the consumers whose lease ended.
 
-    def _names(self, now: float) -> list[str]:
+        ``own``: the names of the files that are this process's, which are passed over.
+        """
+        new: list[Lease] = []
+        before, self._seen = self._seen, {}
+        for name in self._names():
+            if name not in own and len(self._seen) < LEASES_MAX:
+                self._look(name, before.get(name), now, new)
+        ended = _valid(before) - _valid(self._seen)
+        return new, [bytes.fromhex(name) for name in ended]
+
+    def _names(self) -> list[str]:
         names: list[str] = []
         with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
             for entry in itertools.islice(entries, ENTRIES_MAX):
@@ -128,7 +138,7 @@ class Leases:
                     self._sweep_temporary(entry.name)
         return names
 
-    def _look(self, name: str, before: _Known | None, now: float, heard: list[Heard]) -> None:
+    def _look(self, name: str, before: _Seen | None, now: float, new: list[Lease]) -> None:
         path = self._folder / name
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -139,23 +149,23 @@ class Leases:
             if not stat.S_ISREG(info.st_mode):
                 return
             version = (info.st_ino, info.st_mtime_ns)
-            known, lease = before, None
-            if known is None or known.version != version:
+            seen, lease = before, None
+            if seen is None or seen.version != version:
                 lease = _read(fd, info, now, name)
-                known = _Known(version, lease.at + lease.told.report.lease_seconds if lease else None)
-            if _unlocked(fd) or (known.until is not None and known.until < now):
+                seen = _Seen(version, lease.written + lease.report.report.lease_seconds if lease else None)
+            if _is_unlocked(fd) or (seen.expires is not None and seen.expires < now):
                 _unlink_if(path, info.st_ino)
                 return
-            self._known[name] = known
+            self._seen[name] = seen
             if lease is not None:
-                heard.append(lease)
+                new.append(lease)
         except OSError:
             return
         finally:
             os.close(fd)
 
     def _sweep_temporary(self, name: str) -> None:
-        """Remove what a writer left that died between writing and renaming."""
+        """Remove the file of a writer that died between writing and renaming."""
         path = self._folder / name
         with contextlib.suppress(OSError):
             info = path.lstat()
@@ -163,36 +173,33 @@ class Leases:
                 return
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                if _unlocked(fd):
+                if _is_unlocked(fd):
                     _unlink_if(path, info.st_ino)
             finally:
                 os.close(fd)
 
 
-def _counting(known: dict[str, _Known]) -> set[str]:
-    return {name for name, it in known.items() if it.until is not None}
+def _valid(seen: dict[str, _Seen]) -> set[str]:
+    return {name for name, it in seen.items() if it.expires is not None}
 
 
-def _read(fd: int, info: os.stat_result, now: float, name: str) -> Heard | None:
-    """Return the lease in a file, or ``None`` for junk."""
-    if not _HEAD.size <= info.st_size <= _BYTES_MAX:
+def _read(fd: int, info: os.stat_result, now: float, name: str) -> Lease | None:
+    """Return the lease in a file, ``None`` if it is malformed."""
+    if not 0 < info.st_size <= LEASE_BYTES_MAX:
         return None
-    data = os.pread(fd, info.st_size, 0)
-    magic, path_bytes = _HEAD.unpack_from(data)
-    if magic != _MAGIC or path_bytes > PATH_BYTES_MAX:
-        return None
-    path = data[_HEAD.size : _HEAD.size + path_bytes]
     try:
-        told = NeedsReport.decode(data[_HEAD.size + path_bytes :])
-    except BadRequest:
+        content = msgspec.msgpack.decode(os.pread(fd, info.st_size, 0), type=_Content)
+        report = NeedsReport.decode(content.report)
+    except (msgspec.DecodeError, BadRequest):
         return None
-    if told.report.consumer.hex() != name or told.leaving or not path.startswith(b"/") or b"\0" in path:
+    path = content.manifest_path
+    if report.report.consumer.hex() != name or report.leaving or not path.startswith(b"/") or b"\0" in path:
         return None
-    return Heard(Path(os.fsdecode(path)), told, now - max(time.time() - info.st_mtime, 0.0))
+    return Lease(Path(os.fsdecode(path)), report, now - max(time.time() - info.st_mtime, 0.0))
 
 
-def _unlocked(fd: int) -> bool:
-    """Whether nobody holds the file: its writer is dead. Where locks do not work, time alone tells."""
+def _is_unlocked(fd: int) -> bool:
+    """Return whether nobody holds the file: its writer is dead. Where locks do not work, only expiry tells."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:

@@ -23,7 +23,7 @@ from quiver.manifest import Manifest
 from quiver.need import Fetch, Needs, Origin, Report
 from quiver.residency import Held
 from quiver_client import process_exit
-from quiver_client.embedded.lease_files import Heard, Leases, leases_in
+from quiver_client.embedded.lease_files import Lease, LeaseFolder, leases_in
 
 FRESH_SECONDS: Final = 0.5  # how old what the others told may be when room is made
 OPENING_MAX: Final = 4
@@ -37,14 +37,14 @@ class Board:
 
     def __init__(self, manifest: Manifest, root: Path) -> None:
         self._manifest = manifest
-        self._leases = Leases(leases_in(root))
+        self._leases = LeaseFolder(leases_in(root))
         self._lock = forks.lock()
         self._needs = Needs(os.getpid())
         self._own: set[str] = set()
         self._held: set[Digest] = set()
         self._shard_counts: dict[Digest, int] = {}
         self._listened = -np.inf
-        self._waiting: dict[bytes, Heard] = {}  # for their manifest to be opened
+        self._waiting: dict[bytes, Lease] = {}  # for their manifest to be opened
         self._opening: set[Digest] = set()
         self._unknown: dict[Digest, float] = {}  # dataset -> when to try again
 
@@ -131,8 +131,8 @@ class Board:
 
     # -- the datasets of others ---------------------------------------------------------------------------------------
 
-    def _learn(self, heard: Heard, now: float) -> None:
-        dataset, consumer = heard.told.manifest, heard.told.report.consumer
+    def _learn(self, heard: Lease, now: float) -> None:
+        dataset, consumer = heard.report.manifest, heard.report.report.consumer
         self._needs.leave(consumer)
         self._waiting.pop(consumer, None)
         if not self._needs.knows(dataset) and dataset == self._manifest.digest:
@@ -147,10 +147,10 @@ class Board:
         # On its own: where the manifest lies may hang, and whoever makes room holds the lock of the folder meanwhile.
         process_exit.start(self._open, "quiver-open", heard.manifest, dataset)
 
-    def _take(self, heard: Heard) -> None:
+    def _take(self, heard: Lease) -> None:
         """Enter a lease, if it is about as many shards as its manifest has."""
-        if len(heard.told.report.left) == self._shard_counts[heard.told.manifest]:
-            self._needs.report(heard.told.manifest, heard.told.report, heard.at)
+        if len(heard.report.report.left) == self._shard_counts[heard.report.manifest]:
+            self._needs.report(heard.report.manifest, heard.report.report, heard.written)
 
     def _open(self, path: Path, dataset: Digest) -> None:
         manifest = None
@@ -165,7 +165,7 @@ class Board:
                 return
             self._add(manifest)
             for consumer, heard in list(self._waiting.items()):
-                if heard.told.manifest == dataset:
+                if heard.report.manifest == dataset:
                     del self._waiting[consumer]
                     self._take(heard)
 
