@@ -28,7 +28,7 @@ WARN_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 1.5  # an exchange that must never take long may do so, and closing is in the way of an exit
 
 
-class Exchange(Protocol):
+class NeedsChannel(Protocol):
     """Where needs are told. Used by one thread, up to twenty times a second; must never take long."""
 
     orphaned: npt.NDArray[np.bool_] | None
@@ -44,10 +44,10 @@ class Exchange(Protocol):
     def close(self) -> None: ...
 
 
-class Watch:
-    """Reports in turns through an ``Exchange``, and keeps the last answer as a ``View``. Safe from threads."""
+class NeedsReporter:
+    """Reports in turns through a ``NeedsChannel``, and keeps the last answer as a ``View``. Safe from threads."""
 
-    def __init__(self, shard_count: int, exchange: Exchange, report: Callable[[], tuple[Report, float]]) -> None:
+    def __init__(self, shard_count: int, exchange: NeedsChannel, report: Callable[[], tuple[Report, float]]) -> None:
         """``report`` is a method that returns what to say now, and the seconds until the next time.
 
         Its object is not kept alive: without it the reporting ends, as by ``close``.

@@ -50,7 +50,7 @@ class _Bringing:
 
 
 class FolderNeeds:
-    """``Exchange`` with the other processes that share a folder. Used by one thread."""
+    """``NeedsChannel`` with the other processes that share a folder. Used by one thread."""
 
     def __init__(self, manifest: Manifest, tier: EmbeddedTier) -> None:
         self._manifest = manifest

@@ -79,7 +79,7 @@ class Board:
     # -- what this process adds ---------------------------------------------------------------------------------------
 
     def tell(self, report: Report) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """Take the report of a consumer of this process; return what it is told: ``Exchange.report``."""
+        """Take the report of a consumer of this process; return what it is told: ``NeedsChannel.report``."""
         with self._lock:
             self._own.add(report.consumer.hex())
             self._add(self._manifest)

@@ -41,14 +41,14 @@ from quiver.source import first_verified
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client import process_exit
-from quiver_client.batch import Delivery, Positions
+from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
 from quiver_client.embedded.fill_locks import FillLocks
 from quiver_client.embedded.shared_needs import Board
-from quiver_client.origin_patience import Patience
-from quiver_client.shard_maps import TIDY_SECONDS, Maps
+from quiver_client.origin_patience import OriginPatience
+from quiver_client.shard_maps import TIDY_SECONDS, ShardMaps
 from quiver_client.stats import Stats
-from quiver_client.thread_pool import DaemonPool
+from quiver_client.thread_pool import ThreadPool
 
 FILLS_AT_ONCE: Final = 4  # each holds a shard in memory
 FAILED_SECONDS: Final = 5.0
@@ -137,15 +137,15 @@ class EmbeddedTier:
         store: Store,
         origin: Callable[[], SampleOrigin],
         stats: Stats,
-        patience: Patience | None = None,
+        patience: OriginPatience | None = None,
     ) -> None:
         self.store = store
         self._manifest = manifest
         self._origin = origin
         self.stats = stats
-        self._patience = patience or Patience(manifest.header.base, 0.0)
-        self._maps: Maps[_File] = Maps()
-        self._pool = DaemonPool(FILLS_AT_ONCE, "quiver-fill")
+        self._patience = patience or OriginPatience(manifest.header.base, 0.0)
+        self._maps: ShardMaps[_File] = ShardMaps()
+        self._pool = ThreadPool(FILLS_AT_ONCE, "quiver-fill")
         self._closing = forks.event()
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._tidied = time.monotonic()
@@ -162,19 +162,19 @@ class EmbeddedTier:
         self.pace = Pace()
         store.needed = self.board.needed
 
-    def fetch(self, delivery: Delivery) -> None:
+    def fetch(self, batch: Batch) -> None:
         self._tidy()
-        plan, missing = delivery.plan, delivery.missing()
+        plan, missing = batch.plan, batch.not_verified()
         shards = plan.by_shard(missing)[0].tolist()
         lost_before = dict(self._lost)
         here = self._maps.get_all(shards)
         if len(here) < len(shards):
             here.update(self._brought([shard for shard in shards if shard not in here]))
-        delivery.put_mapped(self._without_lost(delivery, missing, here, lost_before), here)
+        batch.put_mapped(self._without_lost(batch, missing, here, lost_before), here)
 
-    def blame(self, delivery: Delivery, bad: Positions) -> None:
+    def blame(self, batch: Batch, bad: Positions) -> None:
         """Verify the shards as a whole: one that is wrong is quarantined and will be filled again."""
-        for shard in np.unique(delivery.plan.shards[bad]).tolist():
+        for shard in np.unique(batch.plan.shards[bad]).tolist():
             self._maps.drop(shard)
             with contextlib.suppress(Corrupt, NotFound, DiskFailed, OverCapacity):
                 self.store.check(self._manifest.shard_digest(shard))
@@ -248,7 +248,7 @@ class EmbeddedTier:
         return self._maps.put(shard, view, file)
 
     def _without_lost(
-        self, delivery: Delivery, missing: Positions, here: dict[int, Buffer], before: dict[int, Positions]
+        self, batch: Batch, missing: Positions, here: dict[int, Buffer], before: dict[int, Positions]
     ) -> Positions:
         """Return those of the positions that are not lost in a partial shard; try to mend such, now and then.
 
@@ -258,9 +258,9 @@ class EmbeddedTier:
         lost_in = [known[shard] for known in (before, dict(self._lost)) for shard in here if shard in known]
         if not lost_in:
             return missing
-        lost = np.isin(delivery.plan.blobs[missing], np.concatenate(lost_in))
+        lost = np.isin(batch.plan.blobs[missing], np.concatenate(lost_in))
         mended = []
-        for shard in set(delivery.plan.shards[missing[lost]].tolist()):
+        for shard in set(batch.plan.shards[missing[lost]].tolist()):
             if time.monotonic() >= self._failed.get(shard, 0.0):
                 self._failed[shard] = time.monotonic() + FAILED_SECONDS
                 with contextlib.suppress(QuiverError):
@@ -268,7 +268,7 @@ class EmbeddedTier:
                     if whole is not None:
                         here[shard] = whole
                         mended.append(shard)
-        return missing[~lost | np.isin(delivery.plan.shards[missing], mended)]
+        return missing[~lost | np.isin(batch.plan.shards[missing], mended)]
 
     def _mended(self, shard: int) -> Buffer | None:
         """Return the shard, whole again, if the origin has again what it had lost. Raises ``Changed`` if not."""
