@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from quiver.digest import Digest
 from quiver.lookup import as_rows
-from quiver.residency import SHARED, Held, Shelf, choose_fairly
+from quiver.residency import StoredFile
+from quiver_cacheserver.fairness import SHARED, Shelf, choose_fairly
 from quiver.store import Kind, MemoryInventory
 from quiver_cacheserver.budget import Cost
 
@@ -65,7 +66,7 @@ class Holders:
                     return SHARED
             return self._numbers.setdefault(client, next(self._next))
 
-    def of(self, held: Sequence[Held]) -> list[int]:
+    def of(self, held: Sequence[StoredFile]) -> list[int]:
         """Return the holder of each."""
         return [self._of.get(item.digest, SHARED) for item in held]
 
@@ -88,14 +89,14 @@ class Evicting:
 
     def choose(
         self, wanted: Kind, free_bytes: int, client: str, for_real: bool
-    ) -> Mapping[Kind, Sequence[Held]] | None:
+    ) -> Mapping[Kind, Sequence[StoredFile]] | None:
         """Return what to evict so that something of a kind finds so many more bytes; ``None`` if that cannot be.
 
         ``for_real``: it is evicted then, which costs the client.
         """
         manifests = self._inventory.held(Kind.MANIFEST)
         excess = sum(item.size_bytes for item in manifests) - self._node.store.capacity_bytes // MANIFESTS_SHARE
-        evicted: dict[Kind, Sequence[Held]] = {}
+        evicted: dict[Kind, Sequence[StoredFile]] = {}
         if excess + (free_bytes if wanted is Kind.MANIFEST else 0) > 0:
             some = self._some(Kind.MANIFEST, manifests, free_bytes, client, for_real)
             if some is None and wanted is Kind.MANIFEST:
@@ -116,7 +117,7 @@ class Evicting:
     def _is_held(self, digest: Digest) -> bool:
         return self._inventory.has(Kind.SHARD, digest) or self._inventory.has(Kind.MANIFEST, digest)
 
-    def _some(self, kind: Kind, held: list[Held], free_bytes: int, client: str, for_real: bool) -> list[Held] | None:
+    def _some(self, kind: Kind, held: list[StoredFile], free_bytes: int, client: str, for_real: bool) -> list[StoredFile] | None:
         self.holders.prune(self._is_held, self._inventory.count(Kind.SHARD) + self._inventory.count(Kind.MANIFEST))
         names = as_rows(item.digest for item in held)
         residency, manifests = self._node.residency, self._node.manifests

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.manifest import Manifest
-from quiver.residency import IDLE_SECONDS, Held
+from quiver.residency import IDLE_SECONDS, StoredFile
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
@@ -90,7 +90,7 @@ class Manifests:
             used |= manifest.shard_numbers.rows_of(shards) >= 0
         return used
 
-    def used_of(self, manifests: Iterable[Held]) -> Mask:
+    def used_of(self, manifests: Iterable[StoredFile]) -> Mask:
         """Return which of these manifests are of datasets that were read of late."""
         recent = {digest for digest, _ in self._recent()}
         return np.asarray([item.digest in recent for item in manifests], bool)

@@ -280,7 +280,7 @@ class Node:
                     raise DiskFailed(self.disk)
                 self.store.check_room(Kind.SHARD, size_bytes, client)
                 shard, source = first_verified(self._sources(digest, manifest), digest, size_bytes, self._blame)
-                with self.store.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+                with self.store.reserve(Kind.SHARD, digest, size_bytes, client=client) as writing:
                     writing.write(shard.data)
                     writing.commit()
         except DiskFailed as error:

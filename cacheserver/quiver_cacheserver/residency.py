@@ -24,7 +24,7 @@ from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.need import GIVEN_UP_SECONDS, Fetch, Grown, Needs
 from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
-from quiver.residency import IDLE_SECONDS, Held
+from quiver.residency import IDLE_SECONDS, StoredFile
 from quiver.ring import Ring
 from quiver.store import Kind, MemoryInventory
 from quiver.wire import RangeStatus
@@ -123,7 +123,7 @@ class Residency:
         """Return what is to be evicted although it is needed. From threads."""
         return list(self._victims)
 
-    def reported_of(self, manifests: Iterable[Held]) -> npt.NDArray[np.int8]:
+    def reported_of(self, manifests: Iterable[StoredFile]) -> npt.NDArray[np.int8]:
         """Return of each manifest 1 if its dataset is known here, else -1. From threads."""
         return np.asarray([1 if item.digest in self._datasets else -1 for item in manifests], np.int8)
 

@@ -88,7 +88,7 @@ class Transfers:
         """Write the body under the store's recipe. What does not verify leaves nothing."""
         loop = asyncio.get_running_loop()
         threads = self._node.disk_threads
-        room = self._node.store.reserve(kind, digest, size_bytes, arriving.client)
+        room = self._node.store.reserve(kind, digest, size_bytes, client=arriving.client)
         try:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:

@@ -31,7 +31,7 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest
 from quiver.forks import LockedFile
 from quiver.lookup import as_rows
-from quiver.residency import Held
+from quiver.residency.eviction import StoredFile
 from quiver.store.locks import FILE_MODE, BriefLock, own, share
 
 
@@ -51,7 +51,7 @@ class Inventory(Protocol):
     """What is held, and the lock under which room is given away."""
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock under which room is reserved. Held for moments, never while data is moved.
+        """Hold the lock under which room is reserved. StoredFile for moments, never while data is moved.
 
         Of a folder that is shared it may not be had, since its holder was stopped, and then one goes on without it.
         """
@@ -61,7 +61,11 @@ class Inventory(Protocol):
         """Hold what makes a change of a file and of what is known of it one step. May be entered under ``locked``."""
         ...
 
-    def held(self, kind: Kind) -> list[Held]: ...
+    def held(self, kind: Kind) -> list[StoredFile]: ...
+
+    def size(self, kind: Kind, digest: Digest) -> int:
+        """Return the bytes of what is held under a digest, 0 if nothing is."""
+        ...
 
     def resident_bytes(self) -> int:
         """Return the bytes of all that is held and all that is reserved."""
@@ -86,7 +90,7 @@ class Inventory(Protocol):
     def touched(self, kind: Kind, digest: Digest) -> None: ...
 
     def now(self) -> float:
-        """Return the time on the clock that ``Held.used`` is on, in seconds."""
+        """Return the time on the clock that ``StoredFile.used`` is on, in seconds."""
         ...
 
     def close(self) -> None: ...
@@ -198,9 +202,9 @@ class MemoryInventory:
 
     changing = locked
 
-    def held(self, kind: Kind) -> list[Held]:
+    def held(self, kind: Kind) -> list[StoredFile]:
         with self._lock:
-            return [Held(digest, size, used) for digest, (size, used) in self._held[kind].items()]
+            return [StoredFile(digest, size, used) for digest, (size, used) in self._held[kind].items()]
 
     def digests(self, kind: Kind) -> npt.NDArray[np.uint8]:
         """Return what is held as rows ``(n, 32)``."""
@@ -298,14 +302,21 @@ class FolderInventory:
     def changing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()  # nothing is known beside the files, and a rename is one step
 
-    def held(self, kind: Kind) -> list[Held]:
-        return [Held(digest, info.st_size, info.st_mtime) for digest, info in scan(self._root, kind)]
+    def held(self, kind: Kind) -> list[StoredFile]:
+        return [StoredFile(digest, info.st_size, info.st_mtime) for digest, info in scan(self._root, kind)]
 
     def resident_bytes(self) -> int:
         files = sweep(self._root)  # first: what is put in place meanwhile is then found twice, and never missed
         for kind in Kind:
             files.update((info.st_ino, info.st_size) for _, info in scan(self._root, kind))
         return sum(files.values())
+
+    def size(self, kind: Kind, digest: Digest) -> int:
+        try:
+            info = file_of(self._root, kind, digest).lstat()
+        except OSError:
+            return 0
+        return info.st_size if stat.S_ISREG(info.st_mode) else 0
 
     def bytes_with(self, size_bytes: int) -> int:
         return self.resident_bytes()

@@ -22,7 +22,7 @@ from quiver.digest import Digest
 from quiver.manifest import Manifest
 from quiver.need import Report
 from quiver.reporting import NeedsReport
-from quiver.residency import IDLE_SECONDS, Held
+from quiver.residency import IDLE_SECONDS, StoredFile
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of, scan
 from quiver_client.embedded.lease_files import LeaseFile, leases_in
@@ -178,9 +178,9 @@ class _Room:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._held: list[Held] = []
+        self._held: list[StoredFile] = []
         self.idle: list[
-            Held
+            StoredFile
         ] = []  # read by nobody for so long that it makes way, unless somebody tells that he needs it
         self._occupied = 0
         self._promised = 0  # since the last look

@@ -20,13 +20,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
+from quiver.residency import StoredFile
 
 IDLE_SECONDS: Final = 60.0  # longer than the pause between two epochs' reads, shorter than anyone waits for room
 KEPT_SECONDS: Final = 600.0  # for which what nobody needs is kept from one who holds more: a validation, a restart
 SHARED: Final = 0  # the holder of what several read, and of what was here before the daemon started
 
 
-class Held(NamedTuple):
+class _Gone(NamedTuple):
     """A thing on disk: how large it is and when it was last read (seconds on the caller's clock)."""
 
     digest: Digest
@@ -35,8 +36,8 @@ class Held(NamedTuple):
 
 
 def choose_victims(
-    held: Iterable[Held], free_bytes: int, needed: Callable[[Digest], bool | None], now: float
-) -> list[Held] | None:
+    held: Iterable[StoredFile], free_bytes: int, needed: Callable[[Digest], bool | None], now: float
+) -> list[StoredFile] | None:
     """Return what to drop so that ``free_bytes`` become free, idle the longest first; ``None`` if that cannot be.
 
     ``needed`` says whether somebody needs it, and ``None`` where nobody said: then being idle decides.
