@@ -72,6 +72,24 @@ class FillFailures:
                     if isinstance(failure.error, Unavailable):
                         del self._shards[number]
 
+    def begin_mending(self, shard: int) -> bool:
+        """Return whether to try to mend a partial shard now, which counts as a failure until it has succeeded."""
+        with self._lock:
+            failure = self._shards.get(shard)
+            if failure is None:
+                failure = self._shards[shard] = _Failure(
+                    NotFound("some of its samples are lost"), Backoff(*SHARD_SECONDS)
+                )
+            if failure.retry.is_waiting:
+                return False
+            failure.retry.fail()
+            return True
+
+    @property
+    def is_origin_failing(self) -> bool:
+        """Whether the origin did not answer when it was asked last."""
+        return self._origin.failures > 0
+
     def reason(self, shard: int) -> QuiverError | None:
         """Return why a shard was not filled when that was tried last, ``None`` if it was."""
         failure = self._shards.get(shard)

@@ -10,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.lookup import as_rows
 from quiver.residency import Shelf, StoredFile
-from quiver.store import Evict, Kind, Store
+from quiver.store import Evict, FolderInventory, Kind, Store
 from quiver.store.inventory import scan
 
 SCAN_SECONDS: Final = 0.2  # between two scans, unless something changed
@@ -39,12 +39,13 @@ class Scan(NamedTuple):
 class FolderContents:
     """The shards in a folder, partial ones too. Used under a lock, but for ``scan``."""
 
-    def __init__(self, store: Store[Any]) -> None:
+    def __init__(self, store: Store[FolderInventory]) -> None:
         self._store = store
         self._files: dict[Digest, StoredFile] = {}
         self._file_bytes = 0
         self._other_bytes = 0
         self._changes: list[tuple[float, Digest, StoredFile | None]] = []  # by this process, since the last scan began
+        self._scanned = 0.0
         self._next_scan = self._earliest_scan = 0.0
         # The shelf without the last changes; a row whose file is gone stays, and is masked.
         self._rows: dict[Digest, int] = {}
@@ -63,9 +64,12 @@ class FolderContents:
         """Bytes of all that is held and of all that other processes have reserved."""
         return self._file_bytes + self._other_bytes
 
-    def is_due(self, now: float, *, at_once: bool = False) -> bool:
-        """Whether to scan the folder by now; ``at_once``: it is known to have changed."""
-        return at_once or now >= self._next_scan
+    def begin_scan(self, now: float, *, at_once: bool = False) -> bool:
+        """Return whether to scan the folder now, which nobody else does for a while then; ``at_once``: in any case."""
+        if now < self._next_scan and not at_once:
+            return False
+        self._next_scan = now + SCAN_SECONDS
+        return True
 
     def scan(self) -> Scan:
         """Scan the folder. Raises ``OSError``. May be called by any thread, without the lock."""
@@ -86,7 +90,10 @@ class FolderContents:
         return Scan(files, reserved_bytes + manifest_bytes, began, time.monotonic())
 
     def replace(self, found: Scan) -> None:
-        """Take what a scan found, and what this process changed since that began."""
+        """Take what a scan found, and what this process changed since that began. An older scan is ignored."""
+        if found.began < self._scanned:
+            return
+        self._scanned = found.began
         self._files, self._other_bytes = found.files, found.other_bytes
         self._changes = [change for change in self._changes if change[0] >= found.began]
         for _, digest, file in self._changes:
@@ -113,7 +120,7 @@ class FolderContents:
         if digest in self._files:
             self._change(digest, None)
 
-    def changed_elsewhere(self) -> None:
+    def scan_soon(self) -> None:
         """Scan again as soon as that is allowed: the folder is not as it was taken to be."""
         self._next_scan = self._earliest_scan
 

@@ -24,8 +24,8 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from quiver.errors import BadRequest
-from quiver.need import CONSUMERS_MAX
-from quiver.reporting import REPORT_BYTES_MAX, NeedsReport
+from quiver.residency import CONSUMERS_MAX
+from quiver.residency.messages import REPORT_BYTES_MAX, NeedsReport
 
 LEASES_MAX: Final = CONSUMERS_MAX // 2  # of others: a consumer of this process always finds room
 ENTRIES_MAX: Final = 4 * LEASES_MAX  # anybody may have filled the folder with anything

@@ -16,7 +16,7 @@ from quiver import forks
 from quiver.errors import Changed, Corrupt, DiskFailed, NotFound, OverCapacity
 from quiver.manifest import Manifest
 from quiver.shard import read_table, rotten
-from quiver.store import Kind, Store
+from quiver.store import FolderInventory, Kind, Store
 from quiver.store.inventory import file_of
 from quiver_client.batch import Positions
 from quiver_client.buffers import Buffer
@@ -44,7 +44,7 @@ class _File(NamedTuple):
 class MappedShards:
     """Maps of whole files, by shard number. Safe from threads."""
 
-    def __init__(self, manifest: Manifest, store: Store, stats: Stats) -> None:
+    def __init__(self, manifest: Manifest, store: Store[FolderInventory], stats: Stats) -> None:
         self._manifest = manifest
         self._store = store
         self._stats = stats

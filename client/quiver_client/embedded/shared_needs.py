@@ -92,7 +92,7 @@ class SharedNeeds:
             self._own.add(report.consumer.hex())
             self._add(self._manifest)
             if not self._needs.report(self._manifest.digest, report, time.monotonic()):
-                return np.zeros(self._manifest.shard_count, np.uint8)
+                return self._held_mask(self._manifest).astype(np.uint8)  # too many report: others are not counted
             return self._needs.seen_by(report.consumer)
 
     def leave(self, consumer: bytes) -> None:
@@ -161,11 +161,15 @@ class SharedNeeds:
             return
         shards = manifest.tables.shard_digests
         sizes = manifest.tables.shard_sizes.astype(np.float64)
-        rows = manifest.shard_numbers.rows_of(as_rows(self._held))
-        held = np.zeros(len(shards), bool)
-        held[rows[rows >= 0]] = True
         self._shard_counts[manifest.digest] = len(shards)
-        self._needs.add_dataset(manifest.digest, shards, sizes, held, np.ones(len(shards), bool))
+        mine = np.ones(len(shards), bool)  # each process fetches for itself
+        self._needs.add_dataset(manifest.digest, shards, sizes, self._held_mask(manifest), mine)
+
+    def _held_mask(self, manifest: Manifest) -> npt.NDArray[np.bool_]:
+        rows = manifest.shard_numbers.rows_of(as_rows(self._held))
+        held = np.zeros(manifest.shard_count, bool)
+        held[rows[rows >= 0]] = True
+        return held
 
     def _forget_unused(self) -> None:
         self._needs.forget_unused()
