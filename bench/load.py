@@ -21,7 +21,7 @@ from bench.accelerator import Accelerator
 from bench.measure import Consumer
 
 if TYPE_CHECKING:
-    from quiver_client.delivery import Verify
+    from quiver_client.batch import Verify
 
 START_SECONDS_MAX: Final = 120.0
 LATE_SECONDS_MAX: Final = 120.0  # past the end: a batch may still be on its way

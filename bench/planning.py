@@ -24,8 +24,8 @@ from quiver.manifest.tables import Tables
 from quiver.plan import plan_batch
 from quiver.ring import Member, Ring
 from quiver.wire import RingView
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
 
 BATCH: Final = 256
 SAMPLE_BYTES: Final = 110_000

@@ -17,18 +17,18 @@ import quiver_client.dataset
 from bench.data import Data
 from bench.questions.base import BATCH, TOKENS_BATCH, Answer, Question, Ratio, Setting
 from bench.servers import quiver_rack
-from quiver_client.columns import Columns
+from quiver_client.batch import Batch
+from quiver_client.collated_dataset import CollatedDataset
 from quiver_client.dataset import Dataset
-from quiver_client.delivery import Delivery
-from quiver_client.tiers.embedded import EmbeddedTier
-from quiver_client.tiers.rack import RackTier
+from quiver_client.embedded.tier import EmbeddedTier
+from quiver_client.rack.tier import RackTier
 
 Clock = Counter[str]
 PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
     ("plan", quiver_client.dataset, "plan_batch"),
     ("find the maps", EmbeddedTier, "fetch"),
     ("ask and receive", RackTier, "fetch"),
-    ("check", Delivery, "check"),
+    ("check", Batch, "check"),
 )
 
 
@@ -94,7 +94,7 @@ def _profile(setting: Setting, answer: Answer, data: Data, batch_size: int, cach
 
 def _pass(dataset: Dataset, data: Data, batch_size: int, out: torch.Tensor, clock: Clock) -> None:
     """Read an epoch as the loader's threads do, and copy every byte into a tensor, as a training loop does."""
-    source = Columns(dataset)
+    source = CollatedDataset(dataset)
     field = next(iter(dataset.blobs))
     whole = 0.0
     for at in range(0, data.count - batch_size + 1, batch_size):

@@ -20,11 +20,11 @@ from torch.utils.data import Dataset as TorchDataset
 from quiver import forks
 from quiver.manifest import KEY_FIELD, Field, Manifest
 from quiver.plan import plan_batch
+from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
-from quiver_client.delivery import Delivery, Verify
 from quiver_client.failure import failure
-from quiver_client.fetched import open_manifest
-from quiver_client.needs.base import Exchange
+from quiver_client.manifest_download import open_manifest
+from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.session import Session
 
 Sample = dict[str, Any]
@@ -148,7 +148,7 @@ class Dataset(TorchDataset[Any]):
         """Add to one of the counters of ``stats``."""
         self._open().stats.add(name, amount)
 
-    def needs(self) -> Exchange | None:
+    def needs(self) -> NeedsChannel | None:
         """Return the way to say what is still to be read, and to hear what is resident; ``None`` without a cache."""
         return self._open().needs()
 
@@ -259,30 +259,30 @@ class Dataset(TorchDataset[Any]):
             raise IndexError(f"index {int(rows[wrong][0])} is out of range for {count} samples")
         return cast("npt.NDArray[np.intp]", np.where(rows < 0, rows + count, rows))
 
-    def read(self, rows: npt.NDArray[np.intp]) -> Delivery | None:
+    def read(self, rows: npt.NDArray[np.intp]) -> Batch | None:
         """Return the checked bytes of samples ``(n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is wanted.
 
         What ``dataset[i]`` is made of, for those who make a batch of it in another way.
         """
         return self._open().read(plan_batch(self.manifest, rows, self._span)) if self._span is not None else None
 
-    def _samples(self, rows: npt.NDArray[np.intp], delivery: Delivery | None) -> Iterator[Sample]:
+    def _samples(self, rows: npt.NDArray[np.intp], batch: Batch | None) -> Iterator[Sample]:
         """Yield the samples one by one: their bytes are copied when their turn comes, so that what a transform lets
         go of is the memory of the next."""
-        columns = (self.column(name, rows, delivery) for name in self._wanted)
+        columns = (self.column(name, rows, batch) for name in self._wanted)
         for values in zip(*columns, strict=True):
             yield dict(zip(self._wanted, values, strict=True))
 
-    def column(self, name: str, rows: npt.NDArray[np.intp], delivery: Delivery | None) -> Iterable[Any]:
+    def column(self, name: str, rows: npt.NDArray[np.intp], batch: Batch | None) -> Iterable[Any]:
         """Return one field of the samples, value by value."""
         if name == KEY_FIELD:
             return self.manifest.keys(rows)
-        if delivery is None or name not in self.blobs:
+        if batch is None or name not in self.blobs:
             return self.manifest.scalars(name, rows)
         field, at = self.blobs[name]
         if field.dtype and not field.skip:
-            return (None if data is None else _array(data, field) for data in delivery.copies(at))
-        return delivery.copies(at) if self._copy else delivery.views(at)
+            return (None if data is None else _array(data, field) for data in batch.copies(at))
+        return batch.copies(at) if self._copy else batch.views(at)
 
 
 def _close(session: Session, owner: int) -> None:

@@ -20,19 +20,19 @@ from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
 from quiver_client import process_exit
+from quiver_client.batch import Batch, Cache, Positions, Tier, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
-from quiver_client.delivery import Cache, Delivery, Positions, Tier, Verify
+from quiver_client.embedded.fetching import FolderNeeds
+from quiver_client.embedded.tier import EmbeddedTier, check_capacity
 from quiver_client.imports import import_ahead
-from quiver_client.needs.base import Exchange
-from quiver_client.needs.folder import FolderNeeds
-from quiver_client.needs.rack import RackNeeds
-from quiver_client.patience import Patience, patience_seconds
+from quiver_client.needs_reporter import NeedsChannel
+from quiver_client.origin_patience import OriginPatience, patience_seconds
+from quiver_client.origin_tier import OriginTier
+from quiver_client.rack.handoff_tier import HandoffTier
+from quiver_client.rack.members import Members
+from quiver_client.rack.needs import RackNeeds
+from quiver_client.rack.tier import RackTier
 from quiver_client.stats import Stats
-from quiver_client.tiers.direct import OriginTier
-from quiver_client.tiers.embedded import EmbeddedTier, check_capacity
-from quiver_client.tiers.handoff import HandoffTier
-from quiver_client.tiers.members import Members
-from quiver_client.tiers.rack import RackTier
 
 
 class Session:
@@ -45,7 +45,7 @@ class Session:
         verify: Verify,
         *,
         introduce: bool,
-        on_wrong: Callable[[str, Delivery, Positions], None] = lambda tier, delivery, bad: None,
+        on_wrong: Callable[[str, Batch, Positions], None] = lambda tier, batch, bad: None,
     ) -> None:
         """Compose the tiers: the cache, if there is one, and the origin.
 
@@ -58,10 +58,10 @@ class Session:
         self._verify = verify
         self._lock = forks.lock()
         self._opened_origin: SampleOrigin | None = None
-        self.patience = Patience(manifest.header.base, patience_seconds())
+        self.patience = OriginPatience(manifest.header.base, patience_seconds())
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
-        self._needs: Callable[[], Exchange] | None = None
+        self._needs: Callable[[], NeedsChannel] | None = None
         self._cache: Cache  # what brings shards in: the tier before the origin
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
@@ -80,7 +80,7 @@ class Session:
         self._cache = tier
         store.trim()
 
-        def needs() -> Exchange:
+        def needs() -> NeedsChannel:
             return FolderNeeds(self.manifest, tier)
 
         self._needs = needs
@@ -108,64 +108,64 @@ class Session:
             )
         members.introduce(self.manifest)
 
-    def read(self, plan: Plan) -> Delivery:
+    def read(self, plan: Plan) -> Batch:
         """Return all samples of the plan, every one checked.
 
         Raises ``Changed`` for samples that are lost at the origin, ``Unavailable`` if nobody who has them answers for
         as long as ``patience`` lasts.
         """
-        delivery = Delivery(plan, self._verify)
-        delivery.on_torn = self._replace
-        self._complete(delivery)
+        batch = Batch(plan, self._verify)
+        batch.on_torn = self._replace
+        self._complete(batch)
         self.stats.add("samples", len(plan))
-        return delivery
+        return batch
 
-    def _replace(self, delivery: Delivery, torn: Positions) -> None:
+    def _replace(self, batch: Batch, torn: Positions) -> None:
         """Bring samples anew whose mapped shard became shorter after they were checked. Only the first tier maps."""
-        self._hold_against(self.tiers[0], delivery, torn)
-        self._complete(delivery)
+        self._hold_against(self.tiers[0], batch, torn)
+        self._complete(batch)
 
-    def _complete(self, delivery: Delivery) -> None:
+    def _complete(self, batch: Batch) -> None:
         """Bring what is missing, however long the origin is to be waited for."""
         waiting = self.patience.begin()
         while True:
             try:
-                self._ask_tiers(delivery)
+                self._ask_tiers(batch)
                 break
             except Unavailable as error:
                 # All tiers are asked again: what is missing may be in the cache by then.
-                self.patience.wait(waiting, error, lambda: self._described(delivery))
+                self.patience.wait(waiting, error, lambda: self._described(batch))
         if waiting.failures:
             self.patience.answered()
 
-    def _ask_tiers(self, delivery: Delivery) -> None:
+    def _ask_tiers(self, batch: Batch) -> None:
         """Ask one tier after the other for what is missing."""
         for tier in self.tiers:
-            before = delivery.checked.copy()
-            self._ask(tier, delivery)
-            arrived = np.flatnonzero(delivery.checked & ~before)
+            before = batch.verified.copy()
+            self._ask(tier, batch)
+            arrived = np.flatnonzero(batch.verified & ~before)
             self.stats.add(f"samples_{tier.name}", len(arrived))
             if tier.name != "origin":  # that one is counted where it is read
-                self.stats.add(f"bytes_{tier.name}", delivery.bytes_at(arrived))
-            if delivery.checked.all():
+                self.stats.add(f"bytes_{tier.name}", batch.bytes_at(arrived))
+            if batch.verified.all():
                 return
-        why = f"{self._described(delivery)} could not be had"
+        why = f"{self._described(batch)} could not be had"
         raise Unavailable(self.manifest.header.base, why, lasting=True)
 
-    def _described(self, delivery: Delivery) -> str:
+    def _described(self, batch: Batch) -> str:
         """Return how many samples are missing, and the name of one."""
-        missing = delivery.missing()
-        [key, *_] = self.manifest.keys_of_blobs(delivery.plan.blobs[missing[:1]], 1)
+        missing = batch.not_verified()
+        [key, *_] = self.manifest.keys_of_blobs(batch.plan.blobs[missing[:1]], 1)
         return f"{len(missing)} samples, {key!r} among them,"
 
     def bring(self, plan: Plan) -> dict[int, QuiverError]:
         """Make the plan's shards resident; return those that the cache did not take, or not whole, and why."""
-        delivery = Delivery(plan, "off")
+        batch = Batch(plan, "off")
         waiting = self.patience.begin()
         while True:
-            self._cache.fetch(delivery)
-            delivery.check()
-            missing = set(plan.shards[delivery.missing()].tolist())
+            self._cache.fetch(batch)
+            batch.check()
+            missing = set(plan.shards[batch.not_verified()].tolist())
             failed = {shard: self._cache.why(shard) for shard in plan.shards.tolist()}
             failures = {shard: error for shard, error in failed.items() if shard in missing or error is not None}
             found = {shard: error or NotFound("it was evicted at once") for shard, error in failures.items()}
@@ -177,7 +177,7 @@ class Session:
             except Unavailable as error:
                 return {shard: error if each in away else each for shard, each in found.items()}
 
-    def needs(self) -> Exchange | None:
+    def needs(self) -> NeedsChannel | None:
         """Return a new way to tell the cache what is still needed; ``None`` if there is no cache."""
         return self._needs() if self._needs is not None else None
 
@@ -204,17 +204,17 @@ class Session:
         for tier in self.tiers:
             tier.close()
 
-    def _ask(self, tier: Tier, delivery: Delivery) -> None:
+    def _ask(self, tier: Tier, batch: Batch) -> None:
         """Fetch from a tier; what is wrong is held against the tier, which gets one more try."""
         for _ in (1, 2):
-            tier.fetch(delivery)
-            bad = delivery.check()
+            tier.fetch(batch)
+            bad = batch.check()
             if not len(bad):
                 return
-            self._hold_against(tier, delivery, bad)
+            self._hold_against(tier, batch, bad)
 
-    def _hold_against(self, tier: Tier, delivery: Delivery, bad: Positions) -> None:
+    def _hold_against(self, tier: Tier, batch: Batch, bad: Positions) -> None:
         self.stats.add("corruptions", len(bad))
         self.stats.warn("corrupt", f"{len(bad)} samples from the {tier.name} had wrong bytes; fetching them again")
-        self._on_wrong(tier.name, delivery, bad)
-        tier.blame(delivery, bad)
+        self._on_wrong(tier.name, batch, bad)
+        tier.blame(batch, bad)

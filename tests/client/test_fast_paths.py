@@ -22,10 +22,10 @@ from quiver.manifest import Manifest
 from quiver.store import Kind
 from quiver.store.inventory import FolderInventory, file_of
 from quiver_client import DataLoader, Dataset, index
-from quiver_client import delivery as delivery_module
-from quiver_client.columns import Columns
-from quiver_client.tiers import maps as maps_module
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client import batch as batch_module
+from quiver_client import shard_maps as maps_module
+from quiver_client.collated_dataset import CollatedDataset
+from quiver_client.embedded.tier import EmbeddedTier
 from tests.support.columns import EVEN, FIELDS, SAMPLES, Truth, batch_of, outcome, same, truth_of, values
 from tests.support.daemon import Daemon
 
@@ -89,7 +89,7 @@ def test_a_batch_by_columns_is_what_torch_collates_of_its_samples(
     *, dataset: Make, manifest: Path, truth: Truth, cache: str, batches: list[list[int]], fields: list[str], verify: Any
 ) -> None:
     made = dataset(manifest, cache, fields=fields, verify=verify)
-    by_columns = Columns(made)
+    by_columns = CollatedDataset(made)
     for rows in batches:
         expected = outcome(lambda rows=rows: batch_of(truth, rows, fields))  # type: ignore[misc]
         assert same(outcome(lambda rows=rows: by_columns.__getitems__(rows)), expected)  # type: ignore[misc]
@@ -118,11 +118,11 @@ def test_small_samples_of_one_size_are_gathered_and_give_what_they_give_where_th
     made = dataset(manifest, cache, fields=EVEN, verify=verify)
     found = []
     for gathered in (True, False):
-        monkeypatch.setattr(delivery_module, "GATHERED_BYTES_MAX", 16 << 10 if gathered else 0)
-        delivery = made.read(made.checked(rows))
-        assert delivery is not None
-        assert (delivery._whole is not None) == (gathered and verify == "fast")
-        found.append((Columns(made).__getitems__(rows), made.__getitems__(rows)))
+        monkeypatch.setattr(batch_module, "SMALL_BYTES_MAX", 16 << 10 if gathered else 0)
+        batch = made.read(made.checked(rows))
+        assert batch is not None
+        assert (batch._whole is not None) == (gathered and verify == "fast")
+        found.append((CollatedDataset(made).__getitems__(rows), made.__getitems__(rows)))
     assert same(found[0][0], found[1][0])
     assert same(found[0][1], found[1][1])
 
@@ -139,7 +139,7 @@ def test_samples_of_one_size_may_be_of_fields_that_are_not(dataset: Make, tmp_pa
     pq.write_table(pa.table(columns), tmp_path / "data" / "all.parquet")
     index(tmp_path / "data", tmp_path / "all.quiver")
     made = dataset(tmp_path / "all.quiver", f"file://{tmp_path}/cache?capacity=64MiB", verify=verify)
-    batch = Columns(made).__getitems__(range(30))
+    batch = CollatedDataset(made).__getitems__(range(30))
     assert batch["tokens"].tolist() == [[row, -row] for row in range(30)]
     assert batch["first"] == columns["first"].to_pylist()
     assert batch["last"] == columns["last"].to_pylist()
@@ -152,7 +152,7 @@ def test_workers_and_threads_deliver_each_sample_as_it_is(
 ) -> None:
     fields = [name for name in FIELDS if name not in {"null", "unsigned"}]
     made = dataset(manifest, cache, fields=fields)
-    Columns(made).__getitems__([0, 50, 100])  # used before a fork
+    CollatedDataset(made).__getitems__([0, 50, 100])  # used before a fork
     row_of = {key: row for row, key in enumerate(truth["__key__"])}
     loader = DataLoader(made, 25, shuffle=True, num_workers=2 if context else 0, multiprocessing_context=context)
     seen = []
@@ -166,7 +166,7 @@ def test_workers_and_threads_deliver_each_sample_as_it_is(
 
 def test_threads_may_read_by_columns_at_once(dataset: Make, manifest: Path, truth: Truth, cache: str) -> None:
     made = dataset(manifest, cache, fields=[*EVEN, "blob"])
-    by_columns, wrong = Columns(made), []
+    by_columns, wrong = CollatedDataset(made), []
 
     def read(seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -226,7 +226,7 @@ def test_views_are_the_bytes_and_stay_so_whatever_becomes_of_the_file(
     dataset: Make, manifest: Path, truth: Truth, tmp_path: Path, fields: list[str], end: str
 ) -> None:
     made = dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=fields, copy=False)
-    Columns(made).__getitems__(range(SAMPLES))
+    CollatedDataset(made).__getitems__(range(SAMPLES))
     views = made.__getitems__(range(SAMPLES))
     match end:
         case "close":
@@ -235,7 +235,7 @@ def test_views_are_the_bytes_and_stay_so_whatever_becomes_of_the_file(
             evict(made)
             tier_of(made)._tidied = 0.0
             tier_of(made)._tidy()
-            assert not len(tier_of(made)._maps)
+            assert not len(tier_of(made)._mapped)
         case "delete":
             shutil.rmtree(tmp_path / "cache")
             made.close()
@@ -286,16 +286,16 @@ def test_a_shard_that_was_evicted_while_mapped_is_read_on_and_filled_again_once_
     made = dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=EVEN)
     rows = np.random.default_rng(0).integers(0, SAMPLES, 200).tolist()
     expected = batch_of(truth, rows, EVEN)
-    assert same(Columns(made).__getitems__(rows), expected)
+    assert same(CollatedDataset(made).__getitems__(rows), expected)
     count = made.manifest.shard_count
     assert made.stats()["fills"] == count
     evict(made)
     tier_of(made)._tidied = float("inf")
-    assert same(Columns(made).__getitems__(rows), expected)
+    assert same(CollatedDataset(made).__getitems__(rows), expected)
     assert made.stats()["fills"] == count
     assert mapped_under(tmp_path / "cache") == count
     tier_of(made)._tidied = 0.0
-    assert same(Columns(made).__getitems__(rows), expected)
+    assert same(CollatedDataset(made).__getitems__(rows), expected)
     assert made.stats()["fills"] == 2 * count
     assert mapped_under(tmp_path / "cache") == count, "the old maps are gone, the new ones are there"
 
@@ -304,13 +304,13 @@ def test_a_map_of_a_file_in_whose_place_there_is_another_keeps_no_room(
     dataset: Make, manifest: Path, truth: Truth, tmp_path: Path
 ) -> None:
     made, theirs = (dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=EVEN) for _ in range(2))
-    Columns(made).__getitems__(range(SAMPLES))
+    CollatedDataset(made).__getitems__(range(SAMPLES))
     evict(theirs)
-    Columns(theirs).__getitems__(range(SAMPLES))  # which brings all of it in again
+    CollatedDataset(theirs).__getitems__(range(SAMPLES))  # which brings all of it in again
     theirs.close()
     assert mapped_under(tmp_path / "cache", "(deleted)") == made.manifest.shard_count
     tier_of(made)._tidied = 0.0
-    assert same(Columns(made).__getitems__(range(SAMPLES)), batch_of(truth, range(SAMPLES), EVEN))
+    assert same(CollatedDataset(made).__getitems__(range(SAMPLES)), batch_of(truth, range(SAMPLES), EVEN))
     assert mapped_under(tmp_path / "cache", "(deleted)") == 0
     assert mapped_under(tmp_path / "cache") == made.manifest.shard_count
 
@@ -320,20 +320,20 @@ def test_a_map_of_a_file_in_whose_place_there_is_another_keeps_no_room(
 def test_wrong_bytes_of_small_samples_are_found_gathered_or_not(
     *, dataset: Make, manifest: Path, truth: Truth, tmp_path: Path, where: str, gathered: bool, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(delivery_module, "GATHERED_BYTES_MAX", 16 << 10 if gathered else 0)
+    monkeypatch.setattr(batch_module, "SMALL_BYTES_MAX", 16 << 10 if gathered else 0)
     with Daemon(tmp_path / "data", origins=[manifest.parent], capacity="64MiB") as daemon:
         root = tmp_path / ("data" if where == "rack" else "cache")
         cache = daemon.url if where == "rack" else f"file://{root}?capacity=64MiB"
         made = dataset(manifest, cache, fields=EVEN)
         expected = batch_of(truth, range(SAMPLES), EVEN)
-        assert same(Columns(made).__getitems__(range(SAMPLES)), expected)
+        assert same(CollatedDataset(made).__getitems__(range(SAMPLES)), expected)
         for flipped in ([40], [0, 17, 18, 90]):
             flip(made, root, flipped)
             trusting = dataset(manifest, cache, fields=EVEN, verify="off")
-            odd = Columns(trusting).__getitems__(range(SAMPLES))["tokens"] != expected["tokens"]
+            odd = CollatedDataset(trusting).__getitems__(range(SAMPLES))["tokens"] != expected["tokens"]
             assert odd.any(1).nonzero().flatten().tolist() == flipped, "the fault is really there"
             before = made.stats()["corruptions"]
-            assert same(Columns(made).__getitems__(range(SAMPLES)), expected)
+            assert same(CollatedDataset(made).__getitems__(range(SAMPLES)), expected)
             assert made.stats()["corruptions"] >= before + len(flipped)
             samples = made.__getitems__(range(SAMPLES))
             assert all(same(sample["tokens"], truth["tokens"][row]) for row, sample in enumerate(samples))
@@ -344,12 +344,12 @@ def test_wrong_bytes_of_small_samples_are_found_gathered_or_not(
 def flip(made: Dataset, root: Path, rows: list[int]) -> None:
     """Change a byte of each of these samples in the files of a cache."""
     for row in rows:
-        delivery = made.read(made.checked([row]))
-        assert delivery is not None
-        path = file_of(root, Kind.SHARD, made.manifest.shard_digest(int(delivery.plan.shards[0])))
+        batch = made.read(made.checked([row]))
+        assert batch is not None
+        path = file_of(root, Kind.SHARD, made.manifest.shard_digest(int(batch.plan.shards[0])))
         path.chmod(0o600)
         with path.open("r+b") as file:
-            file.seek(int(delivery.plan.offsets[0]) + 3)
+            file.seek(int(batch.plan.offsets[0]) + 3)
             (byte,) = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
@@ -361,13 +361,15 @@ def test_maps_are_bounded_and_closed(
     monkeypatch.setattr(maps_module, "MAPS_MAX", 3)
     made = dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=EVEN)
     for rows in (range(SAMPLES), range(0, SAMPLES, 2), [7]):
-        assert same(Columns(made).__getitems__(rows), batch_of(truth, list(rows), EVEN)), "of more shards than maps"
+        assert same(CollatedDataset(made).__getitems__(rows), batch_of(truth, list(rows), EVEN)), (
+            "of more shards than maps"
+        )
         assert mapped_under(tmp_path / "cache") <= 3
     assert mapped_under(tmp_path / "cache") == 3
     tier = tier_of(made)
     made.close()
     assert mapped_under(tmp_path / "cache") == 0
-    assert not len(tier._maps), "and not only because nobody has the tier any more"
+    assert not len(tier._mapped), "and not only because nobody has the tier any more"
 
 
 @pytest.mark.parametrize("then", ["read", "close"])
@@ -375,19 +377,19 @@ def test_what_is_read_through_maps_counts_as_read_for_those_who_share_the_folder
     dataset: Make, manifest: Path, tmp_path: Path, then: str
 ) -> None:
     made = dataset(manifest, f"file://{tmp_path}/cache?capacity=64MiB", fields=EVEN)
-    Columns(made).__getitems__(range(SAMPLES))
+    CollatedDataset(made).__getitems__(range(SAMPLES))
     tier, (used, unused) = tier_of(made), shards_of(made)[:2]
     tier._tidied = 0.0
-    Columns(made).__getitems__(range(SAMPLES))  # which tells of all that was read until now
+    CollatedDataset(made).__getitems__(range(SAMPLES))  # which tells of all that was read until now
     files = [file_of(tier.store.root, Kind.SHARD, digest) for digest in (used, unused)]
     for file in files:
         os.utime(file, (1, 1))
     cast(FolderInventory, tier.store.inventory)._touched.clear()
-    list(tier._maps.mapped())
-    Columns(made).__getitems__([0])
+    list(tier._mapped._maps.mapped())
+    CollatedDataset(made).__getitems__([0])
     if then == "read":
         tier._tidied = 0.0
-        Columns(made).__getitems__([0])
+        CollatedDataset(made).__getitems__([0])
     else:
         made.close()
     assert [file.stat().st_mtime > 1 for file in files] == [True, False]

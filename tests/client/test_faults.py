@@ -21,8 +21,8 @@ from quiver.errors import Changed, Unavailable
 from quiver.liveness import Patience
 from quiver.wire import RangeStatus, ReadRequest
 from quiver_client import Dataset
-from quiver_client.tiers import members as members_module
-from quiver_client.tiers import rack as rack_module
+from quiver_client.rack import members as members_module
+from quiver_client.rack import tier as rack_module
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files, rebased, shard_bytes_of
 from tests.support.etcd import free_ports

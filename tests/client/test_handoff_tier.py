@@ -26,11 +26,11 @@ from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
 from quiver.wire import RANGE, ReadRequest
 from quiver_client import Dataset
+from quiver_client.rack import handoff_tier as handoff_module
+from quiver_client.rack import local_daemons as local_module
+from quiver_client.rack.handoff_tier import HandoffTier
+from quiver_client.rack.local_daemons import LocalDaemon, LocalDaemons
 from quiver_client.stats import Stats
-from quiver_client.tiers import handoff as handoff_module
-from quiver_client.tiers import local as local_module
-from quiver_client.tiers.handoff import HandoffTier
-from quiver_client.tiers.local import LocalDaemon, LocalDaemons
 from tests.daemon.test_needs import Consumer
 from tests.kernel.test_handoff import server
 from tests.support.daemon import Daemon, rack_of

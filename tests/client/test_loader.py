@@ -389,7 +389,7 @@ def test_a_batch_that_is_ready_is_not_held_back_by_one_that_is_waited_for(
     _, watches = still(monkeypatch)
     loader = DataLoader(keys, 4, shuffle=True, num_workers=2)
     here = [0, 1]
-    monkeypatch.setattr(sampler_module.Watch, "first_answer", _holding(here))  # type: ignore[attr-defined]
+    monkeypatch.setattr(sampler_module.NeedsReporter, "first_answer", _holding(here))  # type: ignore[attr-defined]
     batches = iter(loader)
     counts = loader.order._layout.counts
     ready = int(counts[here].sum()) // 4

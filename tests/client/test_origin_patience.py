@@ -17,7 +17,7 @@ import pytest
 from quiver.errors import Misconfigured, Unavailable
 from quiver_client import DataLoader, Dataset
 from quiver_client.loader import sampler
-from quiver_client.patience import patience_seconds
+from quiver_client.origin_patience import patience_seconds
 from tests.support.data import Files, make_files, random_files, rebased
 from tests.support.origins import DRIP, HANG, HANG_IN_BODY, OK, ScriptedOrigin, Way, scripted_origin, throttle
 from tests.support.scripts import Script

@@ -16,7 +16,7 @@ import pytest
 
 from quiver.store import OpenFile
 from quiver_client import Dataset, native
-from quiver_client.gather import Buffer, gather, take, xxh3_64
+from quiver_client.buffers import Buffer, copy_each, copy_rows, xxh3_64
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files
 from tests.support.forking import FORKED
@@ -112,14 +112,14 @@ def test_what_is_torn_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     starts = np.asarray([5 * mmap.PAGESIZE - 10, 0, 4 * mmap.PAGESIZE, 50, mmap.PAGESIZE])
     # Without native code, nothing is read of a file that is not whole.
     expected = [True, False, False, False, True] if native.pieces is not None else [True, True, False, True, True]
-    rows, missed = gather([torn, whole], which, starts, length)
+    rows, missed = copy_rows([torn, whole], which, starts, length)
     assert missed.tolist() == expected
     for row, start, gone in zip(rows, starts.tolist(), expected, strict=True):
         assert gone or row.tobytes() == content[start : start + length]
     hashes, missed = xxh3_64([torn, whole], which, starts, np.full(5, length))
     assert missed.tolist() == expected
     assert hashes[~missed].tolist() == xxh3_64([whole], which * 0, starts, np.full(5, length))[0][~missed].tolist()
-    assert torn.take(2 * mmap.PAGESIZE - 10, 2 * mmap.PAGESIZE + 10) is None
+    assert torn.copy(2 * mmap.PAGESIZE - 10, 2 * mmap.PAGESIZE + 10) is None
 
 
 @pytest.mark.usefixtures("way")
@@ -135,7 +135,7 @@ def test_small_pieces_that_are_torn_are_told_from_those_of_other_files(size: int
     cuts = list(zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=True))
     os.truncate(tmp_path / "torn", size)
     expected = [content[start : start + length] if at or not length else None for at, start, length in cuts]
-    assert list(take(buffers, which, starts, lengths)) == expected
+    assert list(copy_each(buffers, which, starts, lengths)) == expected
 
 
 @pytest.mark.usefixtures("way")
@@ -145,9 +145,9 @@ def test_no_bytes_are_taken_of_a_file_that_is_not_whole(size: int, tmp_path: Pat
     content = np.random.default_rng(0).bytes(3 * mmap.PAGESIZE)
     (tmp_path / "shard").write_bytes(content)
     buffer = Buffer.of(OpenFile(tmp_path / "shard").map(), mapped=True)
-    assert buffer.take(5, 10) == content[5:10]
+    assert buffer.copy(5, 10) == content[5:10]
     os.truncate(tmp_path / "shard", size)
-    assert buffer.take(5, 10) is None
+    assert buffer.copy(5, 10) is None
     assert not buffer.is_whole
 
 
@@ -158,12 +158,12 @@ def test_a_batch_that_was_checked_is_stacked_though_its_shard_becomes_shorter(tm
     dataset = Dataset(files.manifest, f"file://{tmp_path}/cache?capacity=1GiB")
     try:
         for _ in (1, 2):  # the second time, what is mapped is not what was written just now
-            delivery = dataset.read(np.arange(20))
-        assert delivery is not None
+            batch = dataset.read(np.arange(20))
+        assert batch is not None
         for path in (tmp_path / "cache" / "shards").rglob("*"):
             if path.is_file():
                 os.truncate(path, 0)
-        rows = delivery.rows(0)
+        rows = batch.rows(0)
         assert rows is not None
         assert [row.tobytes() for row in rows] == files.expected(list(dataset.manifest.keys(np.arange(20))))
     finally:
@@ -182,9 +182,9 @@ def test_a_batch_of_small_samples_that_was_checked_is_copied_though_its_shards_b
     try:
         rows = np.random.default_rng(0).permutation(300)
         for _ in (1, 2):  # the second time, what is mapped is not what was written just now
-            delivery = dataset.read(rows)
-        assert delivery is not None
-        copies = delivery.copies(0)
+            batch = dataset.read(rows)
+        assert batch is not None
+        copies = batch.copies(0)
         found = [next(copies) for _ in range(handed_out)]
         for path in (tmp_path / "cache" / "shards").rglob("*"):
             if path.is_file():
@@ -214,9 +214,9 @@ def _faults_elsewhere(folder: str, handled: bool) -> None:
         faulthandler.enable()
     os.truncate(path, 0)
     for _ in range(2):
-        assert buffer.take(0, 10) is None
+        assert buffer.copy(0, 10) is None
         torch._C._set_worker_signal_handlers() if handled else None
-    assert buffer.take(0, 10) is None
+    assert buffer.copy(0, 10) is None
     ctypes.string_at(buffer.address, 1)  # as somebody's own broken map
     sys.exit(3)
 

@@ -13,8 +13,8 @@ import pytest
 from quiver.residency import Report
 from quiver.substitution import View
 from quiver_client import Dataset
+from quiver_client import needs_reporter as watch_module
 from quiver_client.loader import sampler as sampler_module
-from quiver_client.needs import watch as watch_module
 
 Mask = npt.NDArray[np.bool_]
 HOUR: Final = 3600.0
@@ -31,7 +31,7 @@ class Clock:
 
 
 class Rack:
-    """``Exchange`` with a cache that holds what ``holds`` was last told."""
+    """``NeedsChannel`` with a cache that holds what ``holds`` was last told."""
 
     orphaned: Mask | None = None
 
@@ -72,7 +72,7 @@ class Script:
 
 
 class ScriptedWatch:
-    """``Watch`` without its thread: what is resident comes from a ``Script``, and changes from look to look."""
+    """``NeedsReporter`` without its thread: what is resident comes from a ``Script``, and changes from look to look."""
 
     def __init__(self, shard_count: int, exchange: Any, report: Callable[[], Any]) -> None:
         self._script = cast(Script, exchange)
@@ -94,7 +94,7 @@ class ScriptedWatch:
 
 
 class StillWatch(ScriptedWatch):
-    """``Watch`` of a cache that changes when the test says so. Waiting runs ``when_waiting``."""
+    """``NeedsReporter`` of a cache that changes when the test says so. Waiting runs ``when_waiting``."""
 
     made: list[StillWatch]
 
@@ -126,7 +126,7 @@ class StillWatch(ScriptedWatch):
 def scripted(monkeypatch: pytest.MonkeyPatch, seed: int, patience_seconds: float = 0.0) -> None:
     """Every loader hears of a residency that changes adversarially; with patience 0 it reads what is not there."""
     monkeypatch.setattr(Dataset, "needs", lambda self: Script(self.manifest.shard_count, seed))
-    monkeypatch.setattr(sampler_module, "Watch", ScriptedWatch)
+    monkeypatch.setattr(sampler_module, "NeedsReporter", ScriptedWatch)
     monkeypatch.setattr(sampler_module, "PATIENCE_SECONDS", patience_seconds)
     monkeypatch.setattr(sampler_module, "PATIENCE_SECONDS_MIN", patience_seconds / 2)
 
@@ -136,13 +136,13 @@ def still(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[StillWatch]]:
     clock, made = Clock(), list[StillWatch]()
     kind = type("MadeWatch", (StillWatch,), {"made": made})
     monkeypatch.setattr(Dataset, "needs", lambda self: object())
-    monkeypatch.setattr(sampler_module, "Watch", kind)
+    monkeypatch.setattr(sampler_module, "NeedsReporter", kind)
     monkeypatch.setattr(sampler_module, "time", clock)
     return clock, made
 
 
 def told(monkeypatch: pytest.MonkeyPatch, rack: Rack) -> None:
-    """Every loader has the real ``Watch``, and this rack."""
+    """Every loader has the real ``NeedsReporter``, and this rack."""
     monkeypatch.setattr(Dataset, "needs", lambda self: rack)
     monkeypatch.setattr(watch_module, "SPACING_SECONDS", 0.001)
     monkeypatch.setattr(sampler_module, "REPORT_SECONDS", (0.001, 0.01))

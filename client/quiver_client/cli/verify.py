@@ -14,11 +14,11 @@ from quiver.errors import Changed
 from quiver.manifest import Manifest
 from quiver.plan import plan_blobs
 from quiver.sizes import format_size
+from quiver_client.batch import Batch, Positions
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.fetched import open_manifest
+from quiver_client.manifest_download import open_manifest
 from quiver_client.session import Session
 
 GROUP_BYTES = 64 << 20  # read at once: held in memory, and over which several daemons work at the same time
@@ -114,9 +114,9 @@ class _Check:
             yield f"… (the first {SHOWN_MAX} of each; --json names {NAMED_MAX})"
         yield f"{self.manifest.path}: {len(self.lost)} lost, {len(self.replaced)} replaced ({what})"
 
-    def _wrong(self, tier: str, delivery: Delivery, bad: Positions) -> None:
+    def _wrong(self, tier: str, batch: Batch, bad: Positions) -> None:
         if tier != "origin":  # wrong there is lost, and named as such
-            keys = self.manifest.keys_of_blobs(delivery.plan.blobs[bad])
+            keys = self.manifest.keys_of_blobs(batch.plan.blobs[bad])
             self.replaced += [{"key": key, "tier": tier} for key in keys]
 
 

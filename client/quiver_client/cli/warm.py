@@ -12,7 +12,7 @@ from quiver.sizes import format_size
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
-from quiver_client.fetched import open_manifest
+from quiver_client.manifest_download import open_manifest
 from quiver_client.session import Session
 
 SHARDS_AT_ONCE = 32  # enough for every daemon of a rack to be busy

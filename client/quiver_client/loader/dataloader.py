@@ -12,7 +12,7 @@ from typing import Any, Final, cast
 import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from quiver_client.columns import Columns, collated
+from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
@@ -117,8 +117,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self.order = order
         # With nothing to be done sample by sample, a batch is made by columns.
-        by_columns = collate_fn is None and Columns.can_read(dataset)
-        self._source: Dataset | Columns = Columns(dataset) if by_columns else dataset
+        by_columns = collate_fn is None and CollatedDataset.can_read(dataset)
+        self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
         self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(

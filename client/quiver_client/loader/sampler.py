@@ -37,7 +37,7 @@ from quiver_client.loader.pace import Idle, Pace
 from quiver_client.loader.place import Place
 from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
 from quiver_client.loader.trainers import Share, refuse_wrapper
-from quiver_client.needs.watch import Watch
+from quiver_client.needs_reporter import NeedsReporter
 
 log = logging.getLogger("quiver_client")
 
@@ -129,7 +129,7 @@ class BatchSampler(Sampler[list[int]]):
         self._done: Mask = np.zeros(0, bool)
         self._behind: Mask = self._done  # and what was consumed since
         self._left_out: Ints = np.zeros(0, np.int64)  # by drop_last
-        self._watch: Watch | None = None
+        self._watch: NeedsReporter | None = None
         self._pace = Pace()
         self._patience = PATIENCE_SECONDS
         self._idle = Idle()
@@ -504,7 +504,7 @@ class BatchSampler(Sampler[list[int]]):
         exchange = self.dataset.needs()
         if exchange is None:
             return
-        self._watch = Watch(len(self._layout.counts), exchange, self._report)
+        self._watch = NeedsReporter(len(self._layout.counts), exchange, self._report)
         self._leaving = weakref.finalize(self, self._watch.close)
         self._leaving.atexit = False  # the watch sees to that
         if self.substitute:

@@ -19,7 +19,7 @@ from typing import Any, Final
 from quiver_client import process_exit
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import BatchSampler
-from quiver_client.pool import DaemonPool
+from quiver_client.thread_pool import ThreadPool
 
 FETCHERS: Final = 4
 
@@ -67,7 +67,7 @@ class _Run:
         self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
         self._sampler, self._epoch, self._fetch = sampler, epoch, fetch
-        self._pool = DaemonPool(min(depth, FETCHERS), "quiver-fetch")
+        self._pool = ThreadPool(min(depth, FETCHERS), "quiver-fetch")
         self._closed = False
         self._pid = os.getpid()
         process_exit.call_at_exit(self.stop, process_exit.Phase.LOOPS)

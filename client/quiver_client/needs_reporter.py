@@ -9,15 +9,15 @@ import logging
 import time
 import weakref
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from quiver import forks
 from quiver.residency import Report
 from quiver.substitution import View
 from quiver_client import process_exit
-from quiver_client.needs.base import Exchange
 
 log = logging.getLogger("quiver_client")
 
@@ -28,10 +28,26 @@ WARN_SECONDS: Final = 30.0
 CLOSE_SECONDS: Final = 1.5  # an exchange that must never take long may do so, and closing is in the way of an exit
 
 
-class Watch:
-    """Reports in turns through an ``Exchange``, and keeps the last answer as a ``View``. Safe from threads."""
+class NeedsChannel(Protocol):
+    """Where needs are told. Used by one thread, up to twenty times a second; must never take long."""
 
-    def __init__(self, shard_count: int, exchange: Exchange, report: Callable[[], tuple[Report, float]]) -> None:
+    orphaned: npt.NDArray[np.bool_] | None
+    """By shard, whether nobody will bring it in, since whoever should does not answer; ``None``: no shard is."""
+
+    def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
+        """Say what this consumer needs; return by shard 0 for what is not resident, else 1 + how many others need it.
+
+        ``leaving``: the consumer is done and needs nothing any more.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class NeedsReporter:
+    """Reports in turns through a ``NeedsChannel``, and keeps the last answer as a ``View``. Safe from threads."""
+
+    def __init__(self, shard_count: int, exchange: NeedsChannel, report: Callable[[], tuple[Report, float]]) -> None:
         """``report`` is a method that returns what to say now, and the seconds until the next time.
 
         Its object is not kept alive: without it the reporting ends, as by ``close``.

@@ -21,34 +21,34 @@ import numpy.typing as npt
 
 from quiver.errors import QuiverError, Unavailable
 from quiver.plan import Ints, Plan
-from quiver_client.gather import GATHERED_BYTES_MAX, Buffer, Mask, gather, take, xxh3_64
+from quiver_client.buffers import SMALL_BYTES_MAX, Buffer, Mask, copy_each, copy_rows, xxh3_64
 
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
 COPIES_MAX: Final = 3  # of a sample that was torn, and torn again where it came from the next time
 
 
-class Delivery:
+class Batch:
     """The bytes of a plan's samples; position i is the plan's sample i. Tiers may put from several threads."""
 
     def __init__(self, plan: Plan, verify: Verify) -> None:
         self.plan = plan
-        self.checked = np.zeros(len(plan), bool)
+        self.verified = np.zeros(len(plan), bool)
         self._verify = verify
         self._lock = threading.Lock()
         self._buffers: list[Buffer] = []
         self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: it has not come
         self._at = np.zeros(len(plan), np.int64)  # and at which byte of it
         self._whole: npt.NDArray[np.uint8] | None = None  # all samples, gathered in order
-        self.on_torn: Callable[[Delivery, Positions], None] = lambda delivery, positions: None  # brings them anew
+        self.on_torn: Callable[[Batch, Positions], None] = lambda batch, positions: None  # brings them anew
 
     # -- what a tier does ---------------------------------------------------------------------------------------------
 
-    def missing(self) -> Positions:
+    def not_verified(self) -> Positions:
         """Return the positions that still have to come."""
-        return np.flatnonzero(~self.checked)
+        return np.flatnonzero(~self.verified)
 
-    def awaited(self) -> Positions:
+    def not_received(self) -> Positions:
         """Return the positions of which nothing came since the last check."""
         return np.flatnonzero(self._in < 0)
 
@@ -77,11 +77,11 @@ class Delivery:
 
     def check(self) -> Positions:
         """Check what came since the last call; return the positions that were wrong, now missing again."""
-        came = np.flatnonzero((self._in >= 0) & ~self.checked)
+        came = np.flatnonzero((self._in >= 0) & ~self.verified)
         if not len(came):
             return came
         right = self._right(came)
-        self.checked[came[right]] = True
+        self.verified[came[right]] = True
         bad = came[~right]
         if len(bad):
             self._in[bad], self._whole = -1, None
@@ -110,7 +110,7 @@ class Delivery:
         at = tries = 0
         while tries < COPIES_MAX:
             starts, lengths = self._cuts(slice(at, None), field)
-            copied = take(self._buffers, self._in[at:], starts, lengths)
+            copied = copy_each(self._buffers, self._in[at:], starts, lengths)
             for data, length in zip(copied, lengths.tolist(), strict=True):
                 if data is None and length >= 0:
                     break
@@ -161,7 +161,7 @@ class Delivery:
         return self._at[positions] + plan.starts[positions, field], plan.lengths[positions, field]
 
     def _gathered(self, starts: Ints, positions: Positions | slice, length: int) -> tuple[npt.NDArray[np.uint8], Mask]:
-        return gather(self._buffers, self._in[positions], starts, length)
+        return copy_rows(self._buffers, self._in[positions], starts, length)
 
     def _gone(self, positions: Positions | slice) -> Mask:
         """Return which samples lie in files that are not whole any more."""
@@ -170,9 +170,9 @@ class Delivery:
 
     def _mend(self, positions: Positions) -> None:
         """Have samples that were here, and whose file is not whole any more, come from elsewhere."""
-        self.checked[positions], self._in[positions], self._whole = False, -1, None
+        self.verified[positions], self._in[positions], self._whole = False, -1, None
         self.on_torn(self, positions)
-        if not self.checked.all():
+        if not self.verified.all():
             raise Unavailable("the cache", f"{len(positions)} samples cannot be read: shards become shorter")
 
     def _right(self, came: Positions) -> npt.NDArray[np.bool_]:
@@ -197,7 +197,7 @@ class Delivery:
         """Gather small samples of one size into an array, where from now on they lie; what is torn is zeros there."""
         sizes = self.plan.sizes[came]
         size = int(sizes[0])
-        if not 0 < size <= GATHERED_BYTES_MAX or len(came) < 2 or (sizes != size).any():
+        if not 0 < size <= SMALL_BYTES_MAX or len(came) < 2 or (sizes != size).any():
             return
         together, torn = self._gathered(self._at[came], came, size)
         together[torn] = 0
@@ -213,7 +213,7 @@ class Delivery:
 
 
 def _digest(buffer: Buffer, start: int, end: int) -> bytes:
-    data = buffer.take(start, end) if buffer.mapped else buffer.view[start:end]
+    data = buffer.copy(start, end) if buffer.mapped else buffer.view[start:end]
     return bytes(32) if data is None else blake3.blake3(data).digest()
 
 
@@ -222,11 +222,11 @@ class Tier(Protocol):
 
     name: str
 
-    def fetch(self, delivery: Delivery) -> None:
-        """Put into the delivery what this tier has of the missing. What it has not stays missing: that is no error."""
+    def fetch(self, batch: Batch) -> None:
+        """Put into the batch what this tier has of the missing. What it has not stays missing: that is no error."""
         ...
 
-    def blame(self, delivery: Delivery, bad: Positions) -> None:
+    def blame(self, batch: Batch, bad: Positions) -> None:
         """Hear that these were wrong, and see to it that asking again can help."""
         ...
 

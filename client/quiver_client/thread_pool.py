@@ -25,7 +25,7 @@ T = TypeVar("T")
 END_SECONDS: Final = 1.0  # how long ``shutdown`` waits
 
 
-class DaemonPool(Executor):
+class ThreadPool(Executor):
     """``ThreadPoolExecutor`` that is not waited for. Safe from threads; of no use in a child that was forked."""
 
     def __init__(self, workers_max: int, thread_name_prefix: str) -> None:

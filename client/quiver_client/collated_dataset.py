@@ -16,13 +16,13 @@ import torch.utils.data
 from torch.utils.data import default_collate
 
 from quiver.manifest import KEY_FIELD, Field
+from quiver_client.batch import Batch
 from quiver_client.dataset import Dataset, as_values
-from quiver_client.delivery import Delivery
 
 Rows = npt.NDArray[np.intp]
 
 
-class Columns(torch.utils.data.Dataset[Any]):
+class CollatedDataset(torch.utils.data.Dataset[Any]):
     """A dataset without a transform whose ``__getitems__`` is the collated batch: a dictionary of columns.
 
     An array field of one shape is a tensor ``(batch, *shape)``; other bytes, and a field that some sample lacks, are a
@@ -49,15 +49,15 @@ class Columns(torch.utils.data.Dataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
         dataset = self._dataset
         rows = dataset.checked(indices)
-        delivery = dataset.read(rows)
-        return {name: self._column(name, rows, delivery) for name in dataset.fields}
+        batch = dataset.read(rows)
+        return {name: self._column(name, rows, batch) for name in dataset.fields}
 
-    def _column(self, name: str, rows: Rows, delivery: Delivery | None) -> Any:
+    def _column(self, name: str, rows: Rows, batch: Batch | None) -> Any:
         dataset = self._dataset
-        if delivery is not None and name in dataset.blobs:
+        if batch is not None and name in dataset.blobs:
             field, at = dataset.blobs[name]
-            stacked = _stacked(delivery, field, at)
-            return stacked if stacked is not None else list(dataset.column(name, rows, delivery))
+            stacked = _stacked(batch, field, at)
+            return stacked if stacked is not None else list(dataset.column(name, rows, batch))
         if name == KEY_FIELD:
             return dataset.manifest.keys(rows)
         column = dataset.manifest.scalar_column(name, rows)
@@ -75,10 +75,10 @@ def collated(batch: Any) -> Any:
     return batch
 
 
-def _stacked(delivery: Delivery, field: Field, at: int) -> torch.Tensor | None:
+def _stacked(batch: Batch, field: Field, at: int) -> torch.Tensor | None:
     if not field.dtype or field.fixed_shape is None:
         return None
-    rows = delivery.rows(at, field.skip)
+    rows = batch.rows(at, field.skip)
     if rows is None:  # some sample lacks it
         return None
     return torch.from_numpy(as_values(rows, field).reshape(len(rows), *field.fixed_shape))

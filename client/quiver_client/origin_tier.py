@@ -12,8 +12,8 @@ import numpy as np
 
 from quiver.errors import Changed, Unavailable
 from quiver.origin import SampleOrigin
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
+from quiver_client.batch import Batch, Positions
+from quiver_client.buffers import Buffer
 
 
 class OriginTier:
@@ -24,8 +24,8 @@ class OriginTier:
     def __init__(self, origin: Callable[[], SampleOrigin]) -> None:
         self._origin = origin
 
-    def fetch(self, delivery: Delivery) -> None:
-        plan, missing = delivery.plan, delivery.missing()
+    def fetch(self, batch: Batch) -> None:
+        plan, missing = batch.plan, batch.not_verified()
         if not len(missing):
             return
         blobs, which = np.unique(plan.blobs[missing], return_inverse=True)
@@ -38,11 +38,11 @@ class OriginTier:
             self._one_by_one(blobs, starts, data)
             raise
         inside = plan.offsets - plan.manifest.tables.offsets[plan.blobs].astype(np.int64)
-        delivery.put(missing, Buffer.of(data), starts[which] + inside[missing])
+        batch.put(missing, Buffer.of(data), starts[which] + inside[missing])
 
-    def blame(self, delivery: Delivery, bad: Positions) -> None:
+    def blame(self, batch: Batch, bad: Positions) -> None:
         """Raise: the origin's bytes are not what was indexed, and there is nowhere else to go."""
-        manifest, blobs = delivery.plan.manifest, delivery.plan.blobs[bad]
+        manifest, blobs = batch.plan.manifest, batch.plan.blobs[bad]
         url = manifest.object_url(int(manifest.tables.object_of[blobs[0]]))
         raise Changed(url, "changed", manifest.keys_of_blobs(blobs))
 

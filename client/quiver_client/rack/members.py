@@ -78,12 +78,12 @@ class Members:
             return self._ring
         self._asked = time.monotonic()
         known = [member.url for member in self._ring.members] if self._ring else []
-        to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_down(url)]
+        to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_unresponsive(url)]
         for url in to_ask[:ASKED_MAX]:
             try:
                 ring, ignored = self.peer(url).ring().ring()
             except (Unavailable, Corrupt, BadRequest, NotFound) as error:
-                self.is_silent(url)
+                self.mark_unresponsive(url)
                 self._stats.warn(f"ring {url}", f"no ring from a daemon: {error}")
                 continue
             if ignored:
@@ -131,12 +131,12 @@ class Members:
 
     # -- who is silent ------------------------------------------------------------------------------------------------
 
-    def is_down(self, url: str) -> bool:
+    def is_unresponsive(self, url: str) -> bool:
         return time.monotonic() < self._silent.get(url, (0.0, 0.0))[0]
 
-    def is_silent(self, url: str) -> None:
+    def mark_unresponsive(self, url: str) -> None:
         """Do not ask this daemon for a while, and for longer each time."""
-        if self.is_down(url):
+        if self.is_unresponsive(url):
             return  # several threads met the same silence
         self._pause(url)
 
@@ -208,7 +208,7 @@ class Members:
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
         for url in dict.fromkeys([*owners, self._told_by]):  # whoever told the ring is there, whatever the ring says
-            if self.is_down(url):
+            if self.is_unresponsive(url):
                 continue
             try:
                 self.put_manifest(self.peer(url), manifest)
@@ -216,7 +216,7 @@ class Members:
             except QuiverError as error:
                 failure = error
                 if isinstance(error, Unavailable):
-                    self.is_silent(url)
+                    self.mark_unresponsive(url)
         if failure is None or isinstance(failure, Unavailable):
             raise failure or Unavailable(", ".join(self._seeds), "the ring has no member that is up")
         self._stats.warn("manifest", f"no daemon took the manifest: {failure}")
@@ -226,12 +226,12 @@ class Members:
         for member in self._ring.members[:RACK_MEMBERS_MAX] if self._ring else ():
             capacity_bytes = member.weight
             if capacity_bytes <= 1:  # a ring that was given and not kept in etcd does not know capacities
-                if self.is_down(member.url):
+                if self.is_unresponsive(member.url):
                     continue
                 try:
                     capacity_bytes = self.peer(member.url).status().capacity_bytes
                 except QuiverError:
-                    self.is_silent(member.url)
+                    self.mark_unresponsive(member.url)
                     continue
             if capacity_bytes < largest_bytes:
                 return member.id

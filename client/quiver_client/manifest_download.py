@@ -18,7 +18,7 @@ from quiver.manifest import SUFFIX, Manifest
 from quiver.origin import split_url
 from quiver.origin.isolated import IsolatedStore
 from quiver_client.config import cache_home
-from quiver_client.patience import Patience, patience_seconds
+from quiver_client.origin_patience import OriginPatience, patience_seconds
 
 log = logging.getLogger("quiver_client")
 
@@ -70,7 +70,7 @@ def _kept(path: Path, location: str) -> Manifest | None:
 def _downloaded(location: str, folder: Path) -> Path:
     """Return where the object is in the folder, after it came if it was not there in this version."""
     base, _, name = location.rpartition("/")
-    patience = Patience(location, patience_seconds())
+    patience = OriginPatience(location, patience_seconds())
     waiting = patience.begin()
     with contextlib.closing(IsolatedStore(base)) as store:
         while True:

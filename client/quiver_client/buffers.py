@@ -25,7 +25,7 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
-GATHERED_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
+SMALL_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
 JOINED_BYTES: Final = 256 << 10  # of small samples: copied by one call, and cut apart while the CPU's cache holds them
 JOINED_MIN: Final = 24  # fewer are copied one by one as fast
 ARRAY_BYTES_MAX: Final = 1 << 62  # of any array: with rows of 16 KiB it reaches 2^48 bytes, which is all that there are
@@ -57,9 +57,9 @@ class Buffer(NamedTuple):
         if not self.mapped:
             return True
         start = max(len(self.view) - COUNT_BYTES, 0)
-        return self.take(start, len(self.view)) is not None
+        return self.copy(start, len(self.view)) is not None
 
-    def take(self, start: int, end: int) -> bytes | None:
+    def copy(self, start: int, end: int) -> bytes | None:
         """Return a copy of some bytes; ``None`` if they are not what they were, or cannot be read."""
         if not self.mapped or start == end:
             return bytes(self.view[start:end])
@@ -72,7 +72,7 @@ class Buffer(NamedTuple):
         return data if reaches(ends) and any(self.view[-COUNT_BYTES:]) else None
 
 
-def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:
+def copy_rows(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -> tuple[U8, Mask]:
     """Return ``(n, length)`` uint8: ``length`` bytes of buffer ``which (n,)`` from byte ``starts (n,)`` on, copied.
 
     And ``(n,)``, which of them could not be read. Raises ``IndexError`` if any is outside its buffer: nothing below
@@ -87,9 +87,9 @@ def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -
     torn = _torn(buffers, which, addresses, np.full(len(which), length))
     if torn.any():
         rows = np.zeros((len(which), length), np.uint8)
-        rows[~torn] = gather(buffers, which[~torn], starts[~torn], length)[0]
+        rows[~torn] = copy_rows(buffers, which[~torn], starts[~torn], length)[0]
         return rows, torn
-    if length > GATHERED_BYTES_MAX:
+    if length > SMALL_BYTES_MAX:
         rows = np.empty((len(which), length), np.uint8)
         views = [buffer.view for buffer in buffers]
         for row, at, start in zip(rows, which.tolist(), starts.tolist(), strict=True):
@@ -101,15 +101,15 @@ def gather(buffers: Sequence[Buffer], which: Places, starts: I64, length: int) -
     return together, torn
 
 
-def take(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
-    """Yield a copy of ``lengths (n,)`` bytes of each piece, as ``Buffer.take`` when its turn comes.
+def copy_each(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
+    """Yield a copy of ``lengths (n,)`` bytes of each piece, as ``Buffer.copy`` when its turn comes.
 
     ``None`` if they are torn, or if the length is negative. Small pieces of mapped files are copied some ahead.
     """
     joins = np.zeros(len(which), bool)
     if native.pieces is not None and len(which) >= JOINED_MIN:
         mapped = np.asarray([buffer.mapped and len(buffer.view) >= COUNT_BYTES for buffer in buffers], bool)
-        joins = mapped[which] & (lengths > 0) & (lengths <= GATHERED_BYTES_MAX)
+        joins = mapped[which] & (lengths > 0) & (lengths <= SMALL_BYTES_MAX)
     joined = _joined(buffers, which[joins], starts[joins], lengths[joins])
     if joins.all():
         yield from joined
@@ -122,7 +122,7 @@ def take(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) ->
         elif length < 0:
             yield None
         elif (view := views[at]) is None:
-            yield buffers[at].take(start, start + length)
+            yield buffers[at].copy(start, start + length)
         else:
             yield bytes(view[start : start + length])
 

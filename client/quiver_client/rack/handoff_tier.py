@@ -21,12 +21,12 @@ from quiver.handoff import FILES_MAX, HELD_MAX, RECHECK, USED, Handed, Held
 from quiver.manifest import Manifest
 from quiver.ring import Ring
 from quiver_client import process_exit
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
+from quiver_client.batch import Batch, Positions
+from quiver_client.buffers import Buffer
+from quiver_client.rack.local_daemons import LocalDaemon, LocalDaemons
+from quiver_client.rack.members import Members
+from quiver_client.shard_maps import TIDY_SECONDS, ShardMaps
 from quiver_client.stats import Stats
-from quiver_client.tiers.local import LocalDaemon, LocalDaemons
-from quiver_client.tiers.maps import TIDY_SECONDS, Maps
-from quiver_client.tiers.members import Members
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class HandoffTier:
         self._members = members
         self._stats = stats
         self._locals = LocalDaemons(members, seeds, stats)
-        self._maps: Maps[_From] = Maps()
+        self._maps: ShardMaps[_From] = ShardMaps()
         self._avoided: dict[int, float] = {}  # shard -> until when
         self._ring: Ring | None = None
         self._lock = forks.lock()
@@ -64,20 +64,20 @@ class HandoffTier:
         self._closing = forks.event()
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
 
-    def fetch(self, delivery: Delivery) -> None:
+    def fetch(self, batch: Batch) -> None:
         ring = self._members.refresh()
         if ring is not None:
             self._attend(ring)
-        missing = delivery.missing()
-        shards = delivery.plan.by_shard(missing)[0].tolist()
+        missing = batch.not_verified()
+        shards = batch.plan.by_shard(missing)[0].tolist()
         here = self._maps.get_all(shards)
         if self._locals and len(here) < len(shards):
             here.update(self._mapped([shard for shard in shards if shard not in here]))
-        delivery.put_mapped(missing, here)
+        batch.put_mapped(missing, here)
 
-    def blame(self, delivery: Delivery, bad: Positions) -> None:
+    def blame(self, batch: Batch, bad: Positions) -> None:
         """Let go of the maps, have the daemon verify the files, and read these shards over TCP for a while."""
-        for shard in np.unique(delivery.plan.shards[bad]).tolist():
+        for shard in np.unique(batch.plan.shards[bad]).tolist():
             self._avoided[shard] = time.monotonic() + AVOID_SECONDS
             source = self._maps.note(shard)
             self._maps.drop(shard)
@@ -106,7 +106,7 @@ class HandoffTier:
         found: dict[int, Buffer] = {}
         for daemon, of_it in wanted.items():
             for some in _parts(of_it, FILES_MAX):
-                if time.monotonic() < deadline and not daemon.is_silent:
+                if time.monotonic() < deadline and not daemon.is_unresponsive:
                     found.update(self._handed(daemon, some))
         self._stats.add("misses_host", sum(map(len, wanted.values())) - len(found))
         return found
@@ -190,7 +190,7 @@ class HandoffTier:
 
     def _held(self, daemon: LocalDaemon, held: list[Held], flags: int) -> list[bool]:
         """Return which of its files a daemon still holds. One that is silent is taken to hold them, for a while."""
-        if not daemon.is_silent:
+        if not daemon.is_unresponsive:
             try:
                 answer = daemon.client.held(held, flags)
             except QuiverError as error:

@@ -19,13 +19,13 @@ from quiver.errors import BadRequest, Unavailable
 from quiver.residency import Report
 from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
-from quiver_client import pool as pool_module
-from quiver_client.needs import rack as rack_module
-from quiver_client.needs import watch as watch_module
-from quiver_client.needs.rack import RackNeeds
-from quiver_client.needs.watch import Watch
-from quiver_client.pool import DaemonPool
+from quiver_client import needs_reporter as watch_module
+from quiver_client import thread_pool as pool_module
+from quiver_client.needs_reporter import NeedsReporter
+from quiver_client.rack import needs as rack_module
+from quiver_client.rack.needs import RackNeeds
 from quiver_client.stats import Stats
+from quiver_client.thread_pool import ThreadPool
 from tests.support.data import Files
 from tests.support.residency import Clock, Rack, alive
 from tests.support.waiting import until
@@ -56,12 +56,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     until(lambda: not alive("quiver-needs"), what="the thread ends")
 
 
-# -- Watch ------------------------------------------------------------------------------------------------------------
+# -- NeedsReporter ----------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_resident_until_something_answered() -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert watch.view.resident.all()
     watch.close()
@@ -69,7 +69,7 @@ def test_nothing_is_resident_until_something_answered() -> None:
     blocked = threading.Event()
     slow = Rack(4)
     slow.report = lambda report, leaving=False: blocked.wait(20) and slow.seen  # type: ignore[method-assign,assignment,misc]
-    watch = Watch(4, slow, consumer.report)
+    watch = NeedsReporter(4, slow, consumer.report)
     watch.first_answer(0.01)
     assert not watch.view.resident.any()
     blocked.set()
@@ -79,7 +79,7 @@ def test_nothing_is_resident_until_something_answered() -> None:
 def test_an_answer_says_what_is_resident_and_how_many_others_need_it() -> None:
     rack, consumer = Rack(4, resident=False), Consumer()
     rack.seen[:] = [0, 1, 3, 255]
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert watch.view.resident.tolist() == [False, True, True, True]
     assert watch.view.others.tolist() == [0, 0, 2, 254]
@@ -88,7 +88,7 @@ def test_an_answer_says_what_is_resident_and_how_many_others_need_it() -> None:
 
 def test_arrivals_are_counted_and_keep_their_order() -> None:
     rack, consumer = Rack(4, resident=False), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert watch.arrivals == 0
     seen = []
@@ -105,11 +105,11 @@ def test_arrivals_are_counted_and_keep_their_order() -> None:
 
 def test_it_reports_when_it_said_it_would_and_sooner_if_nudged() -> None:
     rack, often, seldom = Rack(4), Consumer(pause=0.0), Consumer()
-    watch = Watch(4, rack, often.report)
+    watch = NeedsReporter(4, rack, often.report)
     until(lambda: often.said >= 5)
     watch.close()
     rack = Rack(4)
-    watch = Watch(4, rack, seldom.report)
+    watch = NeedsReporter(4, rack, seldom.report)
     watch.first_answer(20)
     for said in (1, 2, 3):
         until(lambda said=said: seldom.said == said)  # type: ignore[misc]
@@ -120,7 +120,7 @@ def test_it_reports_when_it_said_it_would_and_sooner_if_nudged() -> None:
 
 def test_who_waits_hears_of_the_next_answer() -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     told = len(rack.reports)
     watch.wait(20)
@@ -130,7 +130,7 @@ def test_who_waits_hears_of_the_next_answer() -> None:
 
 def test_closing_takes_the_needs_back_once_and_wakes_who_waits() -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     watch.close()
     watch.close()
@@ -142,7 +142,7 @@ def test_closing_takes_the_needs_back_once_and_wakes_who_waits() -> None:
 
 def test_it_ends_with_its_consumer() -> None:
     rack, consumer = Rack(4), Consumer(pause=0.0)
-    Watch(4, rack, consumer.report)
+    NeedsReporter(4, rack, consumer.report)
     until(lambda: rack.reports)
     del consumer
     gc.collect()
@@ -154,7 +154,7 @@ def test_who_never_said_anything_has_nothing_to_take_back() -> None:
     rack, consumer = Rack(4), Consumer()
     method = consumer.report
     del consumer
-    watch = Watch(4, rack, method)
+    watch = NeedsReporter(4, rack, method)
     del method
     watch.close()
     assert rack.closed
@@ -167,7 +167,7 @@ def test_a_report_that_fails_is_tried_again_and_what_was_seen_counts_for_a_momen
     monkeypatch.setattr(watch_module, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(watch_module, "STALE_SECONDS", NEVER)
     rack, consumer = Rack(4), Consumer(pause=0.0)
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     told = rack.report
     failures: list[Exception] = []
@@ -203,7 +203,7 @@ def test_a_consumer_that_fails_to_say_what_it_needs_is_asked_again(
             return a_report(), self.pause
 
     rack, consumer = Rack(4), Clumsy()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
     assert consumer.said == 3
     watch.close()
@@ -212,7 +212,7 @@ def test_a_consumer_that_fails_to_say_what_it_needs_is_asked_again(
 
 def test_leaving_that_fails_ends_the_thread_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     rack, consumer = Rack(4), Consumer()
-    watch = Watch(4, rack, consumer.report)
+    watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
 
     def fail(report: Report, *, leaving: bool = False) -> Any:
@@ -258,10 +258,10 @@ class Members:
     def refresh(self) -> Ring | None:
         return Ring("rack", tuple(Member(url, url) for url in sorted(self.peers))) if self.reached else None
 
-    def is_down(self, url: str) -> bool:
+    def is_unresponsive(self, url: str) -> bool:
         return url in self.down
 
-    def is_silent(self, url: str) -> None:
+    def mark_unresponsive(self, url: str) -> None:
         self.down.add(url)
 
     def answered(self, url: str) -> None: ...
@@ -420,11 +420,11 @@ def test_a_ring_that_does_not_come_holds_nobody_up(files: Files, clock: Clock, m
     needs.close()
 
 
-# -- DaemonPool -------------------------------------------------------------------------------------------------------
+# -- ThreadPool -------------------------------------------------------------------------------------------------------
 
 
 def test_a_pool_does_what_it_is_given_by_no_more_threads_than_it_may_have() -> None:
-    pool = DaemonPool(3, "quiver-pooled")
+    pool = ThreadPool(3, "quiver-pooled")
     assert list(pool.map(lambda number: number * 2, range(50))) == list(range(0, 100, 2))
     assert 1 <= len(alive("quiver-pooled")) <= 3
     failing = pool.submit(lambda: 1 // 0)
@@ -437,7 +437,7 @@ def test_a_pool_does_what_it_is_given_by_no_more_threads_than_it_may_have() -> N
 
 
 def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
-    pool = DaemonPool(2, "quiver-pooled")
+    pool = ThreadPool(2, "quiver-pooled")
     assert pool.submit(int).result(20) == 0
     del pool
     until(lambda: not alive("quiver-pooled"))
@@ -445,7 +445,7 @@ def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
 
 def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "END_SECONDS", 0.05)
-    pool, gate = DaemonPool(1, "quiver-pooled"), threading.Event()
+    pool, gate = ThreadPool(1, "quiver-pooled"), threading.Event()
     wedged, waiting = pool.submit(gate.wait, 20), pool.submit(int)
     until(wedged.running)
     pool.shutdown(cancel_futures=True)
@@ -458,8 +458,8 @@ def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.M
 def test_the_end_of_the_process_waits_for_no_thread_of_a_pool() -> None:
     script = """
         import threading
-        from quiver_client.pool import DaemonPool
-        pools = [DaemonPool(2, "stuck") for _ in range(8)]
+        from quiver_client.thread_pool import ThreadPool
+        pools = [ThreadPool(2, "stuck") for _ in range(8)]
         for pool in pools:
             for _ in range(3):
                 pool.submit(threading.Event().wait)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quiver.store import OpenFile
 from quiver_client import native
-from quiver_client.gather import GATHERED_BYTES_MAX, JOINED_BYTES, Buffer, gather, take, xxh3_64
+from quiver_client.buffers import JOINED_BYTES, SMALL_BYTES_MAX, Buffer, copy_each, copy_rows, xxh3_64
 
 contents = st.lists(st.binary(min_size=1, max_size=300), min_size=1, max_size=6)
 
@@ -40,7 +40,7 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
     buffers = [Buffer.of(bytearray(content)) for content in contents]
     which = [one % len(buffers) for one, _ in cuts]
     at = [start % (len(contents[one]) - length + 1) for one, (_, start) in zip(which, cuts, strict=True)]
-    rows, _ = gather(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), length)
+    rows, _ = copy_rows(buffers, np.asarray(which, np.intp), np.asarray(at, np.int64), length)
     assert rows.shape == (len(cuts), length)
     assert rows.dtype == np.uint8
     assert [row.tobytes() for row in rows] == [
@@ -48,7 +48,7 @@ def test_what_is_gathered_out_of_many_buffers_is_what_slicing_gives(
     ]
 
 
-@pytest.mark.parametrize("longest", [0, 1, 300, GATHERED_BYTES_MAX, 2 * GATHERED_BYTES_MAX])
+@pytest.mark.parametrize("longest", [0, 1, 300, SMALL_BYTES_MAX, 2 * SMALL_BYTES_MAX])
 @pytest.mark.parametrize("count", [0, 1, 30, 500])
 def test_what_is_taken_is_what_slicing_gives(count: int, longest: int, tmp_path: Path) -> None:
     """Of mapped files and of other memory, of all lengths: none, some that are copied together, larger ones."""
@@ -65,7 +65,7 @@ def test_what_is_taken_is_what_slicing_gives(count: int, longest: int, tmp_path:
         starts = (rng.random(count) * (sizes - np.maximum(lengths, 0) + 1)).astype(np.int64)
         cuts = zip(which.tolist(), starts.tolist(), lengths.tolist(), strict=True)
         expected = [None if length < 0 else contents[at][start : start + length] for at, start, length in cuts]
-        assert list(take(buffers, which, starts, lengths)) == expected
+        assert list(copy_each(buffers, which, starts, lengths)) == expected
 
 
 @settings(deadline=None)
@@ -97,7 +97,7 @@ def test_the_hashes_of_larger_pieces_are_those_of_slices(size: int) -> None:
 
 def test_what_was_gathered_is_a_copy_that_may_be_written_to() -> None:
     content = np.arange(100, dtype=np.uint8)
-    rows, _ = gather([Buffer.of(content)], np.zeros(2, np.intp), np.zeros(2, np.int64), 10)
+    rows, _ = copy_rows([Buffer.of(content)], np.zeros(2, np.intp), np.zeros(2, np.int64), 10)
     rows[0] = 7
     assert rows[1].tolist() == list(range(10)), "equal addresses give rows of their own"
     assert content[:10].tolist() == list(range(10))
@@ -110,11 +110,11 @@ def test_the_first_and_the_last_bytes_of_a_mapped_file_are_within_reach(tmp_path
     (tmp_path / "shard").write_bytes(content)
     buffer = Buffer.of(OpenFile(tmp_path / "shard").map())
     for length in (1, 100, len(content)):
-        rows, _ = gather([buffer], np.zeros(2, np.intp), np.asarray([0, len(content) - length]), length)
+        rows, _ = copy_rows([buffer], np.zeros(2, np.intp), np.asarray([0, len(content) - length]), length)
         assert [row.tobytes() for row in rows] == [content[:length], content[-length:]]
 
 
-@pytest.mark.parametrize("length", [100, GATHERED_BYTES_MAX, GATHERED_BYTES_MAX + 1, 150_528, 1 << 20])
+@pytest.mark.parametrize("length", [100, SMALL_BYTES_MAX, SMALL_BYTES_MAX + 1, 150_528, 1 << 20])
 def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int) -> None:
     """The heap and what is mapped are some 2^45 bytes apart, and an array has 2^62 bytes at most, all rows counted."""
     content = np.random.default_rng(0).bytes(length)
@@ -124,9 +124,9 @@ def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int
     held = [Buffer.of(bytearray(64)) for _ in range(100)]  # some of small ones are on the heap
     heap_or_not = min([heap, *held], key=lambda buffer: buffer.address)
     size = min(len(heap_or_not.view), length)
-    rows, _ = gather([mapped, heap], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), length)
+    rows, _ = copy_rows([mapped, heap], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), length)
     assert [row.tobytes() for row in rows] == [content, content[::-1]]
-    rows, _ = gather([mapped, heap_or_not], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), size)
+    rows, _ = copy_rows([mapped, heap_or_not], np.asarray([0, 1], np.intp), np.zeros(2, np.int64), size)
     assert rows[0].tobytes() == content[:size]
 
 
@@ -136,7 +136,7 @@ def test_buffers_far_apart_in_memory_are_read_as_one(tmp_path: Path, length: int
 def test_nothing_is_read_outside_a_buffer(start: int, length: int) -> None:
     buffers, which = [Buffer.of(b"0123456789")], np.zeros(1, np.intp)
     with pytest.raises(IndexError):
-        gather(buffers, which, np.asarray([start]), length)
+        copy_rows(buffers, which, np.asarray([start]), length)
     with pytest.raises(IndexError):
         xxh3_64(buffers, which, np.asarray([start]), np.asarray([length]))
 
@@ -152,7 +152,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         with pytest.raises(IndexError):
             xxh3_64(buffers, which, starts, lengths)
     with pytest.raises(TypeError, match="uint64"):
-        gather(buffers, np.zeros(2, np.intp), two.astype(np.uint64), 1)  # type: ignore[arg-type]
+        copy_rows(buffers, np.zeros(2, np.intp), two.astype(np.uint64), 1)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="int32"):
         xxh3_64(buffers, np.zeros(2, np.intp), two, two.astype(np.int32))  # type: ignore[arg-type]
 
@@ -171,7 +171,7 @@ def test_a_buffer_of_anything_holds_its_bytes_and_keeps_them(data: Any) -> None:
     assert bytes(buffer.view) == expected
     del data
     if expected:
-        rows, _ = gather([buffer], np.zeros(1, np.intp), np.zeros(1, np.int64), len(expected))
+        rows, _ = copy_rows([buffer], np.zeros(1, np.intp), np.zeros(1, np.int64), len(expected))
         assert rows[0].tobytes() == expected
     else:
         assert buffer.address == 0

@@ -19,8 +19,8 @@ from quiver import forks
 from quiver.errors import QuiverError
 from quiver.handoff import HandoffClient, is_this_host
 from quiver.ring import Member, Ring
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
 
 LOCAL_MAX: Final = 8  # daemons of one host
 PATHS_MAX: Final = 64  # looked at: a ring has 20 to 30 members
@@ -41,7 +41,7 @@ class LocalDaemon:
         self._silent_until = 0.0
 
     @property
-    def is_silent(self) -> bool:
+    def is_unresponsive(self) -> bool:
         return time.monotonic() < self._silent_until
 
     def answered(self) -> None:
@@ -50,7 +50,7 @@ class LocalDaemon:
 
     def failed(self) -> None:
         """Do not ask it for a while, and for longer each time."""
-        if not self.is_silent:
+        if not self.is_unresponsive:
             self._pause_seconds = min(max(self._pause_seconds * 2, SILENT_SECONDS), SILENT_SECONDS_MAX)
             self._silent_until = time.monotonic() + self._pause_seconds
 
@@ -74,7 +74,7 @@ class LocalDaemons:
     def at(self, url: str) -> LocalDaemon | None:
         """Return the daemon of the ring at this URL if it is on this host and answers."""
         found = self._by_url.get(url)
-        return None if found is None or found.is_silent else found
+        return None if found is None or found.is_unresponsive else found
 
     def __bool__(self) -> bool:
         return bool(self._by_url)
@@ -109,7 +109,7 @@ class LocalDaemons:
         known, paused = self._found.get(path), self._paused.get(path)
         if known is not None and known.client.node not in ids:
             known = None
-        if (known is not None and not known.is_silent) or (paused is not None and paused.is_silent):
+        if (known is not None and not known.is_unresponsive) or (paused is not None and paused.is_unresponsive):
             return
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
@@ -170,7 +170,7 @@ class LocalDaemons:
         now = time.monotonic()
         urls = dict.fromkeys([*self._seeds, *(member.url for member in unknown if self._is_here(member))])
         for url in list(urls)[:ASKED_MAX]:
-            if now - self._asked.get(url, -ASK_SECONDS) < ASK_SECONDS or self._members.is_down(url):
+            if now - self._asked.get(url, -ASK_SECONDS) < ASK_SECONDS or self._members.is_unresponsive(url):
                 continue
             self._asked[url] = now
             try:

@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from quiver.store import OpenFile
-from quiver_client.tiers.maps import Maps
+from quiver_client.shard_maps import ShardMaps
 
 
 def view(content: bytes = b"abc") -> memoryview:
     return memoryview(content)
 
 
-def content(maps: Maps[Any], shard: int) -> bytes:
+def content(maps: ShardMaps[Any], shard: int) -> bytes:
     buffer = maps.get(shard)
     assert buffer is not None
     return bytes(buffer.view)
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    maps: Maps[None] = Maps(2)
+    maps: ShardMaps[None] = ShardMaps(2)
     for shard in (1, 2):
         maps.put(shard, view(), None)
     assert content(maps, 1) == b"abc"
@@ -34,7 +34,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_several_are_had_at_once_and_use_is_told_once() -> None:
-    maps: Maps[str] = Maps()
+    maps: ShardMaps[str] = ShardMaps()
     for shard in (1, 2, 3):
         maps.put(shard, view(bytes([shard])), f"note {shard}")
     assert maps.mapped() == [(1, "note 1", True), (2, "note 2", True), (3, "note 3", True)]
@@ -44,7 +44,7 @@ def test_several_are_had_at_once_and_use_is_told_once() -> None:
 
 
 def test_a_map_that_was_replaced_is_not_dropped_for_the_old_ones_sake() -> None:
-    maps: Maps[int] = Maps()
+    maps: ShardMaps[int] = ShardMaps()
     maps.put(1, view(b"old"), 1)
     maps.put(1, view(b"new"), 2)
     maps.drop(1, note=1)
@@ -58,7 +58,7 @@ def test_a_map_that_was_replaced_is_not_dropped_for_the_old_ones_sake() -> None:
 def test_a_child_that_was_forked_keeps_none_of_its_parents_maps(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     path.write_bytes(bytes(10_000))
-    maps: Maps[None] = Maps()
+    maps: ShardMaps[None] = ShardMaps()
     maps.put(1, OpenFile(path).map(), None)
     gc.disable()
     with maps._lock:  # as a thread may hold it that the child does not have

@@ -24,9 +24,9 @@ from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Ring
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, ReadRequest
-from quiver_client.pool import DaemonPool
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
+from quiver_client.thread_pool import ThreadPool
 
 TELLERS: Final = 8
 UPLOADERS: Final = 2  # each holds a shard in memory
@@ -39,15 +39,15 @@ Mask = npt.NDArray[np.bool_]
 
 
 class RackNeeds:
-    """``Exchange`` with the daemons of a rack. Used by one thread."""
+    """``NeedsChannel`` with the daemons of a rack. Used by one thread."""
 
     def __init__(self, manifest: Manifest, members: Members, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
         self._manifest = manifest
         self._members = members
         self._origin = origin
         self._stats = stats
-        self._pool = DaemonPool(TELLERS, "quiver-tell")
-        self._uploaders = DaemonPool(UPLOADERS, "quiver-upload")
+        self._pool = ThreadPool(TELLERS, "quiver-tell")
+        self._uploaders = ThreadPool(UPLOADERS, "quiver-upload")
         self._ring: Ring | None = None
         self._refreshing: Future[Ring | None] | None = None
         self._asked: dict[str, Future[None]] = {}
@@ -66,7 +66,7 @@ class RackNeeds:
         urls = [member.url for member in ring.members] if ring is not None else []
         for url in urls:
             before = self._asked.get(url)
-            if (before is None or before.done()) and not self._members.is_down(url):
+            if (before is None or before.done()) and not self._members.is_unresponsive(url):
                 self._asked[url] = self._pool.submit(self._tell, url, told)
         wait(list(self._asked.values()), ANSWER_SECONDS)
         self._asked = {url: asked for url, asked in self._asked.items() if url in urls}
@@ -74,7 +74,7 @@ class RackNeeds:
         now = time.monotonic()
         seen = np.zeros(self._manifest.shard_count, np.uint8)
         for url, (at, answer) in list(self._seen.items()):
-            if url not in urls or now - at > STALE_SECONDS or self._members.is_down(url):
+            if url not in urls or now - at > STALE_SECONDS or self._members.is_unresponsive(url):
                 self._seen.pop(url, None)
             else:
                 np.maximum(seen, answer, out=seen)
@@ -99,7 +99,7 @@ class RackNeeds:
     def _leave(self, told: NeedsReport) -> None:
         """Take the needs back from all daemons that were told them, at once. The others' lease ends by itself."""
         ring, before = self._ring, {url: asked for url, asked in self._asked.items() if not asked.cancel()}
-        urls = [member.url for member in ring.members if not self._members.is_down(member.url)] if ring else []
+        urls = [member.url for member in ring.members if not self._members.is_unresponsive(member.url)] if ring else []
         # Those first that have answered: of the others, each may hold a thread up.
         urls.sort(key=lambda url: url in before and not before[url].done())
         wait([self._pool.submit(self._tell_last, url, told, before.get(url)) for url in urls], LEAVE_SECONDS)
@@ -111,7 +111,7 @@ class RackNeeds:
 
     def _orphaned(self, ring: Ring) -> Mask | None:
         """Return whose shards nobody brings in: a daemon fetches what is its own, and this one does not answer."""
-        down = [at for at, member in enumerate(ring.members) if self._members.is_down(member.url)]
+        down = [at for at, member in enumerate(ring.members) if self._members.is_unresponsive(member.url)]
         if not down:
             return None
         if self._owned is None or self._owned[0] is not ring:
@@ -128,7 +128,7 @@ class RackNeeds:
                 answer = peer.needs(told)
         except QuiverError as error:
             if isinstance(error, Unavailable):
-                self._members.is_silent(url)
+                self._members.mark_unresponsive(url)
             self._stats.warn(f"needs {url}", f"a daemon was not told what this job needs: {error}")
             return
         self._members.answered(url)

@@ -45,7 +45,7 @@ def patience_seconds() -> float:
     return seconds
 
 
-class Waiting:
+class Wait:
     """One read, which may have to wait."""
 
     __slots__ = ("failures", "until")
@@ -55,7 +55,7 @@ class Waiting:
         self.failures = 0
 
 
-class Patience:
+class OriginPatience:
     """Of one process with one origin. Safe from threads."""
 
     def __init__(self, origin: str, seconds: float) -> None:
@@ -70,11 +70,11 @@ class Patience:
         """How long one read may take: the cache is asked, the origin for the cache, the origin, and all of it again."""
         return min(READ_SECONDS, max(self._seconds / 3, READ_SECONDS_MIN))
 
-    def begin(self) -> Waiting:
+    def begin(self) -> Wait:
         """Begin a read: this is when its patience begins as well."""
-        return Waiting(time.monotonic() + self._seconds)
+        return Wait(time.monotonic() + self._seconds)
 
-    def wait(self, waiting: Waiting, error: Unavailable, missing: Callable[[], str]) -> None:
+    def wait(self, waiting: Wait, error: Unavailable, missing: Callable[[], str]) -> None:
         """Wait before a read is repeated. Raises ``Unavailable`` where that does not help, or not any more."""
         if error.lasting or self._closing.is_set():
             raise error

@@ -26,11 +26,11 @@ from quiver.plan import Ints
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, RANGES_MAX, RECHECK, RangeStatus, ReadRequest
 from quiver_client import process_exit
-from quiver_client.delivery import Delivery, Positions
-from quiver_client.gather import Buffer
-from quiver_client.pool import DaemonPool
+from quiver_client.batch import Batch, Positions
+from quiver_client.buffers import Buffer
+from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
-from quiver_client.tiers.members import Members
+from quiver_client.thread_pool import ThreadPool
 
 FILL_SECONDS_MAX: Final = 60.0  # of one shard, without anything of it arriving; then the origin is read directly
 WAIT_MS: Final = 2000
@@ -45,7 +45,7 @@ READ_BYTES_MAX: Final = 256 << 20  # of one request, so that a huge batch is sev
 class _Round:
     """What one fetch knows: who was tried for which shard, and which shards are left to the origin."""
 
-    delivery: Delivery
+    batch: Batch
     tried: dict[int, set[str]] = field(default_factory=dict)
     given_up: set[int] = field(default_factory=set)
     silent: set[int] = field(default_factory=set)  # shards whose owner was known to be silent, and not asked
@@ -61,11 +61,11 @@ class _Round:
     moved: bool = False  # in this turn something arrived or somebody was passed over
 
     def pending(self) -> Positions:
-        awaited = self.delivery.awaited()
+        awaited = self.batch.not_received()
         if not self.given_up:
             return awaited
         given_up = np.fromiter(self.given_up, np.int64, len(self.given_up))
-        return awaited[~np.isin(self.delivery.plan.shards[awaited], given_up)]
+        return awaited[~np.isin(self.batch.plan.shards[awaited], given_up)]
 
 
 class RackTier:
@@ -78,7 +78,7 @@ class RackTier:
         self._members = members
         self._origin = origin
         self._stats = stats
-        self._pool = DaemonPool(REQUESTS_AT_ONCE, "quiver-rack")
+        self._pool = ThreadPool(REQUESTS_AT_ONCE, "quiver-rack")
         self._suspects: set[int] = set()  # shards of which wrong bytes came
         self._refused: dict[int, tuple[int, str]] = {}  # shards that a daemon could not fill, and which
         self._failures: dict[int, QuiverError] = {}  # and those that this process could not
@@ -87,13 +87,13 @@ class RackTier:
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._lock = forks.lock()
 
-    def fetch(self, delivery: Delivery) -> None:
+    def fetch(self, batch: Batch) -> None:
         self._look_around()
         if self._refused or self._failures:
-            for shard in (self._refused.keys() | self._failures.keys()) & set(np.unique(delivery.plan.shards).tolist()):
+            for shard in (self._refused.keys() | self._failures.keys()) & set(np.unique(batch.plan.shards).tolist()):
                 self._refused.pop(shard, None)
                 self._failures.pop(shard, None)
-        state = _Round(delivery)
+        state = _Round(batch)
         pause = PAUSE_SECONDS
         while len(positions := state.pending()):
             begun, state.moved = time.monotonic(), False
@@ -119,21 +119,21 @@ class RackTier:
         """Return the shards that were waited for as long as one is. Who delivers nothing else is not asked again."""
         if now - state.began <= FILL_SECONDS_MAX:
             return set()
-        shards = np.unique(state.delivery.plan.shards[positions]).tolist()
+        shards = np.unique(state.batch.plan.shards[positions]).tolist()
         late = {shard for shard in shards if now - max(state.progress.get(shard, 0.0), state.began) > FILL_SECONDS_MAX}
         for url in {state.waited_for[shard] for shard in late if shard in state.waited_for}:
             if now - state.delivered.get(url, state.began) > FILL_SECONDS_MAX:
-                self._members.is_silent(url)  # not to be waited for as long again by the next batch
+                self._members.mark_unresponsive(url)  # not to be waited for as long again by the next batch
         return late
 
-    def blame(self, delivery: Delivery, bad: Positions) -> None:
+    def blame(self, batch: Batch, bad: Positions) -> None:
         """Have the daemons verify these shards before they answer for them again. Who did and is wrong is left."""
-        shards = np.unique(delivery.plan.shards[bad]).tolist()
+        shards = np.unique(batch.plan.shards[bad]).tolist()
         with self._lock:
             liars = {self._rechecked.pop(shard, "") for shard in shards} - {""}
             self._suspects.update(shards)
         for url in liars:
-            self._members.is_silent(url)
+            self._members.mark_unresponsive(url)
 
     def why(self, shard: int) -> QuiverError | None:
         """See ``Cache``. Asks the daemon: for who has time."""
@@ -168,7 +168,7 @@ class RackTier:
 
     def _jobs(self, state: _Round, positions: Positions) -> list[tuple[PeerClient, Positions]]:
         """Group positions by the best peer not yet tried for their shard, cut into requests of bounded size."""
-        plan = state.delivery.plan
+        plan = state.batch.plan
         shards, which = plan.by_shard(positions)
         peers, urls = self._choose(state, shards)
         of_samples = peers[which]
@@ -181,7 +181,7 @@ class RackTier:
     def _choose(self, state: _Round, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
         """Return for each of these distinct shards the peer to ask, as a position in the URLs; -1: it is given up."""
         rows, urls = self._members.choices(shards)
-        down = np.asarray([self._members.is_down(url) for url in urls], bool)
+        down = np.asarray([self._members.is_unresponsive(url) for url in urls], bool)
         usable = (rows >= 0) & ~down[rows]
         passed_over = ~usable[:, 0]
         for at in np.flatnonzero(np.isin(shards, list(state.tried))).tolist() if state.tried else ():
@@ -199,7 +199,7 @@ class RackTier:
     # -- one request --------------------------------------------------------------------------------------------------
 
     def _ask(self, state: _Round, peer: PeerClient, positions: Positions) -> None:
-        plan = state.delivery.plan
+        plan = state.batch.plan
         shards, numbers = plan.by_shard(positions)
         ranges = np.zeros(len(positions), RANGE)
         ranges["shard"], ranges["offset"], ranges["length"] = numbers, plan.offsets[positions], plan.sizes[positions]
@@ -220,7 +220,7 @@ class RackTier:
             self._suspects -= suspects
             self._rechecked.update(dict.fromkeys(suspects, peer.url))
         self._members.answered(peer.url)
-        self._take(state.delivery, positions, statuses, data)
+        self._take(state.batch, positions, statuses, data)
         present = statuses == RangeStatus.PRESENT
         if present.any():
             now, state.moved = time.monotonic(), True
@@ -233,12 +233,12 @@ class RackTier:
             self._absent(state, peer, shard, status)
 
     def _take(
-        self, delivery: Delivery, positions: Positions, statuses: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]
+        self, batch: Batch, positions: Positions, statuses: npt.NDArray[np.uint8], data: npt.NDArray[np.uint8]
     ) -> None:
         present = positions[statuses == RangeStatus.PRESENT]
         self._stats.add("misses_rack", len(positions) - len(present))
-        sizes = delivery.plan.sizes[present]
-        delivery.put(present, Buffer.of(data), np.cumsum(sizes) - sizes)
+        sizes = batch.plan.sizes[present]
+        batch.put(present, Buffer.of(data), np.cumsum(sizes) - sizes)
 
     def _absent(self, state: _Round, peer: PeerClient, shard: int, status: int) -> None:
         """Do what the status of a missing shard asks for. ``FILLING``: nothing, it is asked for again."""
@@ -284,7 +284,7 @@ class RackTier:
             state.moved = True
             self._forgo(peer, digest)
             return
-        state.delivery.put_mapped(state.delivery.awaited(), {shard: Buffer.of(data.data)})
+        state.batch.put_mapped(state.batch.not_received(), {shard: Buffer.of(data.data)})
         state.progress[shard], state.moved = time.monotonic(), True
         try:
             peer.put_shard(digest, data.data)
@@ -306,7 +306,7 @@ class RackTier:
         if isinstance(error, Corrupt):
             self._stats.add("corruptions")
         if isinstance(error, Unavailable) and not (isinstance(error, BrokenOff) and self._members.lives(peer.url)):
-            self._members.is_silent(peer.url)
+            self._members.mark_unresponsive(peer.url)
         self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
 
 

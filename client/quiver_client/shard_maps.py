@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, Final, Generic, TypeVar
 
-from quiver_client.gather import Buffer
+from quiver_client.buffers import Buffer
 
 N = TypeVar("N")
 
@@ -24,7 +24,7 @@ MAPS_MAX: Final = 4096  # the kernel allows a process 65,530 of them; they hold 
 TIDY_SECONDS: Final = 2.0  # a file that made way keeps its room while it is mapped: how long it may
 
 
-class Maps(Generic[N]):
+class ShardMaps(Generic[N]):
     """Views of whole shards by number, each with a note of its keeper's. Safe from threads."""
 
     _lock: threading.Lock
@@ -47,7 +47,7 @@ class Maps(Generic[N]):
         return self.get_all([shard]).get(shard)
 
     def get_all(self, shards: Iterable[int]) -> dict[int, Buffer]:
-        """Return those that are mapped, for ``Delivery.put_mapped``."""
+        """Return those that are mapped, for ``Batch.put_mapped``."""
         with self._lock:
             look, used = self._buffers.get, self._buffers.move_to_end
             found = {shard: buffer for shard in shards if (buffer := look(shard)) is not None}
@@ -107,7 +107,7 @@ class Maps(Generic[N]):
         self._used = set()
 
 
-_all: weakref.WeakSet[Maps[Any]] = weakref.WeakSet()
+_all: weakref.WeakSet[ShardMaps[Any]] = weakref.WeakSet()
 
 
 def _forget_parents() -> None:
