@@ -1,8 +1,8 @@
 """Who needs what, counted: the state that decisions are taken from. Pure.
 
 Every rank of every job is a *consumer*. It reports how much of each shard it has still to read this epoch, how fast it
-reads, and how much of that is resident, under a lease (``leases``). Consumers of one *group* count once, whatever number
-of them needs a shard; by itself each consumer is a group of its own. From the reports follow, by shard: how many groups
+reads, and how much of that is resident, under a lease (``leases``). Consumers of one *group* count once, however many
+of them need a shard; by itself each consumer is a group of its own. From the reports follow, by shard: how many groups
 need it, and how many bytes of it are left to read.
 
 A daemon decides for the shards that the ring gives to it first (*mine*), and each daemon for itself. What is *held*
@@ -182,7 +182,7 @@ class Needs:
     ) -> bool:
         """Take a consumer's report, which replaces its last one; return whether there is a place for it here.
 
-        ``client``: the address that it came from. ``group``: consumers of one group count once; by default it is its own.
+        ``client``: the address that it came from. ``group``: consumers of one count once; by default it is its own.
         Who loses its place for it is forgotten.
         """
         lease = Lease(dataset, len(report.left), now, report.lease_seconds, client)

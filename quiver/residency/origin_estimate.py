@@ -1,4 +1,4 @@
-"""What is known of where shards come from: how long a fill takes, and how fast the origin is. Its caller has the clock."""
+"""What is known of where shards come from: how long a fill takes, how fast the origin is. Its caller has the clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OriginEstimator:
         self._running += 1
 
     def ended(self, now: float, fill_seconds: float | None, origin_bytes: float) -> None:
-        """A fill ended: after ``fill_seconds`` with a shard of which ``origin_bytes`` came from the origin, else None."""
+        """A fill ended: with a shard after ``fill_seconds`` (else None), ``origin_bytes`` of it from the origin."""
         self._count(now, origin_bytes)
         self._running -= 1
         if fill_seconds is not None:

@@ -1,7 +1,7 @@
 """The files of one kind that a store holds, in memory: a dictionary for one file, arrays for all of them at once.
 
-Evicting looks at all files each time that room is wanted. Columns that are kept up to date make that a few copies, where
-a list of objects took a tenth of a second for a full disk.
+Evicting looks at all files each time that room is wanted. Columns that are kept up to date make that a few copies,
+where a list of objects took a tenth of a second for a full disk.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FileTable:
         return [StoredFile(it, int(self._sizes[row]), float(self._used[row])) for it, row in list(self.rows.items())]
 
     def listing(self) -> Listing:
-        """Return all files. Without the owner's lock one that changes at this moment may be wrong: a digest of nobody's."""
+        """Return all files. Without the owner's lock one that changes at this moment may have a digest of nobody's."""
         sizes = self._sizes.copy()
         live = np.flatnonzero(sizes >= 0)
         return Listing(self._digests[live], sizes[live], self._used[live])

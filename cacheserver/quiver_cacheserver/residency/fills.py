@@ -28,13 +28,13 @@ from quiver.errors import Forbidden, Misconfigured, NotAllowed, NotFound, OverCa
 from quiver.expiring import Expiring
 from quiver.residency import Commitments, Decision, Recipe
 from quiver.wire import RangeStatus
+from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.residency.uploads import Uploads
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], object]
 
-FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 # Past it a reader is told to ask again, which costs nothing here; unless its client has none that wait.
 PENDING_MAX: Final = 4096
 FAILURE_SECONDS: Final = 3.0
@@ -80,7 +80,7 @@ class Fills:
         self._waiting: OrderedDict[str, deque[_Fill]] = OrderedDict()  # by whose turn it is
         self._active = 0
         self._closed = False
-        self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=lambda: time.monotonic())
+        self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)
 
     @property
     def in_flight(self) -> int:
@@ -275,3 +275,7 @@ class Fills:
 
     def _remember(self, recipe: Recipe, status: RangeStatus, seconds: float) -> None:
         self._failed.set(recipe, _Failure(time.monotonic(), status), seconds)
+
+
+def _now() -> float:
+    return time.monotonic()

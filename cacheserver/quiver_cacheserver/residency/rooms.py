@@ -1,10 +1,10 @@
 """Room for a daemon's files: what is evicted for fills, uploads and manifests, decided in one place by one policy.
 
 Nothing is evicted for what nobody has: room is made last, once a shard was fetched and verified, or the first megabytes
-of an upload are here. A fetch that the policy decided on says what it evicts (``Decision.evict``); if that is not enough by
-then, or the fetch is a reader's, what to evict is decided here, under one lock with the reservation that uses it.
-The policy is ``quiver.residency.eviction``; here is what it is told. Manifests have a share of the capacity: past it,
-manifests are evicted for one another, before any shard is.
+of an upload are here. A fetch that the policy decided on says what it evicts (``Decision.evict``); if that is not
+enough by then, or the fetch is a reader's, what to evict is decided here, under one lock with the reservation that uses
+it. The policy is ``quiver.residency.eviction``; here is what it is told. Manifests have a share of the capacity: past
+it, manifests are evicted for one another, before any shard is.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Rooms:
         ]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
-        """Return what to evict beyond what was decided so that so many bytes become free; ``None`` if that cannot be."""
+        """Return what to evict beyond what was decided, so that so many bytes become free; ``None``: it cannot be."""
         manifests = self._manifests_shelf()
         excess = int(manifests.sizes.sum()) - self.store.capacity_bytes // MANIFESTS_SHARE
         evict: list[tuple[Kind, Digest]] = []
