@@ -325,7 +325,7 @@ class Store(Generic[I_co]):
         """
         self._check_size(size_bytes)
         lacking_bytes = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
-        if lacking_bytes > sum(self.inventory.size(kind, digest) for kind, digest in evict):
+        if lacking_bytes > sum(self.inventory.size(kind, digest) for kind, digest in dict.fromkeys(evict)):
             raise self.full()
         self._quarantined_bytes(at_most=-lacking_bytes)
         for kind, digest in evict:
