@@ -20,8 +20,8 @@ from bench.servers import quiver_rack
 from quiver_client.batch import Batch
 from quiver_client.collated_dataset import CollatedDataset
 from quiver_client.dataset import Dataset
+from quiver_client.embedded.tier import EmbeddedTier
 from quiver_client.rack.tier import RackTier
-from quiver_client.tiers.embedded import EmbeddedTier
 
 Clock = Counter[str]
 PARTS: Final[tuple[tuple[str, Any, str], ...]] = (

@@ -132,8 +132,8 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), release_fill_memory]
-    return [node.residency.run(), *(_supervised(each, node) for each in work)]
+    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.disk.watch(), release_fill_memory]
+    return [node.follow_needs(), *(_supervised(each, node) for each in work)]
 
 
 async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> None:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.need import Report
+from quiver.residency import Report
 from quiver.substitution import View
 from quiver_client import process_exit
 

@@ -22,8 +22,9 @@ from quiver.store import Store
 from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
+from quiver_client.embedded.fetching import FolderNeeds
+from quiver_client.embedded.tier import EmbeddedTier, check_capacity
 from quiver_client.imports import import_ahead
-from quiver_client.needs.folder import FolderNeeds
 from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.origin_patience import OriginPatience, patience_seconds
 from quiver_client.origin_tier import OriginTier
@@ -34,7 +35,6 @@ from quiver_client.rack.tier import RackTier
 from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
 from quiver_client.tier import Cache, Tier
-from quiver_client.tiers.embedded import EmbeddedTier, check_capacity
 
 
 class Session:

@@ -2,11 +2,24 @@
 
 ``disk`` is the store and the one recipe by which a file appears; ``inventory`` knows what is there, either in memory (a
 daemon, which owns its folder) or by looking (the embedded cache, a folder that many processes share); ``files`` holds
-files open and maps them.
+files open and maps them; ``room`` decides what to evict where no daemon does; ``locks`` says who may use a folder.
 """
 
-from quiver.store.disk import Store, Writing
+from quiver.store.disk import Evict, Store, Writing
 from quiver.store.files import OpenFile
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory
+from quiver.store.room import idle_of, put_with_room, reserve_with_room
 
-__all__ = ["FolderInventory", "Inventory", "Kind", "MemoryInventory", "OpenFile", "Store", "Writing"]
+__all__ = [
+    "Evict",
+    "FolderInventory",
+    "Inventory",
+    "Kind",
+    "MemoryInventory",
+    "OpenFile",
+    "Store",
+    "Writing",
+    "idle_of",
+    "put_with_room",
+    "reserve_with_room",
+]

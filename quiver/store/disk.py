@@ -17,15 +17,14 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Generic, Literal, TypeVar, overload
 
 from quiver import forks
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.forks import LockedFile
-from quiver.residency import Held, choose_victims
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.files import OpenFile, disk_errors
@@ -43,27 +42,35 @@ MADV_POPULATE_READ: Final = 22  # reads mapped pages in, and fails where touchin
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-# What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
-# The last: whether it is evicted then, or was only asked for.
-Choose = Callable[[Kind, int, str, bool], Mapping[Kind, Sequence[Held]] | None]
+Evict = Sequence[tuple[Kind, Digest]]  # what is evicted for something: exactly this, in this order
+I_co = TypeVar("I_co", bound=Inventory, covariant=True)
 
 
-class Store:
+class Store(Generic[I_co]):
     """Shards and manifests on disk. Blocking: a daemon calls it from threads. Safe to use from several threads."""
 
-    def __init__(self, root: Path, capacity_bytes: int, inventory: Inventory, *, writable: bool = True) -> None:
+    def __init__(self, root: Path, capacity_bytes: int, inventory: I_co, *, writable: bool = True) -> None:
         self.name = f"disk {root}"
         self.root = root
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
         self.writable = writable
-        self.needed: Callable[[Digest], bool | None] = lambda digest: None
-        self.choose: Choose | None = None  # what to evict, instead of going by ``needed`` alone
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = forks.lock()
 
+    @overload
     @classmethod
-    def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store:
+    def open(
+        cls, root: Path, capacity_bytes: int, *, shared: Literal[False], url: str = ""
+    ) -> Store[MemoryInventory]: ...
+    @overload
+    @classmethod
+    def open(cls, root: Path, capacity_bytes: int, *, shared: Literal[True]) -> Store[FolderInventory]: ...
+    @overload
+    @classmethod
+    def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store[Any]: ...
+    @classmethod
+    def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store[Any]:
         """Open the store at ``root``, made if it is not there; ``shared``: other processes may use it as well.
 
         ``url`` is that of the daemon that opens it for itself. A shared one that this process may only read is not
@@ -82,11 +89,11 @@ class Store:
                     " (cache='file:///FOLDER', $QUIVER_CACHE, or a daemon's --data-dir)"
                 ) from error
         if not shared:
-            return cls(root, capacity_bytes, MemoryInventory(root, url))
+            return Store(root, capacity_bytes, MemoryInventory(root, url))
         writable = writable and all(
             os.access(root / folder, os.W_OK | os.X_OK, effective_ids=True) for folder in (Kind.SHARD, "tmp")
         )
-        return cls(root, capacity_bytes, FolderInventory(root), writable=writable)
+        return Store(root, capacity_bytes, FolderInventory(root), writable=writable)
 
     def __repr__(self) -> str:
         return f"Store({str(self.root)!r}, {format_size(self.capacity_bytes)})"
@@ -164,9 +171,9 @@ class Store:
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def put(self, kind: Kind, digest: Digest, data: Bytes) -> None:
+    def put(self, kind: Kind, digest: Digest, data: Bytes, evict: Evict = ()) -> None:
         """Write content that was verified. Raises ``OverCapacity`` or ``DiskFailed``; then nothing is left behind."""
-        with self.reserve(kind, digest, len(data)) as writing:
+        with self.reserve(kind, digest, len(data), evict) as writing:
             writing.write(data)
             writing.commit()
 
@@ -185,10 +192,10 @@ class Store:
                 file.close()
 
     @contextlib.contextmanager
-    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
-        """Reserve room, evicting what is idle. Without a ``commit`` inside the block nothing stays.
+    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, evict: Evict = ()) -> Iterator[Writing]:
+        """Reserve room, evicting what is said and nothing else. Without a ``commit`` inside the block nothing stays.
 
-        ``client``: on whose behalf, where that decides what may be evicted (``choose``).
+        Raises ``OverCapacity`` if there would still be too little room; then nothing is evicted.
         """
         if not self.writable:
             raise self._read_only()
@@ -197,7 +204,7 @@ class Store:
         with disk_errors(self.root), self.inventory.locked():
             file = reserve_file(temporary, size_bytes)
             try:
-                self._make_room(kind, size_bytes, client)
+                self._evict(evict, size_bytes)
                 if size_bytes:
                     os.posix_fallocate(file.fd, 0, size_bytes)
             except BaseException:
@@ -304,49 +311,43 @@ class Store:
             total -= size
         return total
 
-    def check_room(self, kind: Kind, size_bytes: int, client: str = "") -> None:
-        """Raise what ``reserve`` would raise now for want of room. Nothing is evicted and nothing reserved."""
+    def lacking(self, size_bytes: int) -> int:
+        """Return how many bytes have to be evicted before so much more fits. Raises ``OverCapacity``, ``DiskFailed``.
+
+        ``OverCapacity``: it would not fit into an empty store.
+        """
         if not self.writable:
             raise self._read_only()
-        with self.inventory.locked():
-            self._victims(kind, size_bytes, client, for_real=False)
+        self._check_size(size_bytes)
+        with disk_errors(self.root), self.inventory.locked():
+            return max(self.inventory.resident_bytes() + size_bytes - self.capacity_bytes, 0)
 
-    def _make_room(self, kind: Kind, size_bytes: int, client: str) -> None:
-        """Evict until so much fits in, of which the file is in ``tmp`` by now. Raises ``OverCapacity``."""
-        for of_kind, several in self._victims(kind, size_bytes, client, for_real=True).items():
-            for victim in several:
-                self.drop(of_kind, victim.digest)
+    def _evict(self, evict: Evict, size_bytes: int) -> None:
+        """Evict just this, for so much, of which the file is in ``tmp`` by now.
 
-    def _victims(self, kind: Kind, size_bytes: int, client: str, *, for_real: bool) -> Mapping[Kind, Sequence[Held]]:
-        """Return what to evict so that so much fits in. Raises ``OverCapacity``."""
+        Files in the quarantine are removed first: nobody reads them. Raises ``OverCapacity``, having evicted nothing.
+        """
+        self._check_size(size_bytes)
+        lacking_bytes = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
+        if lacking_bytes > sum(self.inventory.size(kind, digest) for kind, digest in dict.fromkeys(evict)):
+            raise self.full()
+        self._quarantined_bytes(at_most=-lacking_bytes)
+        for kind, digest in evict:
+            self.drop(kind, digest)
+
+    def _check_size(self, size_bytes: int) -> None:
         if size_bytes > self.capacity_bytes:
             raise OverCapacity(
                 f"{self.root}: {format_size(size_bytes)} do not fit into a capacity of"
                 f" {format_size(self.capacity_bytes)}; give it more, or index with a smaller --shard-size",
                 RETRY_AFTER_SECONDS,
             )
-        excess = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
-        excess += self._quarantined_bytes(at_most=-excess)
-        if excess <= 0:
-            return {}
-        victims = self.choose(kind, excess, client, for_real) if self.choose is not None else self._unneeded(excess)
-        if victims is None:
-            raise self._full()
-        return victims
-
-    def _unneeded(self, free_bytes: int) -> dict[Kind, list[Held]] | None:
-        for kinds in ((Kind.PARTIAL, Kind.SHARD), (Kind.MANIFEST,)):  # manifests are small, and every fill needs one
-            held = {kind: self.inventory.held(kind) for kind in kinds}
-            every = [each for kind in kinds for each in held[kind]]
-            victims = choose_victims(every, free_bytes, self.needed, self.inventory.now())
-            if victims is not None:
-                return {kind: list(set(victims) & set(held[kind])) for kind in kinds}
-        return None
 
     def _read_only(self) -> DiskFailed:
         return DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")
 
-    def _full(self) -> OverCapacity:
+    def full(self) -> OverCapacity:
+        """Return what is raised when there is no room."""
         return OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
 
 
@@ -354,7 +355,7 @@ class Writing:
     """One file on its way in: room is reserved, nothing is visible yet."""
 
     def __init__(
-        self, store: Store, kind: Kind, digest: Digest, size_bytes: int, temporary: Path, file: LockedFile
+        self, store: Store[Any], kind: Kind, digest: Digest, size_bytes: int, temporary: Path, file: LockedFile
     ) -> None:
         self.size_bytes = size_bytes
         self.committed = False

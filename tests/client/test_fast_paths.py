@@ -25,7 +25,7 @@ from quiver_client import DataLoader, Dataset, index
 from quiver_client import batch as batch_module
 from quiver_client import shard_maps as maps_module
 from quiver_client.collated_dataset import CollatedDataset
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.embedded.tier import EmbeddedTier
 from tests.support.columns import EVEN, FIELDS, SAMPLES, Truth, batch_of, outcome, same, truth_of, values
 from tests.support.daemon import Daemon
 
@@ -235,7 +235,7 @@ def test_views_are_the_bytes_and_stay_so_whatever_becomes_of_the_file(
             evict(made)
             tier_of(made)._tidied = 0.0
             tier_of(made)._tidy()
-            assert not len(tier_of(made)._maps)
+            assert not len(tier_of(made)._mapped)
         case "delete":
             shutil.rmtree(tmp_path / "cache")
             made.close()
@@ -369,7 +369,7 @@ def test_maps_are_bounded_and_closed(
     tier = tier_of(made)
     made.close()
     assert mapped_under(tmp_path / "cache") == 0
-    assert not len(tier._maps), "and not only because nobody has the tier any more"
+    assert not len(tier._mapped), "and not only because nobody has the tier any more"
 
 
 @pytest.mark.parametrize("then", ["read", "close"])
@@ -385,7 +385,7 @@ def test_what_is_read_through_maps_counts_as_read_for_those_who_share_the_folder
     for file in files:
         os.utime(file, (1, 1))
     cast(FolderInventory, tier.store.inventory)._touched.clear()
-    list(tier._maps.mapped())
+    list(tier._mapped._maps.mapped())
     CollatedDataset(made).__getitems__([0])
     if then == "read":
         tier._tidied = 0.0

@@ -19,14 +19,16 @@ import numpy as np
 import pytest
 
 from quiver.digest import Digest
-from quiver.need import Report
-from quiver.reporting import NeedsReport
+from quiver.lookup import as_rows
+from quiver.residency import Report
+from quiver.residency.messages import NeedsReport
 from quiver.store import Kind
 from quiver_client import Dataset
-from quiver_client.needs.folder import FolderNeeds
-from quiver_client.tiers.embedded import Brought, EmbeddedTier
-from quiver_client.tiers.fills import FillLocks
-from quiver_client.tiers.leases import Lease, leases_in
+from quiver_client.embedded.fetching import FolderNeeds
+from quiver_client.embedded.fill_locks import FillLocks
+from quiver_client.embedded.filling import Outcome
+from quiver_client.embedded.lease_files import LeaseFile, leases_in
+from quiver_client.embedded.tier import EmbeddedTier
 from tests.support.data import Files, rewritten
 from tests.support.waiting import until
 
@@ -91,9 +93,13 @@ class Consumer:
     def until_needed(self, shard: int, needed: bool | None) -> None:
         digest = self.dataset.manifest.shard_digest(shard)
         until(
-            lambda: self.report() is not None and self.tier.board.needed(digest) is needed,
+            lambda: self.report() is not None and self.needed(digest) is needed,
             what=f"shard {shard} is needed: {needed}",
         )
+
+    def needed(self, digest: Digest) -> bool | None:
+        """Return whether somebody needs a shard, as far as is known here; ``None``: nobody reported on its dataset."""
+        return {1: True, 0: False, -1: None}[int(self.tier.needs.needed_of(as_rows([digest]))[0])]
 
     def lease(self) -> Path:
         return leases_in(self.tier.store.root) / self.name.hex()
@@ -206,7 +212,7 @@ def test_what_a_consumer_needs_is_brought_in_with_no_read(consumer: Callable[...
     assert stats["bytes_origin"] == made.dataset.manifest.total_bytes
     assert stats["samples"] == stats["misses_host"] == 0
     assert made.seen.max() == 1, "nobody else needs anything"
-    assert made.tier.pace.origin(0.5).rate > 0
+    assert made.tier.origin.estimate.rate > 0
 
 
 def test_two_processes_on_one_dataset_read_the_origin_once(
@@ -238,20 +244,21 @@ def test_what_another_process_fills_is_not_filled_again(consumer: Callable[..., 
     made.need([0, 1, 2, 3, 4])
     with filling(made, 0):
         made.until_resident([1, 2, 3, 4])
-        assert made.dataset.manifest.shard_digest(0) not in made.needs._bringing
+        assert made.dataset.manifest.shard_digest(0) not in {decision.shard for decision in made.needs._fetching}
         assert 0 not in made.resident()
     made.until_resident([0])  # it died on the way
 
 
 def test_closing_does_not_wait_for_a_process_that_is_suspended_in_a_fill(consumer: Callable[..., Consumer]) -> None:
     made = consumer()
+    fetch = made.tier.filler.fetch_ahead
     with filling(made, 0):
-        brought = made.tier.bring(0)
-        until(brought.running)
+        fetched = fetch(made.tier.decider.for_reader(0))
+        until(fetched.running)
         made.dataset.close()
-        assert brought.result(20) is Brought.FAILED
-        assert made.tier.locks.under_way() == [made.dataset.manifest.shard_digest(0)], "whose lock it is keeps it"
-    assert made.tier.bring(1).result(20) is Brought.FAILED, "it is closed"
+        assert fetched.result(20) is Outcome.FAILED
+        assert made.tier.filler.locks.under_way() == [made.dataset.manifest.shard_digest(0)], "its holder keeps it"
+    assert fetch(made.tier.decider.for_reader(1)).result(20) is Outcome.FAILED, "it is closed"
 
 
 def test_an_origin_that_fails_is_not_asked_in_a_frenzy(
@@ -260,10 +267,10 @@ def test_an_origin_that_fails_is_not_asked_in_a_frenzy(
     lost = rewritten(files.manifest, tmp_path / "lost.quiver", lambda header: header.update(base="file:///nowhere/"))
     made = consumer(manifest=lost)
     made.need(everything(made))
-    tries: list[int] = []
-    bring = made.tier.bring
-    made.tier.bring = lambda shard: tries.append(shard) or bring(shard)  # type: ignore[method-assign, func-returns-value]
-    until(lambda: made.report() is not None and len(made.needs._failed) >= 5)
+    tries: list[Digest] = []
+    fetch, failures = made.tier.filler.fetch_ahead, made.tier.filler.failures
+    made.tier.filler.fetch_ahead = lambda decision: tries.append(decision.shard) or fetch(decision)  # type: ignore[method-assign, func-returns-value]
+    until(lambda: made.report() is not None and len(failures.waiting()) >= 5)
     assert len(tries) < 15
     assert made.resident() == set()
     assert len(set(tries)) == len(tries), "each of them once for now"
@@ -321,7 +328,7 @@ def test_a_plain_reader_drops_nothing_that_somebody_needs(
     assert [sample["image"] for sample in samples] == files.expected([plain.manifest.key(i) for i in range(len(plain))])
     until(lambda: made.report() is not None)
     assert plain.stats()["fills"] == 0
-    made.needs._room._next = 0.0
+    made.tier.decider.look(at_once=True)
     made.report()
     assert made.resident() == {0, 1, 2}
 
@@ -352,7 +359,7 @@ def test_a_manifest_that_cannot_be_had_is_passed_over(
     (tmp_path / "swapped").replace(twin)  # something else lies there by now
     made = consumer()
     made.need([1])
-    until(lambda: made.report() is not None and made.tier.board._unknown)
+    until(lambda: made.report() is not None and made.tier.needs._unreadable)
     made.until_resident([1])
     made.until_needed(0, False)
 
@@ -393,11 +400,11 @@ def test_who_leaves_needs_nothing_and_its_own_dataset_is_in_use_again(consumer: 
     made.until_resident([0])
     digest = made.dataset.manifest.shard_digest
     assert made.lease().exists()
-    assert (made.tier.board.needed(digest(0)), made.tier.board.needed(digest(1))) == (True, False)
+    assert (made.needed(digest(0)), made.needed(digest(1))) == (True, False)
     made.close()
     assert not made.lease().exists()
-    assert made.tier.board.needed(digest(1)) is True, "somebody may read it plainly"
-    assert made.tier.board.needed(Digest(bytes(32))) is None
+    assert made.needed(digest(1)) is True, "somebody may read it plainly"
+    assert made.needed(Digest(bytes(32))) is None
     made.report()
     assert made.lease().exists(), "and back again"
 
@@ -426,7 +433,7 @@ def test_junk_among_the_leases_is_ignored(consumer: Callable[..., Consumer], tmp
     (folder / "notes.txt").write_text("mine")
     with (folder / ("f" * 32)).open("wb") as file:
         file.truncate(1 << 40)
-    held = [Lease(folder, bytes([9 + i]) * 16) for i in range(4)]
+    held = [LeaseFile(folder, bytes([9 + i]) * 16) for i in range(4)]
     ours = made.dataset.manifest
     for lease, path, dataset in (
         (held[0], ours.path, ours.digest),  # of too few shards
@@ -436,7 +443,7 @@ def test_junk_among_the_leases_is_ignored(consumer: Callable[..., Consumer], tmp
     ):
         few = Report(lease.consumer, np.full(3, 255, np.uint8), 0.0, 0.0, 60.0)
         lease.write(path, NeedsReport(dataset, few))
-    until(lambda: made.report() is not None and len(made.tier.board._unknown) == 2)
+    until(lambda: made.report() is not None and len(made.tier.needs._unreadable) == 2)
     made.until_needed(0, False)
     made.need([2])
     made.until_resident([2])
@@ -462,13 +469,13 @@ def test_a_crash_between_writing_and_renaming_leaves_nothing_that_matters(
         from pathlib import Path
         import numpy as np
         from quiver.manifest import Manifest
-        from quiver.need import Report
-        from quiver.reporting import NeedsReport
-        from quiver_client.tiers.leases import Lease
+        from quiver.residency import Report
+        from quiver.residency.messages import NeedsReport
+        from quiver_client.embedded.lease_files import LeaseFile
         manifest = Manifest.open(Path(sys.argv[1]))
         Path.replace = lambda *paths: os.kill(os.getpid(), 9)
         report = Report(b"x" * 16, np.full(manifest.shard_count, 255, np.uint8), 0.0, 0.0, 60.0)
-        Lease(Path(sys.argv[2]), b"x" * 16).write(manifest.path, NeedsReport(manifest.digest, report))
+        LeaseFile(Path(sys.argv[2]), b"x" * 16).write(manifest.path, NeedsReport(manifest.digest, report))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(files.manifest), str(made.lease().parent)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["", *sys.path])}
@@ -502,7 +509,7 @@ def test_a_folder_that_was_removed_is_said_and_reading_goes_on(
     made.until_resident([0, 1])
     shutil.rmtree(made.tier.store.root)
     told = Report(made.name, np.full_like(made.left, 255), 0.0, 0.0, 30.0)
-    until(lambda: made.needs.report(told) is not None and made.needs._failed)
+    until(lambda: made.needs.report(told) is not None and any(map(made.tier.why, everything(made))))
     assert "cannot write to" in caplog.text
     assert [made.dataset[i]["image"] for i in range(5)] == files.expected(
         [made.dataset.manifest.key(i) for i in range(5)]
@@ -515,9 +522,9 @@ def test_a_shard_that_made_way_is_let_go(consumer: Callable[..., Consumer], monk
     made.need(everything(made))
     made.until_resident(everything(made))
     made.dataset.__getitems__(range(len(made.dataset)))
-    assert len(made.tier._maps) == made.dataset.manifest.shard_count
+    assert len(made.tier._mapped) == made.dataset.manifest.shard_count
     made.tier.store.drop(Kind.SHARD, made.dataset.manifest.shard_digest(3))
     made.tier._tidied = 0.0
     made.dataset[0]
-    assert 3 not in made.tier._maps
+    assert 3 not in made.tier._mapped
     made.until_resident(everything(made))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quiver.errors import Unavailable
-from quiver.need import Report
+from quiver.residency import Report
 from quiver_client import needs_reporter as watch_module
 from quiver_client.needs_reporter import NeedsReporter
 from tests.support.residency import Rack, alive

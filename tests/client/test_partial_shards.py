@@ -12,7 +12,7 @@ import pytest
 from quiver.errors import Changed, QuiverError
 from quiver.manifest import Manifest
 from quiver_client import Dataset
-from quiver_client.tiers import embedded
+from quiver_client.embedded import fill_failures
 from tests.support.data import Files, make_files, random_files, rebased
 from tests.support.servers import CountingOrigin, counting_origin
 
@@ -75,7 +75,7 @@ def test_the_other_samples_of_a_shard_are_cached_though_one_is_lost(
 def test_a_lost_sample_that_is_there_again_is_mended_alone(
     dataset: Make, own: Files, origin: CountingOrigin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "FAILED_SECONDS", 0.0)
+    monkeypatch.setattr(fill_failures, "SHARD_SECONDS", (0.0, 0.0))
     remote = rebased(own, origin.url, tmp_path / "remote.quiver")
     manifest = remote.opened()
     rows = rows_of(manifest, 2)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from quiver.errors import BadRequest, Unavailable
-from quiver.need import Report
-from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency import Report
+from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
 from quiver_client.rack import needs as rack_module
 from quiver_client.rack.needs import RackNeeds

@@ -165,7 +165,7 @@ def test_a_folder_that_may_only_be_read_serves_what_it_has_and_nothing_is_writte
         assert (stats["fills"], stats["misses_host"], stats["corruptions"]) == (0, 1, 0)
         assert stats["bytes_host"] > stats["bytes_origin"] > 0
         (said,) = {record.getMessage() for record in caplog.records}
-        assert "may be read only" in said
+        assert "is read-only" in said
         with contextlib.closing(Dataset(small.manifest, f"file://{cache}?capacity=1GiB")) as ds:
             loader = DataLoader(ds, batch_size=8, shuffle=True, seed=1)
             assert sum(len(batch["image"]) for batch in loader) == len(ds)

@@ -17,9 +17,9 @@ from typing import cast
 import pytest
 
 from quiver.errors import OverCapacity
-from quiver.store import Kind, Store
+from quiver.store import Kind, Store, idle_of, put_with_room
 from quiver_client import Dataset
-from quiver_client.tiers.embedded import EmbeddedTier
+from quiver_client.embedded.tier import EmbeddedTier
 from tests.store.test_store import shard_of
 from tests.support.data import Files
 from tests.support.waiting import until
@@ -115,8 +115,8 @@ def test_a_stopped_filler_is_not_waited_for_and_its_shard_is_read_by_another(
         assert (stats["fills"], stats["samples_origin"]) == (1, 0), "it is resident"
         assert int(resume(filler)) == len(files.content[made.manifest.key(0)])
     tier = cast(EmbeddedTier, made._open().tiers[0])
-    until(lambda: not tier.locks.under_way())
-    shard = int(made.manifest.tables.shard_sizes[tier._maps.mapped()[0][0]])
+    until(lambda: not tier.filler.locks.under_way())
+    shard = int(made.manifest.tables.shard_sizes[tier._mapped._maps.mapped()[0][0]])
     assert tier.store.resident_bytes() == shard, "what was reserved twice is held once"
 
 
@@ -174,9 +174,8 @@ def test_the_capacity_holds_while_nobody_gets_the_lock(tmp_path: Path) -> None:
             most = max(most, held)
         assert [writer.returncode for writer in writers] == [0, 0]
         assert MIB * 3 // 4 < most <= MIB
-        store.needed = lambda digest: True
         with pytest.raises(OverCapacity):
-            store.put(Kind.SHARD, *shard_of(1000, MIB // 2))
+            put_with_room(store, Kind.SHARD, *shard_of(1000, MIB // 2), idle_of(store, lambda digest: True))
         assert store.resident_bytes() <= MIB
         assert not list((root / "tmp").iterdir())
     store.close()

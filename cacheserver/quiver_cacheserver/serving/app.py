@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from quiver.errors import QuiverError, answer_of
-from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
+from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.residency import INLINE_SHARDS_MAX
+from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
 from quiver_cacheserver.serving.poller import Poller
 from quiver_cacheserver.serving.reads import read_route
 from quiver_cacheserver.serving.requests import began, body_of, client_of
@@ -144,7 +144,7 @@ async def _take_report(node: Node, request: web.Request) -> web.Response:
     client = client_of(request)
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
-            answer = await node.residency.take(body, client)
+            answer = await node.reports.take(body, client)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:

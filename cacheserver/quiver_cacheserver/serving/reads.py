@@ -22,8 +22,8 @@ from quiver.errors import DiskFailed, NotFound
 from quiver.store import Kind, OpenFile
 from quiver.wire import FORGO, READ_REQUEST_BYTES_MAX, READ_TYPE, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver.budget import Cost
-from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.payload import Ints, Payload
 from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
 from quiver_cacheserver.serving.sender import Sender
@@ -102,7 +102,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
     wanted = asked.shards
     if asked.flags & RECHECK:
         await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
-    manifest = node.manifests.known(asked.manifest)
+    manifest = node.manifests.if_open(asked.manifest)
     listed: Set[Digest] | None = None
     if asked.flags & FORGO or not all(map(node.resident, wanted)):
         async with turn.waiting():
@@ -111,7 +111,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
             known = asked.manifest
             if asked.flags & FORGO and known is not None:
                 await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client))
-            listed = await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
+            listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
     opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
     files = opened[1]
@@ -143,10 +143,9 @@ async def _statuses(
     """Return the status of each shard. ``opened``: whose files were to be opened, and those that were."""
     here, files = opened
     statuses: list[RangeStatus] = []
-    uploads = 0
+    absence = Absence(node, listed, asked.manifest, client)
 
     def look(some: Sequence[Digest]) -> None:
-        nonlocal uploads
         for digest in some:
             at = len(statuses)
             if files[at] is not None:
@@ -154,9 +153,7 @@ async def _statuses(
             elif here[at] is not None and node.resident(digest):
                 status = RangeStatus.FAILED  # it is resident, and the disk does not return it
             else:
-                choose = uploads < UPLOADS_A_READER
-                status = node.absence(digest, listed, asked.manifest, client, choose=choose)
-                uploads += status is RangeStatus.UPLOAD
+                status = absence.status_of(digest)
             statuses.append(status)
 
     await node.slices.walk(asked.shards, look)

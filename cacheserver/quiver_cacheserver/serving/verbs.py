@@ -22,8 +22,8 @@ from quiver.wire import (
     shards_in,
 )
 from quiver_cacheserver.budget import Resource
-from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.reads import charge
 from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
 
@@ -42,20 +42,14 @@ class Verbs:
             self._charge(body, client)
             asked = FillRequest.decode(body)
         with node.budgets.holding(client, Resource.WAITING):
-            manifest = node.manifests.known(asked.manifest) or await node.manifests.get(asked.manifest, client)
-            listed = await node.bring(asked.shards, manifest, asked.wait_ms / 1000, client)
+            manifest = node.manifests.if_open(asked.manifest) or await node.manifests.get(asked.manifest, client)
+            listed = await node.fill_missing(asked.shards, manifest, asked.wait_ms / 1000, client)
         statuses = bytearray()
-        uploads = 0
+        absence = Absence(node, listed, asked.manifest, client)
 
         def look(some: Sequence[Digest]) -> None:
-            nonlocal uploads
             for digest in some:
-                status = RangeStatus.PRESENT
-                if not node.resident(digest):
-                    choose = uploads < UPLOADS_A_READER
-                    status = node.absence(digest, listed, asked.manifest, client, choose=choose)
-                    uploads += status is RangeStatus.UPLOAD
-                statuses.append(status)
+                statuses.append(RangeStatus.PRESENT if node.resident(digest) else absence.status_of(digest))
 
         await node.slices.walk(asked.shards, look)
         return web.Response(body=ShardStatuses(bytes(statuses)).encode(), content_type=MSGPACK_TYPE)

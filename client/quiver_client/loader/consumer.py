@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from quiver.need import Report, rounded_up
+from quiver.residency import Report, rounded_up
 from quiver.substitution import Ints, View
 from quiver_client.dataset import Dataset
 from quiver_client.loader.draw_wait import DrawWait

@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 
 from quiver import forks
 from quiver.digest import Digest
-from quiver.need import CONSUMER_BYTES
+from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure

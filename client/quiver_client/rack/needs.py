@@ -17,9 +17,9 @@ import numpy.typing as npt
 from quiver.errors import QuiverError, Unavailable
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
-from quiver.need import Report
 from quiver.peer import PeerClient
-from quiver.reporting import NeedsReport, NeedsStatus
+from quiver.residency import Report
+from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.ring import Ring
 from quiver_client.rack.members import Members
 from quiver_client.rack.uploads import Uploads

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import struct
 import tracemalloc
 import zlib
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest
-from quiver.need import Report
-from quiver.reporting import (
+from quiver.residency import Report
+from quiver.residency.messages import (
     ANSWER_BYTES_MAX,
     LEASE_SECONDS_MAX,
     REPORT_BYTES_MAX,
@@ -28,8 +28,6 @@ from quiver.reporting import (
     NeedsStatus,
 )
 
-HEAD = struct.Struct("<4sIIIIIdd16s32s")
-ANSWER = struct.Struct("<4sIIII")
 NAME = Digest(bytes(range(32)))
 
 
@@ -38,35 +36,24 @@ def report(shards: int = 5, **changes: object) -> NeedsReport:
     return NeedsReport(NAME, dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
 
 
-def body(left: bytes = b"\1\2\3", packed: bytes | None = None, soon: bytes = b"", **changes: object) -> bytes:
-    packed = zlib.compress(left) if packed is None else packed
+def body(left: bytes = b"\1\2\3", packed: bytes | None = None, **changes: object) -> bytes:
     fields: dict[str, object] = {
-        "magic": b"QND1",
-        "flags": 0,
-        "lease_ms": 5000,
-        "shards": len(left),
-        "soon": len(soon) // 4,
-        "packed_bytes": len(packed),
-        "rate": 1.0,
-        "ahead": 1.0,
-        "consumer": bytes(16),
+        "type": "needs",
         "manifest": bytes(NAME),
+        "consumer": bytes(16),
+        "shards": len(left),
+        "left": zlib.compress(left) if packed is None else packed,
+        "rate": 1.0,
+        "ahead_bytes": 1.0,
+        "lease_seconds": 5.0,
     }
-    fields.update(changes)
-    return HEAD.pack(*fields.values()) + soon + packed
+    return msgspec.msgpack.encode(fields | changes)
 
 
-def answer_body(seen: bytes = b"\0\1", packed: bytes | None = None, uploads: bytes = b"", **changes: object) -> bytes:
+def answer_body(seen: bytes = b"\0\1", packed: bytes | None = None, **changes: object) -> bytes:
     packed = zlib.compress(seen) if packed is None else packed
-    fields: dict[str, object] = {
-        "magic": b"QNA1",
-        "status": 0,
-        "shards": len(seen),
-        "uploads": len(uploads) // 4,
-        "packed_bytes": len(packed),
-    }
-    fields.update(changes)
-    return ANSWER.pack(*fields.values()) + uploads + packed
+    fields: dict[str, object] = {"type": "residency", "status": 0, "shards": len(seen), "seen": packed}
+    return msgspec.msgpack.encode(fields | changes)
 
 
 @given(st.data())
@@ -104,7 +91,7 @@ def test_an_answer_survives_the_wire(seen: bytes, uploads: list[int], status: Ne
 @settings(max_examples=300)
 @given(st.binary(max_size=400))
 def test_any_body_is_a_report_or_an_answer_or_refused(data: bytes) -> None:
-    for start in (b"", b"QND1", b"QNA1"):
+    for start in (b"", body()[:-20], answer_body()[:-9]):
         with contextlib.suppress(BadRequest):
             NeedsReport.decode(start + data)
         with contextlib.suppress(BadRequest):
@@ -126,19 +113,32 @@ def test_a_report_that_was_cut_or_changed_is_refused_or_another_report(data: st.
 @pytest.mark.parametrize(
     "wrong",
     [
-        body(magic=b"QND2"),
+        body(type="others"),
+        body(type="residency"),
+        msgspec.msgpack.encode([1, 2, 3]),
+        b"\x91" * 100_000,
+        b"\x82\xa1x" + b"\x91" * 100_000,
+        b"\x81\xa1\xff\x00",
+        body()[:-1],
+        body() + b"x",
+        body(manifest=bytes(31)),
+        body(consumer=bytes(17)),
         body(shards=SHARDS_MAX + 1),
+        body(shards=-1),
         body(shards=2),
         body(shards=4),
-        body(soon=b"\0\0\0\0" * (SOON_MAX + 1)),
-        body(soon=b"\3\0\0\0"),
-        body(left=b"", soon=b"\0\0\0\0"),
-        body(packed_bytes=3),
+        body(soon=[0] * (SOON_MAX + 1)),
+        body(soon=[3]),
+        body(soon=[-1]),
+        body(left=b"", soon=[0]),
+        body(packed="not bytes"),  # type: ignore[arg-type]
         body(rate=-1.0),
         body(rate=float("nan")),
         body(rate=float("inf")),
-        body(ahead=float("nan")),
-        body(ahead=float("-inf")),
+        body(ahead_bytes=float("nan")),
+        body(ahead_bytes=float("-inf")),
+        body(lease_seconds=-1.0),
+        body(lease_seconds=float("nan")),
         body(packed=b"not zlib at all"),
         body(packed=b""),
         body(packed=zlib.compress(b"\1\2\3")[:-1]),
@@ -160,13 +160,13 @@ def test_a_report_that_breaks_a_limit_or_does_not_add_up_is_refused(wrong: bytes
         b"",
         answer_body()[:-1],
         answer_body() + b"x",
-        answer_body(magic=b"QND1"),
+        answer_body(type="needs"),
         answer_body(status=99),
         answer_body(shards=SHARDS_MAX + 1),
         answer_body(shards=1),
         answer_body(shards=3),
-        answer_body(uploads=b"\0\0\0\0" * (UPLOADS_MAX + 1)),
-        answer_body(uploads=b"\2\0\0\0"),
+        answer_body(uploads=[0] * (UPLOADS_MAX + 1)),
+        answer_body(uploads=[2]),
         answer_body(packed=b"garbage"),
         answer_body(packed=zlib.compress(b"\0\1") + b"x"),
     ],
@@ -203,7 +203,7 @@ def test_what_is_too_much_to_tell_is_cut_where_it_is_told() -> None:
 
 
 def test_the_head_of_a_report_is_read_without_its_array() -> None:
-    told = NeedsReport.head(body(shards=SHARDS_MAX, packed=b"not zlib at all", flags=1))
+    told = NeedsReport.head(body(shards=SHARDS_MAX, packed=b"not zlib at all", leaving=True))
     assert told == (NAME, bytes(16), SHARDS_MAX, True)
     with pytest.raises(BadRequest):
         NeedsReport.head(body(rate=float("nan")))

@@ -1,7 +1,10 @@
-"""Who reports needs here, under a lease, and who gives way when more want to than a daemon keeps. Pure.
+"""Who reports needs, each under a lease, and who loses its place when more want one than are kept. Pure.
 
-Anybody can make consumers up. So when there is no place left the address that has most loses one: first those that
-reported once and never again, then the one that was heard of longest ago. A newcomer is refused only if it would make
+The one place where leases live: a consumer counts until its lease expires, so one that was killed, suspended or cut off
+pins nothing for long.
+
+Anybody can make consumers up. So when all places are taken, the address with most of them loses one: first a consumer
+that reported once and never again, then the one that reported longest ago. A newcomer is refused only if it would make
 its own address the one with most.
 """
 
@@ -13,27 +16,30 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.need import CONSUMERS_MAX
 
-SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
+CONSUMERS_MAX: Final = 1024
+REPORTED_SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 300 MiB
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One consumer's claim: on which dataset, of how many shards, for how long from its last report on."""
+    """One consumer's claim: on which dataset, of how many shards, for how many seconds after its last report.
+
+    ``client``: the address that the report came from, ``""`` where all consumers are at one.
+    """
 
     dataset: Digest
     shards: int
-    at: float
+    reported_at: float
     seconds: float
-    client: str
+    client: str = ""
     proven: bool = False  # it reported more than once
 
 
 class Leases:
-    """The leases of all consumers. Belongs to the event loop; its caller has the clock."""
+    """The leases of all consumers. Used by one thread; its caller has the clock."""
 
-    def __init__(self, consumers_max: int = CONSUMERS_MAX, shards_max: int = SHARDS_MAX) -> None:
+    def __init__(self, consumers_max: int = CONSUMERS_MAX, shards_max: int = REPORTED_SHARDS_MAX) -> None:
         self._consumers_max, self._shards_max = consumers_max, shards_max
         self._leases: dict[bytes, Lease] = {}
 
@@ -42,6 +48,9 @@ class Leases:
 
     def __iter__(self) -> Iterator[Lease]:
         return iter(self._leases.values())
+
+    def __len__(self) -> int:
+        return len(self._leases)
 
     def get(self, consumer: bytes) -> Lease | None:
         return self._leases.get(consumer)
@@ -52,36 +61,40 @@ class Leases:
         ``None``: it is refused, and has no lease afterwards.
         """
         before = self._leases.pop(consumer, None)
-        gone: list[bytes] = []
-        left = dict(self._leases)
-        while (name := self._loser(left, lease)) is not None:
+        lost: list[bytes] = []
+        kept = dict(self._leases)
+        while (name := self._loser(kept, lease)) is not None:
             if not name:
                 return None
-            del left[name]
-            gone.append(name)
-        self._leases = left
+            del kept[name]
+            lost.append(name)
+        self._leases = kept
         self._leases[consumer] = replace(lease, proven=before is not None)
-        return gone
+        return lost
 
     def leave(self, consumer: bytes) -> None:
         self._leases.pop(consumer, None)
 
-    def expire(self, now: float) -> None:
-        """Forget whose lease ran out."""
-        for consumer in [name for name, lease in self._leases.items() if now - lease.at > lease.seconds]:
+    def expire(self, now: float) -> list[bytes]:
+        """Forget the consumers whose lease has expired, and return them."""
+        expired = [name for name, lease in self._leases.items() if now - lease.reported_at > lease.seconds]
+        for consumer in expired:
             del self._leases[consumer]
+        return expired
 
-    def of(self, clients: Set[str]) -> set[bytes]:
+    def at(self, clients: Set[str]) -> set[bytes]:
         """Return the consumers at these addresses."""
         return {name for name, lease in self._leases.items() if lease.client in clients}
 
-    def client_of(self, dataset: Digest) -> str:
-        """Return the address of all consumers of a dataset, ``""`` if they have several."""
-        clients = {lease.client for lease in self._leases.values() if lease.dataset == dataset}
-        return clients.pop() if len(clients) == 1 else ""
+    def clients(self) -> dict[Digest, str]:
+        """Return by dataset the address of all its consumers, ``""`` if they have several."""
+        found: dict[Digest, str] = {}
+        for lease in self._leases.values():
+            found[lease.dataset] = lease.client if found.get(lease.dataset, lease.client) == lease.client else ""
+        return found
 
     def _loser(self, leases: dict[bytes, Lease], new: Lease) -> bytes | None:
-        """Return who has to go before there is a place for a new lease: ``None``: nobody, ``b""``: the new one."""
+        """Return who loses its place before there is one for a new lease: ``None``: nobody, ``b""``: the new one."""
         taken: Counter[str] = Counter({new.client: 0})
         if len(leases) >= self._consumers_max:
             taken.update(lease.client for lease in leases.values())
@@ -96,4 +109,4 @@ class Leases:
         if client == new.client or own >= most:
             return b""
         theirs = (item for item in leases.items() if item[1].client == client)
-        return min(theirs, key=lambda item: (item[1].proven, item[1].at))[0]
+        return min(theirs, key=lambda item: (item[1].proven, item[1].reported_at))[0]

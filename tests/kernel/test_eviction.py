@@ -10,11 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quiver.digest import Digest
-from quiver.residency import IDLE_SECONDS, KEPT_SECONDS, SHARED, Held, Shelf, choose_fairly, choose_victims
+from quiver.lookup import as_rows
+from quiver.residency.eviction import (
+    IDLE_SECONDS,
+    KEPT_SECONDS,
+    SHARED,
+    Candidates,
+    OnBehalf,
+    Shelf,
+    StoredFile,
+    choose_idle,
+)
 
 NOW = 10_000.0
 held = st.lists(
-    st.builds(Held, st.binary(min_size=32, max_size=32).map(Digest), st.integers(1, 100), st.floats(0, NOW)),
+    st.builds(StoredFile, st.binary(min_size=32, max_size=32).map(Digest), st.integers(1, 100), st.floats(0, NOW)),
     max_size=20,
     unique_by=lambda item: item.digest,
 )
@@ -22,7 +32,7 @@ held = st.lists(
 
 @given(held, st.integers(0, 500), st.lists(st.sampled_from([True, False, None]), min_size=20, max_size=20))
 def test_only_what_nobody_needs_makes_way_and_no_more_of_it_than_is_wanted(
-    items: list[Held], free_bytes: int, said: list[bool | None]
+    items: list[StoredFile], free_bytes: int, said: list[bool | None]
 ) -> None:
     need = {item.digest: said[at] for at, item in enumerate(items)}
     free = [
@@ -30,7 +40,7 @@ def test_only_what_nobody_needs_makes_way_and_no_more_of_it_than_is_wanted(
         for item in items
         if need[item.digest] is False or (need[item.digest] is None and NOW - item.used >= IDLE_SECONDS)
     ]
-    victims = choose_victims(items, free_bytes, need.__getitem__, NOW)
+    victims = choose_idle(items, free_bytes, need.__getitem__, NOW)
     if victims is None:
         assert sum(item.size_bytes for item in free) < free_bytes
         return
@@ -44,7 +54,12 @@ def test_only_what_nobody_needs_makes_way_and_no_more_of_it_than_is_wanted(
 def shelf_of(*rows: tuple[int, float, int, bool, int]) -> Shelf:
     """Return a shelf of (size, idle, needed, in use, holder)."""
     sizes, idle, needed, in_use, holders = (np.array(column) for column in zip(*rows, strict=True))
-    return Shelf(sizes, idle.astype(np.float64), needed.astype(np.int8), in_use, holders)
+    digests = as_rows(Digest(at.to_bytes(32, "big")) for at in range(len(rows)))
+    return Shelf(digests, sizes, idle.astype(np.float64), needed.astype(np.int8), in_use, holders)
+
+
+def choose_fairly(shelf: Shelf, free_bytes: int, holder: int | None) -> list[int] | None:
+    return Candidates(shelf).choose(free_bytes, OnBehalf(holder))
 
 
 HOUR = 3600.0

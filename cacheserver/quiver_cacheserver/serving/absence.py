@@ -1,0 +1,32 @@
+"""What one request is told of shards that are not resident, and which of them its client is chosen to upload."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from quiver.digest import Digest
+from quiver.wire import RangeStatus
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency.uploads import UPLOADS_PER_READER
+
+
+class Absence:
+    """The statuses of absent shards in one answer. At most ``UPLOADS_PER_READER`` of them are ``UPLOAD``."""
+
+    def __init__(self, node: Node, listed: Set[Digest], manifest: Digest | None, client: str) -> None:
+        """``listed``: the shards that the manifest has, of those that the request names."""
+        self._node = node
+        self._listed = listed
+        self._manifest = manifest
+        self._client = client
+        self._uploads = 0
+
+    def status_of(self, digest: Digest) -> RangeStatus:
+        """Return the status of an absent shard; if a client has to upload it, choose this one or say ``FILLING``."""
+        status = self._node.absence(digest, self._listed, self._manifest)
+        if status is not RangeStatus.UPLOAD or self._manifest is None:
+            return status
+        if self._uploads < UPLOADS_PER_READER and self._node.choose_uploader(digest, self._manifest, self._client):
+            self._uploads += 1
+            return status
+        return RangeStatus.FILLING

@@ -1,0 +1,50 @@
+"""Where a daemon gets a missing shard from: peers that may have it, then the origin, if the operator allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quiver.digest import Digest
+from quiver.errors import Corrupt, QuiverError
+from quiver.fill import OriginShards
+from quiver.manifest import Manifest
+from quiver.peer import PeerClient
+from quiver.shard_memory import ShardMemory
+from quiver.source import ShardSource
+from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.origins.allowed import Origins
+from quiver_cacheserver.rack.peers import RackPeers
+
+
+class Sources:
+    """Peers and origins, and what is held against them. Safe from threads."""
+
+    def __init__(self, peers: RackPeers, origins: Origins, counters: Counters, memory: ShardMemory) -> None:
+        self._peers = peers
+        self._origins = origins
+        self._counters = counters
+        self._memory = memory
+
+    def of(self, shard: Digest, manifest: Manifest) -> Iterator[ShardSource]:
+        """Yield who may have a shard, the cheapest first."""
+        yield from self._peers.holders(shard)
+        yield OriginShards(manifest, self._origins.of(manifest), self._memory.take)
+
+    def blame(self, source: ShardSource, error: QuiverError) -> None:
+        """A source failed, or gave wrong bytes."""
+        is_peer = isinstance(source, PeerClient)
+        if isinstance(error, Corrupt):
+            self._counters.count("corruptions", "peer" if is_peer else "origin")
+        if isinstance(source, PeerClient):
+            self._peers.failed(source, error)
+
+    def gave(self, source: ShardSource) -> str:
+        """A source gave a shard; return what it is: ``peer`` or ``origin``."""
+        if not isinstance(source, PeerClient):
+            return "origin"
+        self._peers.delivered(source)
+        return "peer"
+
+    def failed(self, manifest: Manifest, error: QuiverError) -> None:
+        """No source of a manifest's shard had it."""
+        self._origins.failed(manifest, error)

@@ -1,0 +1,185 @@
+"""How a consumer's needs travel (docs/protocol.md): ``POST /v1/needs`` in a rack, a lease file in an embedded cache.
+
+MessagePack, by ``msgspec``. The arrays, a byte per shard, are packed by zlib. Whatever is announced is checked before
+anything is unpacked, and no more is unpacked than was announced: a message comes from whoever reaches the daemon.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from dataclasses import dataclass
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from quiver.digest import DIGEST_BYTES, Bytes, Digest
+from quiver.errors import BadRequest
+from quiver.residency.report import CONSUMER_BYTES, Report
+
+NEEDS_TYPE: Final = "application/vnd.quiver.needs"
+SHARDS_MAX: Final = 1 << 24
+SOON_MAX: Final = 4096
+UPLOADS_MAX: Final = 64
+LEASE_SECONDS_MAX: Final = 60.0
+PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # what does not compress becomes a little longer
+_FIELDS_BYTES_MAX: Final = 512  # all of a message but its lists and its array
+_NUMBER_BYTES_MAX: Final = 5
+REPORT_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * SOON_MAX + PACKED_BYTES_MAX
+ANSWER_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * UPLOADS_MAX + PACKED_BYTES_MAX
+
+_Number = Annotated[int, Meta(ge=0, lt=SHARDS_MAX)]
+_Count = Annotated[int, Meta(ge=0, le=SHARDS_MAX)]
+_Packed = Annotated[bytes, Meta(max_length=PACKED_BYTES_MAX)]
+
+
+class NeedsStatus(enum.IntEnum):
+    """What became of a report."""
+
+    TAKEN = 0
+    NO_MANIFEST = 1  # put the manifest, then report again
+    FULL = 2  # more consumers than the daemon keeps: read as if nobody listened
+
+
+class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True):
+    manifest: Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+    consumer: Annotated[bytes, Meta(min_length=CONSUMER_BYTES, max_length=CONSUMER_BYTES)]
+    shards: _Count
+    left: _Packed
+    rate: float
+    ahead_bytes: float
+    lease_seconds: float
+    soon: Annotated[list[_Number], Meta(max_length=SOON_MAX)] = []
+    ordered: bool = False
+    leaving: bool = False
+
+
+class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
+    status: NeedsStatus
+    shards: _Count
+    seen: _Packed
+    uploads: Annotated[list[_Number], Meta(max_length=UPLOADS_MAX)] = []
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_report: Final = msgspec.msgpack.Decoder(_ReportMessage).decode
+_decode_answer: Final = msgspec.msgpack.Decoder(_AnswerMessage).decode
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what its decoder raises
+
+
+class ReportHead(NamedTuple):
+    """What a report says before its array is unpacked: whether that is worth it."""
+
+    manifest: Digest
+    consumer: bytes
+    shards: int
+    leaving: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeedsReport:
+    """A report and the dataset that it is about. ``leaving``: the consumer is done, forget it."""
+
+    manifest: Digest
+    report: Report
+    leaving: bool = False
+
+    def encode(self) -> bytes:
+        report = self.report
+        return _encode(
+            _ReportMessage(
+                manifest=bytes(self.manifest),
+                consumer=report.consumer,
+                shards=len(report.left),
+                left=zlib.compress(report.left.tobytes(), 1),
+                rate=report.rate,
+                ahead_bytes=report.ahead_bytes,
+                lease_seconds=report.lease_seconds,
+                soon=list(report.soon[:SOON_MAX]),
+                ordered=report.ordered,
+                leaving=self.leaving,
+            )
+        )
+
+    @staticmethod
+    def head(body: Bytes) -> ReportHead:
+        """Parse all but the array, which takes no time. Raises ``BadRequest`` as ``decode`` does."""
+        message = _report_message(body)
+        return ReportHead(Digest(message.manifest), message.consumer, message.shards, message.leaving)
+
+    @classmethod
+    def decode(cls, body: Bytes) -> NeedsReport:
+        """Parse a report. Raises ``BadRequest`` for one that breaks a limit or is malformed."""
+        message = _report_message(body)
+        report = Report(
+            consumer=message.consumer,
+            left=_unpacked(message.left, message.shards),
+            rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second: as good as not known
+            ahead_bytes=message.ahead_bytes,
+            lease_seconds=min(message.lease_seconds, LEASE_SECONDS_MAX),
+            soon=tuple(message.soon),
+            ordered=message.ordered,
+        )
+        return cls(Digest(message.manifest), report, message.leaving)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NeedsAnswer:
+    """What a daemon holds of the dataset, and which shards this consumer is chosen to read and put there."""
+
+    status: NeedsStatus
+    seen: npt.NDArray[np.uint8]
+    uploads: tuple[int, ...] = ()
+
+    def encode(self) -> bytes:
+        seen = zlib.compress(self.seen.tobytes(), 1)
+        uploads = list(self.uploads[:UPLOADS_MAX])
+        return _encode(_AnswerMessage(status=self.status, shards=len(self.seen), seen=seen, uploads=uploads))
+
+    @classmethod
+    def decode(cls, body: Bytes) -> NeedsAnswer:
+        """Parse an answer. Raises ``BadRequest`` for one that breaks a limit or is malformed."""
+        if len(body) > ANSWER_BYTES_MAX:
+            raise BadRequest(f"an answer to a report of needs has at most {ANSWER_BYTES_MAX} bytes, not {len(body)}")
+        try:
+            message = _decode_answer(body)
+        except _MALFORMED as error:
+            raise BadRequest(f"malformed answer to a report of needs: {error}") from error
+        _check_numbers(message.uploads, message.shards)
+        return cls(message.status, _unpacked(message.seen, message.shards), tuple(message.uploads))
+
+
+def _report_message(body: Bytes) -> _ReportMessage:
+    if len(body) > REPORT_BYTES_MAX:
+        raise BadRequest(f"a report of needs has at most {REPORT_BYTES_MAX} bytes, not {len(body)}")
+    try:
+        message = _decode_report(body)
+    except _MALFORMED as error:
+        raise BadRequest(f"malformed report of needs: {error}") from error
+    if not (0 <= message.rate < 1e15 and abs(message.ahead_bytes) < 1e18):  # NaN is neither
+        raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")
+    if not 0 <= message.lease_seconds < 1e9:
+        raise BadRequest("malformed report of needs: its lease is not a number of seconds")
+    _check_numbers(message.soon, message.shards)
+    return message
+
+
+def _check_numbers(numbers: list[int], shards: int) -> None:
+    if numbers and max(numbers) >= shards:
+        raise BadRequest(f"malformed needs: shard {max(numbers)} of a dataset of {shards}")
+
+
+def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
+    """Return ``count`` bytes out of what was packed, and never unpack more than that."""
+    unpacking = zlib.decompressobj()
+    try:
+        data = unpacking.decompress(packed, max(count, 1))
+        surplus = unpacking.decompress(unpacking.unconsumed_tail, 1) if unpacking.unconsumed_tail else b""
+    except zlib.error as error:
+        raise BadRequest(f"malformed needs: the array cannot be unpacked: {error}") from error
+    if len(data) != count or surplus or not unpacking.eof or unpacking.unused_data:
+        raise BadRequest(f"malformed needs: {len(data)} shards where {count} were announced")
+    return np.frombuffer(data, np.uint8)

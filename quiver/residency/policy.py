@@ -1,0 +1,322 @@
+"""What to fetch next, and what to evict for it: decided from the needs of all consumers. Pure.
+
+    fetch   just in time: for consumers whose runway is short, since every moment of patience lets more of them share a
+            read; of what those need the shard that most groups need
+    evict   what nobody needs; what is still needed only if a consumer would starve, and then the shard with most left
+            in it (a second read costs a whole shard, whatever is left of it)
+
+A consumer that says nothing any more, suspended or killed, wants nothing fetched; what it needs still counts until its
+lease expires. So consumers of one dataset share one stream of reads without knowing of one another, as DESIGN.md
+section 7 wants it. The rules were chosen by simulation: ``bench/simulation.py`` runs this very module.
+
+``decide`` changes nothing. Its caller carries each decision out as it stands: ``Needs.commit`` says so to every later
+decision, the store evicts what the decision names, and ``Needs.end`` says that the fetch ended, whatever came of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.residency.commitments import Decision, Recipe
+from quiver.residency.eviction import EMPTY_SHELF, SEVERAL, Candidates, OnBehalf, Shelf
+from quiver.residency.needs import Consumer, DatasetNeeds, Mask, Needs
+from quiver.residency.origin_estimate import OriginEstimate
+
+LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
+STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a shard that somebody needs may be evicted
+SILENT_REPORTS: Final = 3.0  # pauses between two reports after which nothing is fetched for a consumer
+REPORT_SECONDS_MAX: Final = 1.0  # that a consumer takes between two reports when it has much ahead of it
+ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
+NOT_KNOWN: Final = OriginEstimate()
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Situation:
+    """What decisions are taken by, beside the needs: values of one moment."""
+
+    now: float
+    free_bytes: float  # room that is free, and promised to nothing that is coming
+    fetches_max: int
+    origin: OriginEstimate = NOT_KNOWN
+    # What is held, of which what nobody needs may be evicted. Looked at only if something is wanted that does not fit.
+    shelf: Callable[[], Shelf] = lambda: EMPTY_SHELF
+    on_behalf: Mapping[Digest, OnBehalf] = field(default_factory=dict)  # by dataset, whose fetch it is; else several'
+    only: bytes | None = None  # the consumer whose hunger counts, where everyone fetches for itself
+    may_not_force: Set[bytes] = frozenset()  # consumers for which nothing is evicted that somebody needs
+    left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
+    avoid: Set[Recipe] = frozenset()  # by which shards are not fetched for now, nor counted as coming
+    # Bytes that a dataset's needed shards may take, by dataset; one that is not named may take all. The seam for who
+    # gets the cache: nothing sets it today.
+    shares: Mapping[Digest, float] = field(default_factory=dict)
+
+
+def decide(needs: Needs, situation: Situation) -> list[Decision]:
+    """Return what to fetch now, the most urgent first, each with all that is to be evicted for it."""
+    chosen: list[Decision] = []
+    ahead = _Round(needs, situation)
+    while len(chosen) < situation.fetches_max:
+        decision = ahead.next()
+        if decision is None:
+            break
+        chosen.append(decision)
+        ahead.assume(decision)
+    return chosen
+
+
+class _Hungry(NamedTuple):
+    """A consumer that wants something fetched now. ``starving``: what it has would not last until that is there."""
+
+    consumer: Consumer
+    missing: Mask
+    starving: bool
+
+
+class _Runway(NamedTuple):
+    """Bytes that a consumer has ahead of it by now: resident in all, resident of what is mine, absent of it."""
+
+    ahead: float
+    local: float
+    absent: float
+
+
+class _Room(NamedTuple):
+    """How room is made for one shard."""
+
+    evict: tuple[int, ...]  # positions on the shelf
+    missing_bytes: float  # that are wanted beyond that; 0: there is enough
+
+
+class _Round:
+    """The decisions of one round, each taken as if those before it were carried out."""
+
+    def __init__(self, needs: Needs, situation: Situation) -> None:
+        self._needs = needs
+        self._situation = situation
+        self._present = needs.present()
+        self._present[needs.slots_of(_coming(needs, situation.avoid))] = True
+        self._free_bytes = situation.free_bytes
+        self._ordered_is_next = needs.ordered_is_next
+        self._forced: Counter[bytes] = Counter()  # in this round, by consumer
+        self._blocked = _blocked(needs, situation.avoid)
+
+    def assume(self, decision: Decision) -> None:
+        """Go on as if a decision were carried out."""
+        needs = self._needs
+        self._present[needs.shards[decision.shard]] = True
+        if decision.evict:
+            self._candidates.take(self._shelf.rows_of(decision.evict).tolist())
+        self._free_bytes += self._bytes_of(decision.evict) - decision.size_bytes
+        self._present[needs.slots_of(decision.evict)] = False
+        self._forced.update(decision.starving)
+        self._ordered_is_next = not decision.ordered
+
+    def next(self) -> Decision | None:
+        hungry, in_order = self._hungry()
+        starving = [it for it in hungry if it.starving]
+        best = self._most_needed(starving or hungry)
+        # What comes next in a fixed order takes turns with the rest, and never goes at the cost of what is needed.
+        following = next(filter(None, (self._with_room(*wanted, ordered=True) for wanted in in_order)), None)
+        if best is None or (following is not None and self._ordered_is_next):
+            return following
+        return self._with_room(*best) or self._forcing(starving) or following
+
+    @cached_property
+    def _shelf(self) -> Shelf:
+        return self._situation.shelf()
+
+    @cached_property
+    def _candidates(self) -> Candidates:
+        commitments = self._needs.commitments
+        return Candidates(self._shelf, without=[*commitments.evicting, *commitments.coming])
+
+    # -- room ---------------------------------------------------------------------------------------------------------
+
+    def _with_room(self, slot: int, dataset: Digest, *, ordered: bool = False) -> Decision | None:
+        """Return the decision to fetch a shard in place of what nobody needs; ``None`` if that is too little room."""
+        room = self._room(slot, dataset)
+        if room.missing_bytes > 0:
+            return None
+        shard, evict = self._needs.shards.name(slot), self._names(room.evict)
+        return Decision(shard, dataset, float(self._needs.sizes[slot]), evict, ordered=ordered)
+
+    def _forcing(self, starving: Sequence[_Hungry]) -> Decision | None:
+        """Return what to fetch for those who starve at the cost of what is needed, on account of all it is for."""
+        starving = [it for it in starving if self._may_force(it.consumer)]
+        best = self._most_needed(starving)
+        if best is None:
+            return None
+        slot, dataset = best
+        without = self._with_room(slot, dataset)
+        if without is not None:
+            return without
+        room = self._room(slot, dataset)
+        unneeded = self._names(room.evict)
+        victims = self._victims(room.missing_bytes)
+        if not victims:
+            return None
+        forced = tuple(self._needs.shards.name(victim) for victim in victims)
+        on_behalf = [it for it in starving if it.missing[self._dataset(it).slots == slot].any()]
+        return Decision(
+            self._needs.shards.name(slot),
+            dataset,
+            float(self._needs.sizes[slot]),
+            unneeded + forced,
+            forced,
+            tuple(it.consumer.name for it in on_behalf),
+        )
+
+    def _room(self, slot: int, dataset: Digest) -> _Room:
+        short = float(self._needs.sizes[slot]) - self._free_bytes
+        if short <= 0:
+            return _Room((), 0.0)
+        evict, freed = self._candidates.most(short, self._situation.on_behalf.get(dataset, SEVERAL))
+        return _Room(tuple(evict), max(short - freed, 0.0))
+
+    def _names(self, positions: Sequence[int]) -> tuple[Digest, ...]:
+        return tuple(self._shelf.name(at) for at in positions)
+
+    def _bytes_of(self, digests: Collection[Digest]) -> float:
+        """Return the bytes of what is evicted: by the shelf, and for what is not on it by the needs."""
+        if not digests:
+            return 0.0
+        shelf, needs = self._shelf, self._needs
+        rows = shelf.rows_of(digests)
+        others = set(digests) - {shelf.name(at) for at in rows.tolist()}
+        return float(shelf.sizes[rows].sum() + needs.sizes[needs.slots_of(others)].sum())
+
+    def _may_force(self, it: Consumer) -> bool:
+        return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
+
+    def _victims(self, bytes_wanted: float) -> list[int]:
+        """Return the slots to evict although somebody needs them: of what fewest need, the shard with most left."""
+        needs = self._needs
+        held = np.flatnonzero(needs.held & self._present & (needs.counts > 0) & (needs.sizes >= bytes_wanted))
+        if not len(held):
+            return []
+        least = held[needs.counts[held] == needs.counts[held].min()]
+        left = np.zeros(len(needs.sizes))
+        for it in needs.consumers.values():
+            left[needs.datasets[it.dataset].slots] += it.left
+        return [int(least[np.argmax(left[least])])]
+
+    # -- who wants what -----------------------------------------------------------------------------------------------
+
+    def _most_needed(self, hungry: Sequence[_Hungry]) -> tuple[int, Digest] | None:
+        """Return the slot that most groups need of what some of them miss, and of which dataset it is."""
+        needs = self._needs
+        best: tuple[float, int, Digest] | None = None
+        missing: dict[Digest, Mask] = {}
+        for it in hungry:
+            name = it.consumer.dataset
+            missing[name] = missing[name] | it.missing if name in missing else it.missing
+        for name, mask in missing.items():
+            slots = needs.datasets[name].slots[mask]
+            scores = needs.counts[slots] + needs.ties[slots]
+            at = int(np.argmax(scores))
+            if best is None or scores[at] > best[0]:
+                best = float(scores[at]), int(slots[at]), name
+        return best[1:] if best is not None else None
+
+    def _hungry(self) -> tuple[list[_Hungry], list[tuple[int, Digest]]]:
+        """Return who wants something fetched now, and the slots that those of a fixed order want next."""
+        needs, situation = self._needs, self._situation
+        reading = [it for it in needs.consumers.values() if it.pending.any()]
+        fastest = max((it.report.rate for it in reading if self._is_heard(it)), default=0.0)
+        here = {name: self._present[it.slots] for name, it in needs.datasets.items()}
+        absent = {name: self._absent(name, here[name]) for name in needs.datasets}
+        hungry: list[_Hungry] = []
+        in_order: list[tuple[int, Digest]] = []
+        for it in reading:
+            if not self._is_heard(it) or it.dataset in situation.left_out:
+                continue
+            if situation.only is not None and it.name != situation.only:
+                continue
+            if self._has_its_share(it.dataset):
+                continue
+            dataset = needs.datasets[it.dataset]
+            if it.report.ordered:
+                wanted = it.soon[absent[it.dataset][it.soon]][:1]
+                in_order += [(slot, it.dataset) for slot in dataset.slots[wanted].tolist()]
+                continue
+            missing = it.pending & absent[it.dataset]
+            if not missing.any():
+                continue
+            runway = self._runway(it, here[it.dataset], missing)
+            if len(reading) == 1 or _is_low(it, dataset, runway, fastest, situation.origin):
+                # What is asked for now comes a fill later.
+                little = STARVING_SHARDS * dataset.shard_bytes + it.report.rate * situation.origin.fill_seconds
+                hungry.append(_Hungry(it, missing, runway.ahead <= little))
+        return hungry, in_order
+
+    def _absent(self, name: Digest, here: Mask) -> Mask:
+        """Return which shards of a dataset are mine to fetch: neither here, coming, nor on disk until evicted."""
+        it = self._needs.datasets[name]
+        absent: Mask = it.mine & ~here & ~self._needs.held[it.slots]
+        if name in self._blocked:
+            absent &= ~self._blocked[name][it.slots]
+        return absent
+
+    def _runway(self, it: Consumer, here: Mask, missing: Mask) -> _Runway:
+        local = float(it.left_mine @ here)
+        read_since = it.report.rate * (self._situation.now - it.reported_at)
+        ahead = it.report.ahead_bytes + (local - it.local_bytes) - read_since
+        mine_since = read_since * self._needs.datasets[it.dataset].mine_share
+        return _Runway(ahead, local - mine_since, float(it.left_mine @ missing))
+
+    def _is_heard(self, it: Consumer) -> bool:
+        """Whether a consumer goes on, as far as is known. Of one that is silent nobody knows how far it is."""
+        pause = max(self._situation.origin.report_seconds, REPORT_SECONDS_MAX)
+        return self._situation.now - it.reported_at <= SILENT_REPORTS * pause
+
+    def _has_its_share(self, name: Digest) -> bool:
+        """Whether what is needed of a dataset, here or coming, takes all the bytes that it may."""
+        if name not in self._situation.shares:
+            return False
+        slots = self._needs.datasets[name].slots
+        taken = self._needs.sizes[slots][self._present[slots] & (self._needs.counts[slots] > 0)].sum()
+        return bool(taken + self._needs.datasets[name].shard_bytes > self._situation.shares[name])
+
+    def _dataset(self, it: _Hungry) -> DatasetNeeds:
+        return self._needs.datasets[it.consumer.dataset]
+
+
+def _is_low(it: Consumer, dataset: DatasetNeeds, runway: _Runway, fastest: float, origin: OriginEstimate) -> bool:
+    """Return whether what a consumer has ahead of it by now is little, in all and of what is mine."""
+    rate = it.report.rate
+    if rate <= 0:
+        return runway.ahead < LOW_SHARDS * dataset.shard_bytes
+    low_seconds = max(LOW_SHARDS * dataset.shard_bytes / fastest, origin.fill_seconds) + origin.report_seconds
+    if runway.ahead < rate * low_seconds and runway.local < rate * low_seconds * dataset.mine_share:
+        return True
+    if origin.rate <= 0 or dataset.mine_share <= 0:
+        return False
+    # The latest moment to begin: an origin that is slow must be asked before the end of the epoch needs it.
+    mine_rate = rate * dataset.mine_share
+    seconds = (runway.local + runway.absent) / mine_rate if mine_rate > 0 else np.inf
+    return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
+
+
+def _coming(needs: Needs, avoid: Set[Recipe]) -> set[Digest]:
+    """Return what is coming by the datasets that are reported on: anybody can have others filled, from anywhere."""
+    return {it.shard for it in needs.commitments if it.dataset in needs.datasets and it not in avoid}
+
+
+def _blocked(needs: Needs, avoid: Set[Recipe]) -> dict[Digest, Mask]:
+    """Return by dataset, for those that have any, which slots are not fetched by its manifest."""
+    by_dataset: dict[Digest, list[Digest]] = {}
+    for recipe in avoid:
+        if recipe.dataset in needs.datasets:
+            by_dataset.setdefault(recipe.dataset, []).append(recipe.shard)
+    blocked = {}
+    for name, shards in by_dataset.items():
+        mask = np.zeros(len(needs.sizes), bool)
+        mask[needs.slots_of(shards)] = True
+        blocked[name] = mask
+    return blocked

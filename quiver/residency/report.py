@@ -1,0 +1,33 @@
+"""What one consumer reports of its needs: a value. A *consumer* is one rank of one job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+CONSUMER_BYTES: Final = 16
+FULL: Final = 255  # "all of the shard" in a report
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Report:
+    """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up."""
+
+    consumer: bytes
+    left: npt.NDArray[np.uint8]
+    rate: float  # bytes per second that the consumer reads while it does not wait; 0: not known yet
+    ahead_bytes: float  # of what is left, what is resident as far as the consumer knows
+    lease_seconds: float
+    soon: tuple[int, ...] = ()  # the order is fixed: these shards are next, in this order
+    ordered: bool = False
+
+
+def rounded_up(left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    """Return ``left`` of ``counts`` samples per shard as 255ths: 0 for nothing, and never 0 for something."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.where(counts > 0, left / counts, 0.0)
+    exact: npt.NDArray[np.uint8] = np.ceil(np.clip(shares, 0.0, 1.0) * FULL).astype(np.uint8)
+    return exact
