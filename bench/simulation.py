@@ -1,6 +1,6 @@
 """How near do jobs that share a cache come to the bound, by the very rules that ship?
 
-A discrete simulation with a fake clock, without threads or bytes: every daemon decides by ``quiver.need.Needs``, every
+A discrete simulation with a fake clock, without threads or bytes: every daemon decides by ``quiver.residency``, every
 job takes its batches from a ``quiver.substitution.Order``, and both know of each other what reports tell, late, as in
 a rack. ``../shared/sim/cooperation.py`` chose the rules shard by shard; this runs them sample by sample.
 
@@ -27,7 +27,18 @@ import numpy.typing as npt
 
 from quiver.digest import Digest
 from quiver.lookup import as_rows
-from quiver.need import Needs, Origin, Report, rounded_up
+from quiver.residency import (
+    Decision,
+    Needs,
+    OriginEstimate,
+    Recipe,
+    Report,
+    Shelf,
+    Situation,
+    StoredFile,
+    decide,
+    rounded_up,
+)
 from quiver.substitution import Ints, Order, View, dealt, permutation
 
 DATASET: Final = Digest(bytes(32))
@@ -132,37 +143,44 @@ class Daemon:
         return seen
 
     def decide(self) -> None:
-        """Begin what fills the needs ask for, and make way for them."""
+        """Begin what fills the needs ask for, each in place of what was decided."""
         at_most = self.setting.fills - len(self.coming)
         if at_most <= 0:
             return
-        needed = sum(self.needs.needed(self.names[shard]) is not False for shard in self.held)
-        origin = Origin(self.rate, self.fill, self.setting.interval)
-        coming = [self.names[shard] for shard in self.coming]
-        free = float(self.room - needed - len(self.coming))
-        for fetch in self.needs.fetches(self.clock.now, coming, free, origin, at_most):
-            shard = self.numbers[fetch.digest]
-            assert self.mine[shard]
-            assert shard not in self.held
-            assert shard not in self.coming
-            if fetch.victim is not None:
-                self.forced += 1
-            while len(self.held) + len(self.coming) >= self.room:
-                self.drop()
-            self.coming[shard] = self.clock.now
-            self.clock.after(self.pipe.seconds_for(1.0), lambda shard=shard: self.arrive(shard))
-
-    def drop(self) -> None:
-        oldest = min(
-            (shard for shard in self.held if self.needs.needed(self.names[shard]) is False), key=self.held.__getitem__
+        self.needs.expire(self.clock.now)
+        situation = Situation(
+            now=self.clock.now,
+            free_bytes=float(self.room - len(self.held) - len(self.coming)),
+            fetches_max=at_most,
+            origin=OriginEstimate(self.rate, self.fill, self.setting.interval),
+            shelf=self.shelf,
         )
-        del self.held[oldest]
-        self.needs.gone(self.names[oldest])
+        for decision in decide(self.needs, situation):
+            self.begin(decision)
+
+    def shelf(self) -> Shelf:
+        held = [StoredFile(self.names[shard], 1, arrived) for shard, arrived in self.held.items()]
+        return Shelf.of(held, self.clock.now, self.needs.needed_of)
+
+    def begin(self, decision: Decision) -> None:
+        shard = self.numbers[decision.shard]
+        assert self.mine[shard]
+        assert shard not in self.held
+        assert shard not in self.coming
+        self.needs.commit(decision)
+        self.forced += len(decision.forced)
+        for victim in decision.evict:
+            del self.held[self.numbers[victim]]
+            self.needs.gone(victim)
+        assert len(self.held) + len(self.coming) < self.room
+        self.coming[shard] = self.clock.now
+        self.clock.after(self.pipe.seconds_for(1.0), lambda: self.arrive(shard))
 
     def arrive(self, shard: int) -> None:
         asked, now = self.coming.pop(shard), self.clock.now
         self.held[shard] = now
         self.needs.arrived(self.names[shard])
+        self.needs.end(Recipe(self.names[shard], DATASET))
         rate = 1 / max(now - max(asked, self.last), 1e-6)
         weight = SMOOTHING if self.last else 1.0
         self.rate += (min(rate, 1e3) - self.rate) * weight

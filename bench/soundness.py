@@ -1,6 +1,6 @@
 """Is substitution sound: do batches look like a uniform shuffle's, and does a network learn as much from them?
 
-The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``Layout``, ``quiver.need``, and
+The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``Layout``, ``quiver.residency``, and
 ``quiver.layout`` for the shards) on a clock that ticks once a batch: no threads, no bytes, every draw seeded. One board
 fetches and drops for all consumers; a fetched shard arrives ``FILL_TICKS`` later, ``FILLS`` are under way at most, and
 no more than the cache share is held, nor less than two shards. Not simulated: batches drawn ahead of the training loop,
@@ -33,7 +33,17 @@ from sklearn.model_selection import train_test_split
 from quiver import layout as placing
 from quiver.digest import Digest
 from quiver.lookup import as_rows
-from quiver.need import Needs, Origin, Report, rounded_up
+from quiver.residency import (
+    Needs,
+    OriginEstimate,
+    Recipe,
+    Report,
+    Shelf,
+    Situation,
+    StoredFile,
+    decide,
+    rounded_up,
+)
 from quiver.substitution import DRAINED_AT_ONCE, DRAINED_WHERE_ALIKE, Ints, View
 from quiver_client.loader.epoch import Deal, Epoch, Layout
 from quiver_client.loader.labels import LabelWatch
@@ -173,7 +183,7 @@ class Consumer:
 
 
 class Cache:
-    """One board with room for a share of the dataset: it fetches and drops by ``Needs``."""
+    """A cache with room for a share of the dataset: it fetches and evicts as the policy decides."""
 
     def __init__(self, layout: Layout, cached: float, batch: int, seed: int) -> None:
         self._needs = Needs(seed)
@@ -188,7 +198,7 @@ class Cache:
         self._since = np.zeros(len(self._sizes))
         self._coming: dict[int, int] = {}
         # Twice as fast as one consumer reads.
-        self._origin = Origin(2.0 * batch * SAMPLE_BYTES, float(FILL_TICKS), 1.0)
+        self._origin = OriginEstimate(2.0 * batch * SAMPLE_BYTES, float(FILL_TICKS), 1.0)
         self.fetched_bytes = 0.0
 
     def tick(self, now: int, consumers: Sequence[Consumer]) -> None:
@@ -197,6 +207,7 @@ class Cache:
                 del self._coming[shard]
                 self.held[shard], self._since[shard] = True, now
                 self._needs.arrived(self._names[shard])
+                self._needs.end(Recipe(self._names[shard], DATASET))
         for it in consumers:
             assert self._needs.report(DATASET, it.report(), float(now))
         self._fetch(now)
@@ -204,26 +215,32 @@ class Cache:
             it.learn(self._needs.seen_by(it.number.to_bytes(16, "big")))
 
     def _fetch(self, now: int) -> None:
-        needed = np.array([self._needs.needed(name) is not False for name in self._names]) & self.held
-        free = self._room - self._sizes[needed].sum() - self._sizes[list(self._coming)].sum()
-        coming = [self._names[shard] for shard in self._coming]
-        at_most = FILLS - len(self._coming)
-        for fetch in self._needs.fetches(float(now), coming, free, self._origin, at_most) if at_most > 0 else ():
-            shard = self._shard_of[fetch.digest]
-            while self.bytes + self._sizes[shard] > self._room:
-                self._drop()
+        situation = Situation(
+            now=float(now),
+            free_bytes=self._room - self.bytes,
+            fetches_max=FILLS - len(self._coming),
+            origin=self._origin,
+            shelf=lambda: self._shelf(now),
+        )
+        self._needs.expire(float(now))
+        for decision in decide(self._needs, situation):
+            self._needs.commit(decision)
+            for victim in decision.evict:
+                self.held[self._shard_of[victim]] = False
+                self._needs.gone(victim)
+            shard = self._shard_of[decision.shard]
             self._coming[shard] = now + FILL_TICKS
             self.fetched_bytes += self._sizes[shard]
+            assert self.bytes <= self._room
 
     @property
     def bytes(self) -> float:
         return float(self._sizes[self.held].sum() + self._sizes[list(self._coming)].sum())
 
-    def _drop(self) -> None:
-        may_go = [at for at in np.flatnonzero(self.held).tolist() if self._needs.needed(self._names[at]) is False]
-        oldest = min(may_go, key=self._since.__getitem__)
-        self.held[oldest] = False
-        self._needs.gone(self._names[oldest])
+    def _shelf(self, now: int) -> Shelf:
+        held = np.flatnonzero(self.held).tolist()
+        files = [StoredFile(self._names[at], int(self._sizes[at]), self._since[at]) for at in held]
+        return Shelf.of(files, float(now), self._needs.needed_of)
 
 
 def place(layout: placing.Layout, samples: int, per_shard: int, seed: int, drained_at_once: int) -> Layout:

@@ -11,7 +11,7 @@ from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.exchange import Exchange
 from quiver.liveness import PATIENT, Patience
-from quiver.reporting import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.stream import U8, ReadStreams
 from quiver.wire import (

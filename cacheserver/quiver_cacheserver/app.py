@@ -13,14 +13,14 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from quiver.errors import OverCapacity, QuiverError
-from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX
+from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView, message_of
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.reads import body_of, read
-from quiver_cacheserver.residency import INLINE_SHARDS_MAX
+from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
 from quiver_cacheserver.streams import Streams
 from quiver_cacheserver.timed import began, client_of
 from quiver_cacheserver.transfers import Transfers
@@ -88,7 +88,7 @@ async def _take_report(request: web.Request, node: Node) -> web.Response:
     client = client_of(request)
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node, REPORT_BYTES_MAX) as body:
-            answer = await node.residency.take(body, client)
+            answer = await node.reports.take(body, client)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:

@@ -43,7 +43,7 @@ from quiver.handoff import (
     hello_answer,
     refusal,
 )
-from quiver.store import Kind, MemoryInventory, OpenFile
+from quiver.store import Kind, OpenFile
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 
@@ -307,9 +307,7 @@ class Handoff:
         )
 
     def _edition(self, digest: Digest | None) -> int:
-        inventory = self._node.store.inventory
-        assert isinstance(inventory, MemoryInventory)
-        return inventory.edition(digest) if digest is not None else 0
+        return self._node.inventory.edition(digest) if digest is not None else 0
 
     def _touch(self, digests: Sequence[Digest]) -> None:
         for digest in digests:

@@ -30,22 +30,22 @@ class Collector:
             ("quiver_handed_files", "Shard files passed to readers on this host", counters.handed_files),
             ("quiver_overloads", "Requests refused because too many were under way", overloads),
             ("quiver_need_fetches", "Fetches begun because a consumer needs the shard", counters.need_fetches),
-            ("quiver_forced_drops", "Shards dropped although somebody needs them", counters.forced_drops),
+            ("quiver_forced_drops", "Shards evicted although somebody needs them", counters.forced_drops),
             ("quiver_ring_records_ignored", "Ring entries that could not be members", node.registry.ignored_total),
         )
         for name, text, value in totals:
             yield CounterMetricFamily(name, text, value)
         faults = [state for state in node.origins.states.values() if state not in (OK, UNCHECKED)]
         gauges: tuple[tuple[str, str, float], ...] = (
-            ("quiver_resident_bytes", "Bytes held or reserved on disk", node.store.inventory.resident_bytes()),
+            ("quiver_resident_bytes", "Bytes held or reserved on disk", node.inventory.resident_bytes()),
             ("quiver_capacity_bytes", "Bytes that may be held", node.store.capacity_bytes),
             ("quiver_resident_shards", "Shards held", node.shard_count),
             ("quiver_ring_members", "Members of the ring as this daemon knows it", len(node.registry.ring.members)),
             ("quiver_ring_age_seconds", "Age of what is known of the ring", node.registry.age_seconds),
             ("quiver_reads_in_flight", "Batched reads being answered", counters.reads_in_flight),
-            ("quiver_consumers", "Consumers whose needs are known", node.residency.consumers),
-            ("quiver_fills_in_flight", "Shards being brought in", node.fills.in_flight),
-            ("quiver_disk_writable", "1 while the disk takes writes", float(node.disk == OK)),
+            ("quiver_consumers", "Consumers whose needs are known", node.consumers),
+            ("quiver_fills_in_flight", "Shards being filled", node.fills.in_flight),
+            ("quiver_disk_writable", "1 while the disk takes writes", float(node.disk.state == OK)),
             ("quiver_origins_unreadable", "Origins of --origin that cannot be read", len(faults)),
         )
         for name, text, level in gauges:
@@ -58,7 +58,7 @@ class Collector:
         for what in node.budgets.held_max:
             under_way.add_metric([what], node.budgets.used[what])
         yield under_way
-        yield _labelled("quiver_fills", "Shards brought in, by where from", "source", counters.fills)
+        yield _labelled("quiver_fills", "Shards filled, by where from", "source", counters.fills)
         yield _labelled("quiver_fill_failures", "Fills that failed, by error", "error", counters.failures)
         yield _labelled("quiver_corruptions", "Wrong bytes found, by who had them", "source", counters.corruptions)
         yield _labelled("quiver_read_ranges", "Ranges asked for, by outcome", "status", counters.ranges)

@@ -30,8 +30,8 @@ from quiver.wire import (
     ReadRequest,
 )
 from quiver_cacheserver.budget import Cost, Resource
-from quiver_cacheserver.fills import UPLOADS_A_READER
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency.uploads import UPLOADS_PER_READER
 from quiver_cacheserver.sending import Line, Payload
 from quiver_cacheserver.timed import client_of, unhurried
 from quiver_cacheserver.turns import SLICE, Turn
@@ -114,7 +114,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
             known = asked.manifest
             if asked.flags & FORGO and known is not None:
                 await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client))
-            listed = await node.bring(wanted, manifest, asked.wait_ms / 1000, turn.client)
+            listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
     opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
     files = opened[1]
@@ -157,9 +157,12 @@ async def _statuses(
             elif here[at] is not None and node.resident(digest):
                 status = RangeStatus.FAILED  # it is here, and the disk does not give it out
             else:
-                choose = uploads < UPLOADS_A_READER
-                status = node.absence(digest, listed, asked.manifest, client, choose=choose)
-                uploads += status is RangeStatus.UPLOAD
+                status = node.absence(digest, listed, asked.manifest)
+                if status is RangeStatus.UPLOAD and asked.manifest is not None:
+                    if uploads < UPLOADS_PER_READER and node.choose_uploader(digest, asked.manifest, client):
+                        uploads += 1
+                    else:
+                        status = RangeStatus.FILLING
             statuses.append(status)
 
     await node.slices.walk(asked.shards, look)

@@ -124,8 +124,8 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.watch_disk(), let_go_of_row_groups]
-    return [node.residency.run(), *(_supervised(each, node) for each in work)]
+    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.disk.watch(), let_go_of_row_groups]
+    return [node.follow_needs(), *(_supervised(each, node) for each in work)]
 
 
 async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> None:

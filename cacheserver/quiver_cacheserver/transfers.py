@@ -81,14 +81,14 @@ class Transfers:
             self._node.counters.uploaded_bytes += size_bytes
         else:
             self._node.manifests.forget_missing(digest)
-            self._node.holders.brought(digest, client)
+            self._node.holders.filled(digest, client)
         return web.Response(status=201)
 
     async def _take(self, arriving: Arriving, first: list[bytes], kind: Kind, digest: Digest, size_bytes: int) -> None:
         """Write the body under the store's recipe. What does not verify leaves nothing."""
         loop = asyncio.get_running_loop()
         threads = self._node.disk_threads
-        room = self._node.store.reserve(kind, digest, size_bytes, client=arriving.client)
+        room = self._node.rooms.reserve(kind, digest, size_bytes, arriving.client)
         try:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:
@@ -101,7 +101,7 @@ class Transfers:
             self._node.counters.count("corruptions", "upload")
             raise
         except DiskFailed as error:
-            self._node.disk_failed(error, size_bytes)
+            self._node.disk.failed(error, size_bytes)
             raise
 
     async def _receive(self, arriving: Arriving, first: list[bytes], writing: Writing) -> None:

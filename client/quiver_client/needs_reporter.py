@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver import forks
-from quiver.need import Report
+from quiver.residency import Report
 from quiver.substitution import View
 from quiver_client import process_exit
 

@@ -47,7 +47,7 @@ class _Open(NamedTuple):
 
 
 class Commitments:
-    """The decisions under way, by recipe. Changed by one thread; ``evicting`` and ``of`` may be asked from others."""
+    """The decisions under way, by recipe. Changed by one thread; ``evicting`` and ``decisions_of`` may be asked from others."""
 
     def __init__(self) -> None:
         self._open: dict[Recipe, _Open] = {}
@@ -109,9 +109,9 @@ class Commitments:
         """What is evicted for what is coming: gone, as far as anybody else is concerned."""
         return list(self._evicting)
 
-    def evict_of(self, shard: Digest) -> list[Digest]:
-        """Return what is evicted for a shard, by whatever recipe it comes."""
-        return [digest for recipe in self.of(shard) for digest in (self.get(recipe) or _NOTHING).evict]
+    def decisions_of(self, shard: Digest) -> list[Decision]:
+        """Return the decisions by which a shard is coming."""
+        return [it for it in map(self.get, self.of(shard)) if it is not None]
 
     def promised(self) -> list[tuple[Digest, float]]:
         """Return the shards that room is kept for, each once, and their bytes."""
@@ -121,6 +121,3 @@ class Commitments:
     def claimed(self) -> list[Digest]:
         """Return what is evicted for shards that no more room is kept for than that."""
         return [digest for it in list(self._open.values()) if not it.keeps_room for digest in it.decision.evict]
-
-
-_NOTHING = Decision(Digest(bytes(32)), Digest(bytes(32)), 0.0)

@@ -86,10 +86,12 @@ class Leases:
         """Return the consumers at these addresses."""
         return {name for name, lease in self._leases.items() if lease.client in clients}
 
-    def client_of(self, dataset: Digest) -> str:
-        """Return the address of all consumers of a dataset, ``""`` if they have several."""
-        clients = {lease.client for lease in self._leases.values() if lease.dataset == dataset}
-        return clients.pop() if len(clients) == 1 else ""
+    def clients(self) -> dict[Digest, str]:
+        """Return by dataset the address of all its consumers, ``""`` if they have several."""
+        found: dict[Digest, str] = {}
+        for lease in self._leases.values():
+            found[lease.dataset] = lease.client if found.get(lease.dataset, lease.client) == lease.client else ""
+        return found
 
     def _loser(self, leases: dict[bytes, Lease], new: Lease) -> bytes | None:
         """Return who loses its place before there is one for a new lease: ``None``: nobody, ``b""``: the new one."""

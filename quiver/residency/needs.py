@@ -256,9 +256,13 @@ class Needs:
         if slot is not None:
             self.held[slot] = held
 
-    def commit(self, decision: Decision, *, keeps_room: bool = True) -> None:
-        """Carry a decision from now on: its shard is coming, what it evicts is gone, and it is charged to who starves."""
-        self.commitments.add(decision, keeps_room=keeps_room)
+    def commit(self, decision: Decision) -> None:
+        """Carry a decision from now on: its shard is coming, what it evicts is gone, and who starves is charged."""
+        self.commitments.add(decision)
+        self.charge(decision)
+
+    def charge(self, decision: Decision) -> None:
+        """A decision is carried out: count it to the consumers that it evicts for, and let a fixed order take turns."""
         self.ordered_is_next = not decision.ordered
         for name in decision.starving:
             consumer = self.consumers.get(name)

@@ -16,8 +16,9 @@ decision, the store evicts what the decision names, and ``Needs.end`` says that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -43,12 +44,13 @@ class Situation:
     free_bytes: float  # room that is free, and promised to nothing that is coming
     fetches_max: int
     origin: OriginEstimate = OriginEstimate()
-    shelf: Shelf = EMPTY_SHELF  # what is held, of which what nobody needs may be evicted
+    # What is held, of which what nobody needs may be evicted. Looked at only if something is wanted that does not fit.
+    shelf: Callable[[], Shelf] = lambda: EMPTY_SHELF
     on_behalf: Mapping[Digest, OnBehalf] = field(default_factory=dict)  # by dataset, whose fetch it is; else several'
     only: bytes | None = None  # the consumer whose hunger counts, where everyone fetches for itself
     may_not_force: Set[bytes] = frozenset()  # consumers for which nothing is evicted that somebody needs
     left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
-    avoid: Collection[Recipe] = ()  # shards that are not fetched by this dataset's manifest for now
+    avoid: Set[Recipe] = frozenset()  # by which shards are not fetched for now, nor counted as coming
     # Bytes that a dataset's needed shards may take, by dataset; one that is not named may take all. The seam for who
     # gets the cache: nothing sets it today.
     shares: Mapping[Digest, float] = field(default_factory=dict)
@@ -96,20 +98,19 @@ class _Round:
     def __init__(self, needs: Needs, situation: Situation) -> None:
         self._needs = needs
         self._situation = situation
-        commitments = needs.commitments
         self._present = needs.present()
-        self._present[needs.slots_of(commitments.coming)] = True
+        self._present[needs.slots_of(_coming(needs, situation.avoid))] = True
         self._free_bytes = situation.free_bytes
-        self._candidates = Candidates(situation.shelf, without=[*commitments.evicting, *commitments.coming])
         self._ordered_is_next = needs.ordered_is_next
         self._forced: Counter[bytes] = Counter()  # in this round, by consumer
         self._blocked = _blocked(needs, situation.avoid)
 
     def assume(self, decision: Decision) -> None:
         """Go on as if a decision were carried out."""
-        needs, shelf = self._needs, self._situation.shelf
+        needs = self._needs
         self._present[needs.shards[decision.shard]] = True
-        self._candidates.take(shelf.rows_of(decision.evict).tolist())
+        if decision.evict:
+            self._candidates.take(self._shelf.rows_of(decision.evict).tolist())
         self._free_bytes += self._bytes_of(decision.evict) - decision.size_bytes
         self._present[needs.slots_of(decision.evict)] = False
         self._forced.update(decision.starving)
@@ -124,6 +125,15 @@ class _Round:
         if best is None or (following is not None and self._ordered_is_next):
             return following
         return self._with_room(*best) or self._forcing(starving) or following
+
+    @cached_property
+    def _shelf(self) -> Shelf:
+        return self._situation.shelf()
+
+    @cached_property
+    def _candidates(self) -> Candidates:
+        commitments = self._needs.commitments
+        return Candidates(self._shelf, without=[*commitments.evicting, *commitments.coming])
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -169,11 +179,13 @@ class _Round:
         return _Room(tuple(evict), max(short - freed, 0.0))
 
     def _names(self, positions: Sequence[int]) -> tuple[Digest, ...]:
-        return tuple(self._situation.shelf.name(at) for at in positions)
+        return tuple(self._shelf.name(at) for at in positions)
 
     def _bytes_of(self, digests: Collection[Digest]) -> float:
         """Return the bytes of what is evicted: by the shelf, and for what is not on it by the needs."""
-        shelf, needs = self._situation.shelf, self._needs
+        if not digests:
+            return 0.0
+        shelf, needs = self._shelf, self._needs
         rows = shelf.rows_of(digests)
         others = set(digests) - {shelf.name(at) for at in rows.tolist()}
         return float(shelf.sizes[rows].sum() + needs.sizes[needs.slots_of(others)].sum())
@@ -290,7 +302,12 @@ def _is_low(it: Consumer, dataset: DatasetNeeds, runway: _Runway, fastest: float
     return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
 
 
-def _blocked(needs: Needs, avoid: Collection[Recipe]) -> dict[Digest, Mask]:
+def _coming(needs: Needs, avoid: Set[Recipe]) -> set[Digest]:
+    """Return what is coming by the datasets that are reported on: anybody can have others filled, from anywhere."""
+    return {it.shard for it in needs.commitments if it.dataset in needs.datasets and it not in avoid}
+
+
+def _blocked(needs: Needs, avoid: Set[Recipe]) -> dict[Digest, Mask]:
     """Return by dataset, for those that have any, which slots are not fetched by its manifest."""
     by_dataset: dict[Digest, list[Digest]] = {}
     for recipe in avoid:

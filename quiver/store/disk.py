@@ -17,7 +17,7 @@ import os
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Generic, Literal, TypeVar, overload
 
@@ -25,7 +25,6 @@ from quiver import forks
 from quiver.digest import Bytes, Digest
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.forks import LockedFile
-from quiver.residency.eviction import StoredFile, choose_idle
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.files import OpenFile, disk_errors
@@ -42,10 +41,6 @@ _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 Evict = Sequence[tuple[Kind, Digest]]  # what is evicted for something: exactly this, in this order
 I = TypeVar("I", bound=Inventory, covariant=True)  # noqa: E741
 
-# What to evict of each kind so that something of a kind finds so many more bytes, on behalf of whom; None if it cannot.
-# The last: whether it is evicted then, or was only asked for.
-Choose = Callable[[Kind, int, str, bool], Mapping[Kind, Sequence[StoredFile]] | None]
-
 
 class Store(Generic[I]):
     """Shards and manifests on disk. Blocking: a daemon calls it from threads. Safe to use from several threads."""
@@ -56,8 +51,6 @@ class Store(Generic[I]):
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
         self.writable = writable
-        self.needed: Callable[[Digest], bool | None] = lambda digest: None
-        self.choose: Choose | None = None  # what to evict, instead of going by ``needed`` alone
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = forks.lock()
 
@@ -174,7 +167,7 @@ class Store(Generic[I]):
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
-    def put(self, kind: Kind, digest: Digest, data: Bytes, evict: Evict | None = None) -> None:
+    def put(self, kind: Kind, digest: Digest, data: Bytes, evict: Evict = ()) -> None:
         """Write content that was verified. Raises ``OverCapacity`` or ``DiskFailed``; then nothing is left behind."""
         with self.reserve(kind, digest, len(data), evict) as writing:
             writing.write(data)
@@ -195,9 +188,7 @@ class Store(Generic[I]):
                 file.close()
 
     @contextlib.contextmanager
-    def reserve(
-        self, kind: Kind, digest: Digest, size_bytes: int, evict: Evict | None = None, client: str = ""
-    ) -> Iterator[Writing]:
+    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, evict: Evict = ()) -> Iterator[Writing]:
         """Reserve room, evicting what is said and nothing else. Without a ``commit`` inside the block nothing stays.
 
         Raises ``OverCapacity`` if there would still be too little room; then nothing is evicted.
@@ -209,10 +200,7 @@ class Store(Generic[I]):
         with disk_errors(self.root), self.inventory.locked():
             file = reserve_file(temporary, size_bytes)
             try:
-                if evict is None:
-                    self._make_room(kind, size_bytes, client)
-                else:
-                    self._evict(evict, size_bytes)
+                self._evict(evict, size_bytes)
                 if size_bytes:
                     os.posix_fallocate(file.fd, 0, size_bytes)
             except BaseException:
@@ -350,47 +338,6 @@ class Store(Generic[I]):
                 f" {format_size(self.capacity_bytes)}; give it more, or index with a smaller --shard-size",
                 RETRY_AFTER_SECONDS,
             )
-
-    def check_room(self, kind: Kind, size_bytes: int, client: str = "") -> None:
-        """Raise what ``reserve`` would raise now for want of room. Nothing is evicted and nothing reserved."""
-        if not self.writable:
-            raise self._read_only()
-        with self.inventory.locked():
-            self._victims(kind, size_bytes, client, for_real=False)
-
-    def _make_room(self, kind: Kind, size_bytes: int, client: str) -> None:
-        """Evict until so much fits in, of which the file is in ``tmp`` by now. Raises ``OverCapacity``."""
-        for of_kind, several in self._victims(kind, size_bytes, client, for_real=True).items():
-            for victim in several:
-                self.drop(of_kind, victim.digest)
-
-    def _victims(
-        self, kind: Kind, size_bytes: int, client: str, *, for_real: bool
-    ) -> Mapping[Kind, Sequence[StoredFile]]:
-        """Return what to evict so that so much fits in. Raises ``OverCapacity``."""
-        if size_bytes > self.capacity_bytes:
-            raise OverCapacity(
-                f"{self.root}: {format_size(size_bytes)} do not fit into a capacity of"
-                f" {format_size(self.capacity_bytes)}; give it more, or index with a smaller --shard-size",
-                RETRY_AFTER_SECONDS,
-            )
-        excess = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
-        excess += self._quarantined_bytes(at_most=-excess)
-        if excess <= 0:
-            return {}
-        victims = self.choose(kind, excess, client, for_real) if self.choose is not None else self._unneeded(excess)
-        if victims is None:
-            raise self.full()
-        return victims
-
-    def _unneeded(self, free_bytes: int) -> dict[Kind, list[StoredFile]] | None:
-        for kinds in ((Kind.PARTIAL, Kind.SHARD), (Kind.MANIFEST,)):  # manifests are small, and every fill needs one
-            held = {kind: self.inventory.held(kind) for kind in kinds}
-            every = [each for kind in kinds for each in held[kind]]
-            victims = choose_idle(every, free_bytes, self.needed, self.inventory.now())
-            if victims is not None:
-                return {kind: list(set(victims) & set(held[kind])) for kind in kinds}
-        return None
 
     def _read_only(self) -> DiskFailed:
         return DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")

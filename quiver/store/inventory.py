@@ -30,9 +30,11 @@ from quiver import forks
 from quiver.digest import Digest
 from quiver.errors import BadRequest
 from quiver.forks import LockedFile
-from quiver.lookup import as_rows
 from quiver.residency.eviction import StoredFile
 from quiver.store.locks import FILE_MODE, BriefLock, own, share
+from quiver.store.table import FileTable, Listing
+
+Listener = Callable[[Digest, bool], None]
 
 
 class Kind(enum.StrEnum):
@@ -171,10 +173,6 @@ def sweep(root: Path, *, hidden_seconds: float = HIDDEN_SECONDS) -> dict[int, in
     return reserved
 
 
-def _nobody(digest: Digest, held: bool) -> None:
-    pass
-
-
 class MemoryInventory:
     """The inventory of the one process that owns a folder, which it claims for as long as it lives."""
 
@@ -186,16 +184,31 @@ class MemoryInventory:
         sweep(root, hidden_seconds=0.0)
         # Ages survive a restart by the file's own time; the clock is then the monotonic one.
         age = time.time() - time.monotonic()
-        self._held: dict[Kind, dict[Digest, tuple[int, float]]] = {
-            kind: {digest: (info.st_size, info.st_mtime - age) for digest, info in scan(root, kind)} for kind in Kind
-        }
-        self._bytes = sum(size for held in self._held.values() for size, _ in held.values())
+        self._files = {kind: FileTable() for kind in Kind}
+        for kind, table in self._files.items():
+            for digest, info in scan(root, kind):
+                table.set(digest, info.st_size, info.st_mtime - age)
+        shards = self._files[Kind.SHARD]
+        self._shard_bytes = sum(map(shards.size, shards.digests()))
+        self._bytes = sum(table.size(digest) for table in self._files.values() for digest in table.digests())
         self._reserved_bytes = 0
-        self._shard_bytes = sum(size for size, _ in self._held[Kind.SHARD].values())
         self._next_edition = itertools.count(time.time_ns())  # no two lives of a daemon give the same
-        self._editions = dict.fromkeys(self._held[Kind.SHARD], next(self._next_edition))
-        # Hears of every shard that comes (True) or goes, in that order, under the lock: it must not wait for anything.
-        self.listener: Callable[[Digest, bool], None] = _nobody
+        self._editions = dict.fromkeys(shards.digests(), next(self._next_edition))
+        self._listeners: tuple[Listener, ...] = ()
+
+    def subscribe(self, listener: Listener) -> Callable[[], None]:
+        """Tell of every shard that is held from now on (True) or no more, in that order; return what ends it.
+
+        Called under the lock: a listener must not wait for anything.
+        """
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+
+        def unsubscribe() -> None:
+            with self._lock:
+                self._listeners = tuple(it for it in self._listeners if it is not listener)
+
+        return unsubscribe
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
         return _entered(self._lock)
@@ -204,22 +217,25 @@ class MemoryInventory:
 
     def held(self, kind: Kind) -> list[StoredFile]:
         with self._lock:
-            return [StoredFile(digest, size, used) for digest, (size, used) in self._held[kind].items()]
+            return self._files[kind].files()
+
+    def listing(self, kind: Kind) -> Listing:
+        """Return what is held as arrays, without waiting for anybody: what changes at this moment may be wrong."""
+        return self._files[kind].listing()
 
     def digests(self, kind: Kind) -> npt.NDArray[np.uint8]:
         """Return what is held as rows ``(n, 32)``."""
         with self._lock:
-            return as_rows(self._held[kind])
+            return self._files[kind].listing().digests
 
     def count(self, kind: Kind) -> int:
-        return len(self._held[kind])
+        return len(self._files[kind])
 
     def size(self, kind: Kind, digest: Digest) -> int:
-        """Return the bytes of what is held under a digest, 0 if nothing is."""
-        return self._held[kind].get(digest, (0, 0.0))[0]
+        return self._files[kind].size(digest)
 
     def has(self, kind: Kind, digest: Digest) -> bool:
-        return digest in self._held[kind]
+        return digest in self._files[kind].rows
 
     def edition(self, digest: Digest) -> int:
         """Return which of the files that have had this shard's name has it now; 0 if it is not held."""
@@ -248,15 +264,14 @@ class MemoryInventory:
 
     def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None:
         with self._lock:
-            before, _ = self._held[kind].get(digest, (0, 0.0))
-            self._held[kind][digest] = (size_bytes, time.monotonic())
+            before = self._files[kind].size(digest)
+            self._files[kind].set(digest, size_bytes, time.monotonic())
             self._changed(kind, digest, size_bytes - before, True)
 
     def removed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:
-            if digest in self._held[kind]:
-                size, _ = self._held[kind].pop(digest)
-                self._changed(kind, digest, -size, False)
+            if digest in self._files[kind]:
+                self._changed(kind, digest, -self._files[kind].remove(digest), False)
 
     def _changed(self, kind: Kind, digest: Digest, size_bytes: int, held: bool) -> None:
         self._bytes += size_bytes
@@ -266,7 +281,8 @@ class MemoryInventory:
                 self._editions[digest] = next(self._next_edition)
             else:
                 del self._editions[digest]
-            self.listener(digest, held)
+            for listener in self._listeners:
+                listener(digest, held)
 
     def missed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:  # under which files appear: it may have done so since
@@ -275,9 +291,7 @@ class MemoryInventory:
 
     def touched(self, kind: Kind, digest: Digest) -> None:
         with self._lock:
-            size, _ = self._held[kind].get(digest, (0, 0.0))
-            if size:
-                self._held[kind][digest] = (size, time.monotonic())
+            self._files[kind].touch(digest, time.monotonic())
 
     def now(self) -> float:
         return time.monotonic()

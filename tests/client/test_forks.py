@@ -30,7 +30,7 @@ UNDER_LOAD = """
     import numpy as np
     from pathlib import Path
     from quiver.digest import Digest
-    from quiver.need import Report
+    from quiver.residency import Report
     from quiver_client import DataLoader, Dataset
 
     manifest, cache, large, count, seconds = sys.argv[1:]

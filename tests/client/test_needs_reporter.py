@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from quiver.errors import BadRequest, Unavailable
-from quiver.need import Report
-from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency import Report
+from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
 from quiver_client import needs_reporter as watch_module
 from quiver_client import thread_pool as pool_module

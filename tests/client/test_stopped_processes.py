@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from quiver.errors import OverCapacity
-from quiver.store import Kind, Store
+from quiver.store import Kind, Store, idle_of, put_with_room
 from quiver_client import Dataset
 from quiver_client.embedded.tier import EmbeddedTier
 from tests.store.test_store import shard_of
@@ -174,9 +174,8 @@ def test_the_capacity_holds_while_nobody_gets_the_lock(tmp_path: Path) -> None:
             most = max(most, held)
         assert [writer.returncode for writer in writers] == [0, 0]
         assert MIB * 3 // 4 < most <= MIB
-        store.needed = lambda digest: True
         with pytest.raises(OverCapacity):
-            store.put(Kind.SHARD, *shard_of(1000, MIB // 2))
+            put_with_room(store, Kind.SHARD, *shard_of(1000, MIB // 2), idle_of(store, lambda digest: True))
         assert store.resident_bytes() <= MIB
         assert not list((root / "tmp").iterdir())
     store.close()

@@ -23,18 +23,19 @@ from quiver.errors import BadRequest, OverCapacity
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.lookup import DigestRows
 from quiver.manifest import Field, Header, Manifest, ManifestParts, write_manifest
-from quiver.need import Report
-from quiver.reporting import NeedsReport, NeedsStatus
+from quiver.residency import Commitments, Decision, Lease, Leases, Recipe, Report
+from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver import bounds, origins, residency
+from quiver_cacheserver import bounds, origins
 from quiver_cacheserver.bounds import FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
-from quiver_cacheserver.consumers import Lease, Leases
-from quiver_cacheserver.fills import FILL_THREADS, Fills, Recipe
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
+from quiver_cacheserver.residency import datasets as datasets_module
+from quiver_cacheserver.residency.fills import FILL_THREADS, Fills
+from quiver_cacheserver.residency.uploads import Uploads
 from tests.daemon.test_routes import error_of
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
@@ -166,8 +167,10 @@ async def test_shards_are_sorted_in_threads_only(files: Files, tmp_path: Path, m
         await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
         left = np.full(manifest.shard_count, 255, np.uint8)
         told = NeedsReport(manifest.digest, Report(bytes(16), left, 1e6, 0.0, 30.0)).encode()
-        assert (await node.residency.take(told, HONEST)).status is NeedsStatus.TAKEN
-        await node.bring([manifest.shard_digest(0)], await node.manifests.get(manifest.digest, HONEST), 20.0, HONEST)
+        assert (await node.reports.take(told, HONEST)).status is NeedsStatus.TAKEN
+        await node.fill_missing(
+            [manifest.shard_digest(0)], await node.manifests.get(manifest.digest, HONEST), 20.0, HONEST
+        )
         assert node.resident(manifest.shard_digest(0))
     finally:
         await asyncio.to_thread(node.close)
@@ -213,13 +216,18 @@ class ByHand(Executor):
         return future
 
 
+def fills_by(threads: Executor) -> Fills:
+    commitments = Commitments()
+    return Fills(threads, commitments, Uploads(commitments), lambda error: None)
+
+
 async def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
     threads, begun = ByHand(), list[str]()
-    fills = Fills(threads, lambda error: None)
+    fills = fills_by(threads)
 
     def ask(client: str, number: int) -> Any:
         recipe = Recipe(Digest.of(f"{client} {number}".encode()), Digest(bytes(32)))
-        return fills.start(recipe, lambda: begun.append(client), client)
+        return fills.start(Decision(*recipe, 1.0), lambda: begun.append(client), client)
 
     asked = [ask(HOSTILE, number) for number in range(100)]
     asked += [ask(HONEST, number) for number in range(2)]
@@ -269,7 +277,7 @@ def filled(node: Node, manifest: Manifest, client: str) -> int:
     """Read a dataset on behalf of a client; return how many of its shards are here then."""
     for number in range(manifest.shard_count):
         with contextlib.suppress(OverCapacity):
-            node.fill(manifest.shard_digest(number), manifest, client)
+            node.filler.fill(manifest.shard_digest(number), manifest, client)
     return held(node, manifest)
 
 
@@ -280,8 +288,7 @@ def held(node: Node, manifest: Manifest) -> int:
 def age(node: Node, seconds: float) -> None:
     inventory: Any = node.store.inventory
     for kind in Kind:
-        for digest, (size, used) in list(inventory._held[kind].items()):
-            inventory._held[kind][digest] = size, used - seconds
+        inventory._files[kind]._used -= seconds
 
 
 def test_what_others_read_of_late_is_not_pushed_out_by_what_nobody_needs(pair: tuple[Files, Files], node: Node) -> None:
@@ -298,8 +305,8 @@ def test_what_others_read_of_late_is_not_pushed_out_by_what_nobody_needs(pair: t
 def test_junk_that_is_in_use_gives_way_to_one_who_holds_less(pair: tuple[Files, Files], node: Node) -> None:
     honest, junk = (files.opened() for files in pair)
     assert filled(node, junk, HOSTILE) == 10
-    node.manifests._open[junk.digest] = junk
-    node.manifests._used[junk.digest] = 1e12  # named again and again
+    node.manifests.opened.add(junk.digest, junk)
+    node.manifests.opened._used[junk.digest] = 1e12  # named again and again
     assert filled(node, honest, HONEST) == 5
     assert filled(node, junk, HOSTILE) == 5, "and not the other way round"
 
@@ -307,8 +314,8 @@ def test_junk_that_is_in_use_gives_way_to_one_who_holds_less(pair: tuple[Files, 
 def test_what_several_clients_read_is_nobody_s_to_give_up(pair: tuple[Files, Files], node: Node) -> None:
     honest, junk = (files.opened() for files in pair)
     filled(node, honest, HONEST)
-    node.manifests._open[honest.digest] = honest
-    node.manifests._used[honest.digest] = 1e12
+    node.manifests.opened.add(honest.digest, honest)
+    node.manifests.opened._used[honest.digest] = 1e12
     node.holders.read([honest.shard_digest(number) for number in range(10)], "10.0.0.2")
     assert filled(node, junk, HOSTILE) == 0
 
@@ -334,11 +341,11 @@ def test_manifests_that_nobody_reads_make_way_for_one_another_before_any_shard(
         data = number.to_bytes(4, "big") + bytes(share // 8)
         with (
             contextlib.suppress(OverCapacity),
-            node.store.reserve(Kind.MANIFEST, Digest.of(data), len(data), HOSTILE) as it,
+            node.rooms.reserve(Kind.MANIFEST, Digest.of(data), len(data), HOSTILE) as it,
         ):
             it.write(data)
             it.commit()
-            node.holders.brought(Digest.of(data), HOSTILE)
+            node.holders.filled(Digest.of(data), HOSTILE)
     assert held(node, honest) == 7, "all that comes after the first few has the room of those"
     assert sum(item.size_bytes for item in node.store.inventory.held(Kind.MANIFEST)) < share + SHARD_BYTES
 
@@ -354,7 +361,7 @@ async def test_what_is_being_verified_is_answered_so_whether_or_not_a_manifest_i
     node = await asyncio.to_thread(lone_node, files, tmp_path)
     free = threading.Event()
     try:
-        await asyncio.to_thread(node.fill, digest, manifest)
+        await asyncio.to_thread(node.filler.fill, digest, manifest)
         check = node.store.check
 
         def slow(named: Digest) -> None:
@@ -364,10 +371,10 @@ async def test_what_is_being_verified_is_answered_so_whether_or_not_a_manifest_i
         node.store.check = slow  # type: ignore[method-assign]
         node.suspect([digest], HONEST)
         for named in (None, manifest):
-            await node.bring([digest], named, 0.01, HONEST)
-            assert node.absence(digest, {digest}, None, choose=True) is RangeStatus.FILLING
+            await node.fill_missing([digest], named, 0.01, HONEST)
+            assert node.absence(digest, {digest}, None) is RangeStatus.FILLING
         free.set()
-        await node.bring([digest], None, 20.0, HONEST)
+        await node.fill_missing([digest], None, 20.0, HONEST)
         assert node.resident(digest)
     finally:
         free.set()
@@ -412,24 +419,24 @@ async def test_manifests_that_consumers_report_on_take_a_bounded_memory(
         await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
         left = np.full(manifest.shard_count, 255, np.uint8)
         told = NeedsReport(manifest.digest, Report(name(number), left, 1e6, 0.0, 30.0), leaving)
-        return (await node.residency.take(told.encode(), HOSTILE)).status
+        return (await node.reports.take(told.encode(), HOSTILE)).status
 
     try:
-        monkeypatch.setattr(residency, "DATASET_BYTES_MAX", sum(sizes) - 1)
+        monkeypatch.setattr(datasets_module, "DATASET_BYTES_MAX", sum(sizes) - 1)
         assert await tell(0, pair[0]) is NeedsStatus.TAKEN
         assert await tell(1, pair[1]) is NeedsStatus.FULL
         assert await tell(2, pair[0]) is NeedsStatus.TAKEN, "it is known already"
         assert await tell(0, pair[0], leaving=True) is NeedsStatus.TAKEN
         assert await tell(2, pair[0], leaving=True) is NeedsStatus.TAKEN
         assert await tell(1, pair[1]) is NeedsStatus.TAKEN, "nobody reports on the other one"
-        assert len(node.residency._datasets) == 1
-        monkeypatch.setattr(residency, "DATASET_BYTES_MAX", 1)
+        assert len(node._datasets) == 1
+        monkeypatch.setattr(datasets_module, "DATASET_BYTES_MAX", 1)
         assert await tell(1, pair[1], leaving=True) is NeedsStatus.TAKEN
         assert await tell(0, pair[0]) is NeedsStatus.TAKEN, "a larger one alone"
         assert await tell(0, pair[0], leaving=True) is NeedsStatus.TAKEN
-        monkeypatch.setattr(residency, "IDLE_BYTES_MAX", sizes[0] - 1)
-        node.residency._step(time.monotonic())
-        assert not node.residency._datasets
+        monkeypatch.setattr(datasets_module, "IDLE_BYTES_MAX", sizes[0] - 1)
+        node.decider.step(time.monotonic())
+        assert not len(node._datasets)
     finally:
         await asyncio.to_thread(node.close)
 
@@ -493,24 +500,24 @@ async def test_a_consumer_that_lost_its_place_needs_nothing_any_more(
     node = await asyncio.to_thread(lone_node, files, tmp_path)
     try:
         await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
-        node.residency._leases = Leases(consumers_max=2)
+        node._needs.leases = Leases(consumers_max=2)
 
         async def tell(number: int, client: str) -> NeedsStatus:
             left = np.full(manifest.shard_count, 255, np.uint8)
             told = NeedsReport(manifest.digest, Report(name(number), left, 1e6, 0.0, 30.0)).encode()
-            return (await node.residency.take(told, client)).status
+            return (await node.reports.take(told, client)).status
 
         assert [await tell(number, HOSTILE) for number in range(3)] == [
             NeedsStatus.TAKEN,
             NeedsStatus.TAKEN,
             NeedsStatus.FULL,
         ]
-        assert node.residency.consumers == 2
+        assert node.consumers == 2
         assert await tell(9, HONEST) is NeedsStatus.TAKEN
-        assert node.residency.consumers == 2
-        assert node.residency._leases.client_of(manifest.digest) == "", "at two addresses"
+        assert node.consumers == 2
+        assert node._needs.leases.clients()[manifest.digest] == "", "at two addresses"
         assert await tell(9, HONEST) is NeedsStatus.TAKEN
         node.budgets.charge(HOSTILE, Cost.EVICTIONS, 1e9, asyncio.get_running_loop().time())
-        assert node.residency._spent(asyncio.get_running_loop().time()) == {name(1)}
+        assert node.decider._situation(asyncio.get_running_loop().time(), 1).may_not_force == {name(1)}
     finally:
         await asyncio.to_thread(node.close)

@@ -15,13 +15,15 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Changed, NotAllowed, Unavailable
-from quiver.need import Report
-from quiver.reporting import NeedsReport, NeedsStatus
+from quiver.residency import Decision, Recipe, Report
+from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.store import Kind
 from quiver.wire import RangeStatus
-from quiver_cacheserver import fills as fills_module
-from quiver_cacheserver.fills import UPLOAD_SECONDS, UPLOADS_AN_ADDRESS, Fills, Recipe
-from tests.daemon.test_costs import HONEST, HOSTILE, ByHand, lone_node
+from quiver_cacheserver.residency import fills as fills_module
+from quiver_cacheserver.residency import uploads as uploads_module
+from quiver_cacheserver.residency.fills import Fills
+from quiver_cacheserver.residency.uploads import UPLOAD_SECONDS, UPLOADS_PER_ADDRESS
+from tests.daemon.test_costs import HONEST, HOSTILE, ByHand, fills_by, lone_node
 from tests.daemon.test_rack import origin_bytes, put_manifest, whole_dataset
 from tests.daemon.test_routes import read
 from tests.support.daemon import Daemon
@@ -103,7 +105,7 @@ def test_manifests_that_share_shards_cost_one_origin_read_of_each(tmp_path: Path
 async def test_junk_reports_on_somebody_s_shards_keep_nobody_s_from_being_filled(tmp_path: Path, small: Files) -> None:
     lie = rebased(small, "file:///nowhere/", tmp_path / "lie.quiver")
     node = await asyncio.to_thread(lone_node, small, tmp_path)
-    driver = asyncio.create_task(node.residency.run())
+    driver = asyncio.create_task(node.follow_needs())
     try:
         for files in (lie, small):
             data = await asyncio.to_thread(files.manifest.read_bytes)
@@ -113,7 +115,7 @@ async def test_junk_reports_on_somebody_s_shards_keep_nobody_s_from_being_filled
             manifest = files.opened()
             left = np.full(manifest.shard_count, 255, np.uint8)
             told = NeedsReport(manifest.digest, Report(number.to_bytes(16, "big"), left, 1e6, 0.0, 30.0)).encode()
-            return await node.residency.take(told, client)
+            return await node.reports.take(told, client)
 
         async with asyncio.timeout(20):
             while not (await tell(lie, 1, HOSTILE)).uploads:  # noqa: ASYNC110  it is told when it asks
@@ -137,14 +139,13 @@ def test_a_fill_that_cannot_succeed_evicts_nothing(tmp_path: Path) -> None:
     with contextlib.closing(node):
         manifest = made.opened()
         for number in range(20):
-            node.fill(manifest.shard_digest(number), manifest, HONEST)
+            node.filler.fill(manifest.shard_digest(number), manifest, HONEST)
         inventory: Any = node.store.inventory
         for kind in Kind:
-            for digest, (size, used) in list(inventory._held[kind].items()):
-                inventory._held[kind][digest] = size, used - 3600
+            inventory._files[kind]._used -= 3600
         for number in range(gone.opened().shard_count):
             with pytest.raises(Changed):
-                node.fill(gone.opened().shard_digest(number), gone.opened(), HOSTILE)
+                node.filler.fill(gone.opened().shard_digest(number), gone.opened(), HOSTILE)
         assert node.shard_count == 20
 
 
@@ -161,7 +162,8 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(fills_module, "time", made)
+    for module in (fills_module, uploads_module):
+        monkeypatch.setattr(module, "time", made)
     return made
 
 
@@ -172,8 +174,16 @@ async def ran(threads: ByHand, error: Exception | None = None) -> None:
         await asyncio.sleep(0)
 
 
+def asked(fills: Fills, recipe: Recipe, client: str) -> RangeStatus:
+    """Return what a reader is told that may be chosen to upload."""
+    status = fills.status(recipe)
+    if status is RangeStatus.UPLOAD and not fills.choose_uploader(Decision(*recipe, 1.0), client):
+        return RangeStatus.FILLING
+    return status
+
+
 async def not_allowed(fills: Fills, threads: ByHand, recipe: Recipe) -> None:
-    begun = fills.start(recipe, lambda: None)
+    begun = fills.start(Decision(*recipe, 1.0), lambda: None)
     await ran(threads, NotAllowed("no"))
     with contextlib.suppress(NotAllowed):
         assert isinstance(begun, asyncio.Future)
@@ -182,11 +192,11 @@ async def not_allowed(fills: Fills, threads: ByHand, recipe: Recipe) -> None:
 
 async def test_another_manifest_s_fill_begins_once_the_first_failed_and_not_before() -> None:
     threads = ByHand()
-    fills = Fills(threads, lambda error: None)
-    junk = fills.start(Recipe(SHARD, JUNK), lambda: None, HOSTILE)
-    right = fills.start(Recipe(SHARD, RIGHT), lambda: None, HONEST)
-    other = fills.start(Recipe(SHARD, OTHER), lambda: None, HONEST)
-    assert fills.start(Recipe(SHARD, RIGHT), lambda: None, HOSTILE) is right, "one fill of each manifest"
+    fills = fills_by(threads)
+    junk = fills.start(Decision(SHARD, JUNK, 1.0), lambda: None, HOSTILE)
+    right = fills.start(Decision(SHARD, RIGHT, 1.0), lambda: None, HONEST)
+    other = fills.start(Decision(SHARD, OTHER, 1.0), lambda: None, HONEST)
+    assert fills.start(Decision(SHARD, RIGHT, 1.0), lambda: None, HOSTILE) is right, "one fill of each manifest"
     assert (len(threads.given), fills.in_flight) == (1, 3)
     await ran(threads, Unavailable("x", "does not answer"))
     assert (len(threads.given), fills.in_flight) == (1, 2)
@@ -199,49 +209,49 @@ async def test_another_manifest_s_fill_begins_once_the_first_failed_and_not_befo
     assert isinstance(other, asyncio.Future)
     assert right.done()
     assert other.done()
-    assert (len(threads.given), fills.in_flight, fills.coming()) == (0, 0, [])
+    assert (len(threads.given), fills.in_flight, fills._commitments.coming) == (0, 0, [])
     fills.close()
 
 
 async def test_one_who_lets_an_upload_lapse_is_chosen_after_the_others(clock: Clock) -> None:
     threads, recipe = ByHand(), Recipe(SHARD, RIGHT)
-    fills = Fills(threads, lambda error: None)
+    fills = fills_by(threads)
     await not_allowed(fills, threads, recipe)
-    assert fills.outcome(recipe, HOSTILE, choose=True) is RangeStatus.UPLOAD
-    assert fills.outcome(recipe, HONEST, choose=True) is RangeStatus.FILLING
+    assert asked(fills, recipe, HOSTILE) is RangeStatus.UPLOAD
+    assert asked(fills, recipe, HONEST) is RangeStatus.FILLING
     fills.forgo(recipe, HONEST)
-    assert fills.awaits(recipe), "only the one who was chosen can forgo it"
+    assert fills.uploads.awaits(recipe), "only the one who was chosen can forgo it"
     clock.now += UPLOAD_SECONDS
-    assert fills.outcome(recipe, HOSTILE, choose=True) is RangeStatus.FILLING
-    assert fills.outcome(recipe, HONEST, choose=True) is RangeStatus.UPLOAD
+    assert asked(fills, recipe, HOSTILE) is RangeStatus.FILLING
+    assert asked(fills, recipe, HONEST) is RangeStatus.UPLOAD
     clock.now += UPLOAD_SECONDS + 1
-    assert fills.outcome(recipe, HOSTILE, choose=True) is RangeStatus.UPLOAD, "if nobody else asks"
+    assert asked(fills, recipe, HOSTILE) is RangeStatus.UPLOAD, "if nobody else asks"
 
 
 async def test_an_address_owes_so_many_uploads_and_no_more(clock: Clock) -> None:
     threads = ByHand()
-    fills = Fills(threads, lambda error: None)
-    recipes = [Recipe(Digest.of(bytes([number])), RIGHT) for number in range(UPLOADS_AN_ADDRESS + 1)]
+    fills = fills_by(threads)
+    recipes = [Recipe(Digest.of(bytes([number])), RIGHT) for number in range(UPLOADS_PER_ADDRESS + 1)]
     for recipe in recipes:
         await not_allowed(fills, threads, recipe)
-    told = [fills.outcome(recipe, HOSTILE, choose=True) for recipe in recipes]
-    assert told.count(RangeStatus.UPLOAD) == UPLOADS_AN_ADDRESS
-    assert fills.outcome(recipes[-1], HONEST, choose=True) is RangeStatus.UPLOAD
+    told = [asked(fills, recipe, HOSTILE) for recipe in recipes]
+    assert told.count(RangeStatus.UPLOAD) == UPLOADS_PER_ADDRESS
+    assert asked(fills, recipes[-1], HONEST) is RangeStatus.UPLOAD
     fills.arrived(recipes[0].shard)
-    assert fills.outcome(recipes[0], HOSTILE, choose=True) is RangeStatus.FILLING, "it came"
+    assert asked(fills, recipes[0], HOSTILE) is RangeStatus.FILLING, "it came"
     clock.now += UPLOAD_SECONDS
-    assert fills.outcome(recipes[-1], HOSTILE, choose=True) is RangeStatus.UPLOAD
+    assert asked(fills, recipes[-1], HOSTILE) is RangeStatus.UPLOAD
 
 
 async def test_another_manifest_s_upload_is_waited_for_a_moment(clock: Clock) -> None:
     threads = ByHand()
-    fills = Fills(threads, lambda error: None)
+    fills = fills_by(threads)
     for manifest in (JUNK, RIGHT):
         await not_allowed(fills, threads, Recipe(SHARD, manifest))
-    assert fills.outcome(Recipe(SHARD, JUNK), HOSTILE, choose=True) is RangeStatus.UPLOAD
-    assert fills.outcome(Recipe(SHARD, RIGHT), HONEST, choose=True) is RangeStatus.FILLING
+    assert asked(fills, Recipe(SHARD, JUNK), HOSTILE) is RangeStatus.UPLOAD
+    assert asked(fills, Recipe(SHARD, RIGHT), HONEST) is RangeStatus.FILLING
     clock.now += fills_module.OTHERS_SECONDS
-    assert fills.outcome(Recipe(SHARD, RIGHT), HONEST, choose=True) is RangeStatus.UPLOAD
+    assert asked(fills, Recipe(SHARD, RIGHT), HONEST) is RangeStatus.UPLOAD
     fills.arrived(SHARD)
-    assert not fills.awaits(Recipe(SHARD, JUNK))
-    assert not fills.awaits(Recipe(SHARD, RIGHT))
+    assert not fills.uploads.awaits(Recipe(SHARD, JUNK))
+    assert not fills.uploads.awaits(Recipe(SHARD, RIGHT))

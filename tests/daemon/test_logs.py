@@ -17,10 +17,10 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
-from quiver.need import Report
 from quiver.origin import open_origin
 from quiver.peer import PeerClient
-from quiver.reporting import NeedsReport
+from quiver.residency import Report
+from quiver.residency.messages import NeedsReport
 from quiver.store import Kind
 from quiver.store.inventory import file_of
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -18,18 +19,19 @@ from blockbuster import blockbuster_ctx
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt
 from quiver.manifest import Manifest
-from quiver.need import CONSUMERS_MAX, Report
 from quiver.peer import PeerClient
-from quiver.reporting import NEEDS_TYPE, REPORT_BYTES_MAX, NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency import CONSUMERS_MAX, Report
+from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver import residency as residency_module
 from quiver_cacheserver.app import make_app
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
-from quiver_cacheserver.residency import Residency
+from quiver_cacheserver.residency import decider as decider_module
+from quiver_cacheserver.residency import reports as reports_module
+from quiver_cacheserver.residency.decider import Decider
 from tests.daemon.test_routes import error_of, read
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files, shard_bytes_of
@@ -380,7 +382,7 @@ async def everything_needed_comes(client: TestClient[Any, Any], node: Node, file
     async with client.put(f"/v1/manifests/{manifest.digest}", data=content) as answer:
         assert answer.status == 201
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
-        driver = tasks.create_task(node.residency.run())
+        driver = tasks.create_task(node.follow_needs())
         while not (await tell()).seen.all():
             pass
         driver.cancel()
@@ -397,15 +399,15 @@ async def test_a_bug_in_deciding_costs_a_round_and_never_the_daemon(
 ) -> None:
     node = await asyncio.to_thread(lone_node, files, tmp_path)
     failing = iter([True, True])
-    step = Residency._step
+    step = Decider.step
 
-    def broken(residency: Residency, now: float) -> None:
+    def broken(decider: Decider, now: float, *, fetch: bool) -> None:
         if next(failing, False):
             raise ZeroDivisionError("a bug")
-        step(residency, now)
+        step(decider, now, fetch=fetch)
 
-    monkeypatch.setattr(Residency, "_step", broken)
-    monkeypatch.setattr(residency_module, "SUPERVISED_SECONDS", 0.01)
+    monkeypatch.setattr(Decider, "step", broken)
+    monkeypatch.setattr(decider_module, "SUPERVISED_SECONDS", 0.01)
     async with TestClient(TestServer(make_app(node))) as client:
         await everything_needed_comes(client, node, files)
     await asyncio.to_thread(node.close)
@@ -442,7 +444,9 @@ def test_nothing_is_unpacked_of_a_report_on_an_unknown_dataset_or_of_other_shard
     lone: Daemon, files: Files, tmp_path: Path
 ) -> None:
     def body_of(manifest: Digest, shards: int) -> bytes:
-        return NeedsReport(manifest, Report(bytes(16), np.zeros(shards, np.uint8), 0.0, 0.0, 5.0)).encode()[:-1] + b"?"
+        body = NeedsReport(manifest, Report(bytes(16), np.zeros(shards, np.uint8), 0.0, 0.0, 5.0)).encode()
+        fields = msgspec.msgpack.decode(body)
+        return msgspec.msgpack.encode(fields | {"left": fields["left"][:-1] + b"?"})
 
     status, answer, _ = lone.ask("POST", "/v1/needs", body_of(Digest.of(b"nobody has it"), 1 << 24))
     assert (status, NeedsAnswer.decode(answer).status) == (200, NeedsStatus.NO_MANIFEST)
@@ -466,7 +470,7 @@ async def test_a_large_report_is_unpacked_in_a_thread(
         return decode(body)
 
     monkeypatch.setattr(NeedsReport, "decode", watched)
-    monkeypatch.setattr(residency_module, "INLINE_SHARDS_MAX", files.opened().shard_count - 1)
+    monkeypatch.setattr(reports_module, "INLINE_SHARDS_MAX", files.opened().shard_count - 1)
     async with TestClient(TestServer(make_app(node))) as client:
         await everything_needed_comes(client, node, files)
     await asyncio.to_thread(node.close)

@@ -18,7 +18,6 @@ from quiver.residency import (
     Decision,
     Needs,
     OriginEstimate,
-    Recipe,
     Report,
     Shelf,
     Situation,
@@ -495,7 +494,7 @@ class Boards(RuleBasedStateMachine):
         shelf = Shelf.of([StoredFile(shard(at), 1, self.now) for at in names], self.now, self.needs.needed_of)
         coming_of(self.needs, coming)
         before = set(self.needs.commitments)
-        fetches = decided(self.needs, free, at_most, now=self.now, shelf=shelf)
+        fetches = decided(self.needs, free, at_most, now=self.now, shelf=lambda: shelf)
         assert len(fetches) <= at_most
         for fetch in fetches:
             number = int.from_bytes(fetch.shard, "big")

@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from quiver.digest import Digest
 from quiver.errors import Corrupt, NotFound, OverCapacity
-from quiver.store import Kind, Store
+from quiver.store import Kind, Store, idle_of, put_with_room, reserve_with_room
 from quiver.store.inventory import file_of
 from tests.store.test_store import damage, idle, shard_of
 
@@ -43,7 +43,7 @@ class StoreModel(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.store = Store.open(self.root, CAPACITY, shared=self.shared)
-        self.store.needed = lambda digest: True if digest in self.pinned else None
+        self.decide = idle_of(self.store, lambda digest: True if digest in self.pinned else None)
 
     def shard(self, number: int) -> tuple[Digest, bytes]:
         return shard_of(number, 400 + number * 400)
@@ -69,7 +69,7 @@ class StoreModel(RuleBasedStateMachine):
         digest, data = self.shard(number)
         roomy = self.room_for(len(data))
         try:
-            self.store.put(Kind.SHARD, digest, data)
+            put_with_room(self.store, Kind.SHARD, digest, data, self.decide)
         except OverCapacity:
             assert not roomy
             self.forget_evicted()
@@ -85,7 +85,7 @@ class StoreModel(RuleBasedStateMachine):
         roomy = self.room_for(len(data))
         stack = contextlib.ExitStack()
         try:
-            writing = stack.enter_context(self.store.reserve(Kind.SHARD, digest, len(data)))
+            writing = stack.enter_context(reserve_with_room(self.store, Kind.SHARD, digest, len(data), self.decide))
         except OverCapacity:
             assert not roomy
             return

@@ -18,7 +18,7 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Corrupt, DiskFailed, Misconfigured, NotFound, OverCapacity
-from quiver.store import Kind, Store, Writing
+from quiver.store import Evict, Kind, Store, Writing, idle_of, put_with_room
 from quiver.store import disk as disk_module
 from quiver.store import inventory as inventory_module
 from quiver.store.disk import OPEN_FILES_MAX, QUARANTINE_FILES_MAX
@@ -44,13 +44,17 @@ def shard_of(number: int, size: int = 1000) -> tuple[Digest, bytes]:
     return make_shard([number.to_bytes(4, "little") * (size // 4)])
 
 
+def resident(store: Store[Any]) -> set[Digest]:
+    return {file.digest for file in store.inventory.held(Kind.SHARD)}
+
+
 def idle(store: Store, *digests: Digest) -> None:
     """Make shards look as if they had not been read for an hour."""
     inventory: Any = store.inventory
     for digest in digests:
-        if hasattr(inventory, "_held"):
-            size, used = inventory._held[Kind.SHARD][digest]
-            inventory._held[Kind.SHARD][digest] = size, used - 3600
+        if hasattr(inventory, "_files"):
+            table = inventory._files[Kind.SHARD]
+            table._used[table.rows[digest]] -= 3600
         else:
             past = inventory.now() - 3600
             os.utime(file_of(store.root, Kind.SHARD, digest), (past, past))
@@ -118,18 +122,53 @@ def test_the_capacity_is_never_exceeded_and_what_is_in_use_stays(store: Store) -
     for digest, data in held[:5]:
         store.put(Kind.SHARD, digest, data)
     with pytest.raises(OverCapacity, match="in use") as caught:
-        store.put(Kind.SHARD, *held[5])
+        put_with_room(store, Kind.SHARD, *held[5], idle_of(store))
     assert caught.value.retryable
     idle(store, held[0][0], held[1][0])
-    store.needed = lambda digest: True if digest == held[0][0] else None
-    store.put(Kind.SHARD, *held[5])
+    decide = idle_of(store, lambda digest: True if digest == held[0][0] else None)
+    put_with_room(store, Kind.SHARD, *held[5], decide)
     assert store.resident_bytes() <= MIB
     store.load(held[0][0], 300_000)
     with pytest.raises(NotFound):
         store.load(held[1][0], 300_000)
     with pytest.raises(OverCapacity):
-        store.put(Kind.SHARD, *held[6])
+        put_with_room(store, Kind.SHARD, *held[6], decide)
     assert not leftovers(store)
+
+
+def test_exactly_what_is_said_is_evicted_and_nothing_if_that_is_not_enough(store: Store[Any]) -> None:
+    held = [shard_of(i, 200_000) for i in range(8)]
+    for digest, data in held[:5]:
+        store.put(Kind.SHARD, digest, data)
+    before = resident(store)
+    lacking = store.lacking(len(held[5][1]))
+    assert 0 < lacking <= len(held[0][1])
+    for evict in ([], [(Kind.SHARD, held[7][0])], [(Kind.MANIFEST, held[0][0])]):
+        with pytest.raises(OverCapacity, match="in use"):
+            store.put(Kind.SHARD, *held[5], evict)
+        assert resident(store) == before
+    store.put(Kind.SHARD, *held[5], [(Kind.SHARD, held[3][0]), (Kind.SHARD, held[1][0])])
+    assert resident(store) == before - {held[3][0], held[1][0]} | {held[5][0]}
+    assert store.resident_bytes() == on_disk(store) <= MIB
+
+
+def test_who_finds_its_room_taken_decides_again(store: Store[Any]) -> None:
+    held = [shard_of(i, 200_000) for i in range(8)]
+    for digest, data in held[:5]:
+        store.put(Kind.SHARD, digest, data)
+    left = [digest for digest, _ in held[:5]]
+    asked: list[int] = []
+
+    def decide(lacking_bytes: int) -> Evict:
+        asked.append(lacking_bytes)
+        digest = left.pop()
+        if len(asked) == 1:  # somebody else evicts it first, and takes the room
+            store.put(Kind.SHARD, *held[6], [(Kind.SHARD, digest)])
+        return [(Kind.SHARD, digest)]
+
+    put_with_room(store, Kind.SHARD, *held[5], decide)
+    assert len(asked) == 2
+    assert resident(store) == {*left, held[5][0], held[6][0]}
 
 
 def test_more_than_the_capacity_is_refused_with_what_to_do(store: Store) -> None:
@@ -335,7 +374,7 @@ def test_a_stray_in_the_place_of_what_is_evicted_does_not_stop_it(tmp_path: Path
         place = file_of(store.root, Kind.SHARD, digest)
         place.unlink()
         place.mkdir()
-        store.put(Kind.SHARD, *shard_of(2, 8_000))
+        store.put(Kind.SHARD, *shard_of(2, 8_000), [(Kind.SHARD, digest)])
         assert [held.digest for held in store.inventory.held(Kind.SHARD)] == [shard_of(2, 8_000)[0]]
 
 

@@ -35,7 +35,7 @@ def in_process(
     for digest, data in (put or {}).items():
         store.put(Kind.SHARD, digest, data)
     node = Node("a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), [])
-    node._unverified.clear()
+    node.verification._unverified.clear()
     node.budgets.held_max.update(held_max or {})
     made(node)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)

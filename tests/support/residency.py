@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quiver.need import Report
+from quiver.residency import Report
 from quiver.substitution import View
 from quiver_client import Dataset
 from quiver_client import needs_reporter as watch_module

@@ -69,9 +69,9 @@ class Decider:
                 free_bytes=free_bytes,
                 fetches_max=fetches_max,
                 origin=origin,
-                shelf=self._contents.shelf(self._shared.needed_of) if full else EMPTY_SHELF,
+                shelf=lambda: self._contents.shelf(self._shared.needed_of) if full else EMPTY_SHELF,
                 only=consumer,
-                avoid=[self._recipe(self._manifest.shard_digest(shard)) for shard in avoid],
+                avoid={self._recipe(self._manifest.shard_digest(shard)) for shard in avoid},
             )
             decisions = decide(needs, situation)
             for decision in decisions:

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 
 from quiver import forks
 from quiver.digest import Digest
-from quiver.need import CONSUMER_BYTES, Report, rounded_up
+from quiver.residency import CONSUMER_BYTES, Report, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure

@@ -17,10 +17,10 @@ import numpy.typing as npt
 from quiver.errors import QuiverError, Unavailable
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
-from quiver.need import Report
 from quiver.origin import SampleOrigin
 from quiver.peer import PeerClient
-from quiver.reporting import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver.residency import Report
+from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Ring
 from quiver.source import first_verified
 from quiver.wire import FORGO, RANGE, ReadRequest

@@ -1,9 +1,9 @@
-"""Bringing missing shards in: one fill per shard and manifest at a time, whoever asks, a few at once.
+"""Filling missing shards: one fill per shard and manifest at a time, whoever asks, a few at once.
 
 A fill belongs to the daemon and not to the reader who asked first: readers wait for it as long as they care to and it
 goes on without them. Clients take turns: what one asked for waits for one fill of each other client, not for all of
-them. Success alone is shared; a failure is remembered for a moment, so that a hundred readers of one
-broken object do not read it a hundred times.
+them. Success alone is shared; a failure is remembered for a moment, here and nowhere else, so that a hundred readers of
+one broken object do not read it a hundred times.
 
 Anybody may put a manifest that names somebody else's shards and a wrong place for their samples. So failures, fills
 that hang and uploads that never come count against a shard *as one manifest describes it* (a ``Recipe``), and against
@@ -25,7 +25,10 @@ from typing import Final, NamedTuple
 
 from quiver.digest import Digest
 from quiver.errors import Forbidden, Misconfigured, NotAllowed, NotFound, OverCapacity, QuiverError
+from quiver.expiring import Expiring
+from quiver.residency import Commitments, Decision, Recipe
 from quiver.wire import RangeStatus
+from quiver_cacheserver.residency.uploads import Uploads
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +38,10 @@ FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 # Past it a reader is told to ask again, which costs nothing here; unless its client has none that wait.
 PENDING_MAX: Final = 4096
 FAILURE_SECONDS: Final = 3.0
+NO_ROOM_SECONDS: Final = 1.0  # of a fetch that the policy decided on, whose room was taken meanwhile
+FORBIDDEN_SECONDS: Final = 600.0  # for which the daemon does not try again to read what it may not
 OTHERS_SECONDS: Final = 5.0  # for which one manifest's fill or upload waits for another's: most take less
-UPLOADS_A_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
-UPLOADS_AN_ADDRESS: Final = 16  # a machine's readers together
-UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and put it here
-LAPSED_SECONDS: Final = 10.0  # for which another address is chosen before one that took too long: readers ask often
 REMEMBERED_MAX: Final = 65536
-
-
-class Recipe(NamedTuple):
-    """A shard, and the digest of the manifest that says where its samples lie."""
-
-    shard: Digest
-    manifest: Digest
 
 
 class _Fill:
@@ -62,60 +56,59 @@ class _Fill:
         self.timer: asyncio.TimerHandle | None = None  # it is put aside until then
 
 
-class _Upload:
-    """A client was chosen to put a shard here; ``arrival`` ends when it did, or when it is not waited for any more."""
-
-    def __init__(self, client: str) -> None:
-        self.client = client
-        self.since = time.monotonic()
-        self.arrival: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-
-    def end(self) -> None:
-        if not self.arrival.done():
-            self.arrival.set_result(None)
-
-
 class _Failure(NamedTuple):
     since: float
-    until: float
     status: RangeStatus
 
 
 class Fills:
     """Single-flight over shards. Everything here runs on the event loop; ``work`` runs in a thread."""
 
-    def __init__(self, executor: Executor, count_failure: Callable[[QuiverError], None]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        commitments: Commitments,
+        uploads: Uploads,
+        count_failure: Callable[[QuiverError], None],
+    ) -> None:
+        self.uploads = uploads
         self._executor = executor
+        self._commitments = commitments
         self._count_failure = count_failure
         self._fills: dict[Digest, dict[Digest, _Fill]] = {}  # of a shard, by manifest; those that wait as well
         self._pending = 0
         self._waiting: OrderedDict[str, deque[_Fill]] = OrderedDict()  # by whose turn it is
         self._active = 0
         self._closed = False
-        self._failed: OrderedDict[Recipe, _Failure] = OrderedDict()
-        self._uploads = _Uploads()
+        self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=lambda: time.monotonic())
 
     @property
     def in_flight(self) -> int:
         return self._pending
 
-    def coming(self) -> list[Digest]:
-        """Return what is being filled, by the daemon or by a client that was chosen, each once."""
-        return list({*self._fills, *(recipe.shard for recipe in self._uploads)})
-
-    def coming_by(self, manifests: Container[Digest]) -> Iterator[tuple[Recipe, bool]]:
-        """Yield what is coming by these manifests, and whether that takes long or depends on a client."""
+    def stuck(self, manifests: Container[Digest]) -> Iterator[Recipe]:
+        """Yield what is coming by these manifests and takes long, or depends on a client."""
         late = time.monotonic() - OTHERS_SECONDS
         for fill in [fill for fills in self._fills.values() for fill in fills.values()]:
-            if fill.recipe.manifest in manifests:
-                yield fill.recipe, fill.running and fill.since < late
-        for recipe in self._uploads:
-            if recipe.manifest in manifests:
-                yield recipe, True
+            if fill.recipe.dataset in manifests and fill.running and fill.since < late:
+                yield fill.recipe
+        for recipe in (*self.uploads, *self.uploads.wanted):
+            if recipe.dataset in manifests:
+                yield recipe
 
     def is_coming(self, recipe: Recipe) -> bool:
         """Whether a shard is being filled as this manifest describes it."""
-        return recipe.manifest in self._fills.get(recipe.shard, ()) or self.awaits(recipe)
+        return recipe.dataset in self._fills.get(recipe.shard, ()) or self.uploads.awaits(recipe)
+
+    @property
+    def failed(self) -> list[Recipe]:
+        """What the daemon does not try to fetch now, since it failed a moment ago."""
+        since = time.monotonic() - NO_ROOM_SECONDS
+        return [
+            recipe
+            for recipe, failure in self._failed.items()
+            if failure.status is RangeStatus.FAILED or (failure.status is RangeStatus.NO_ROOM and failure.since > since)
+        ]
 
     def close(self) -> None:
         """Begin no more fills."""
@@ -125,25 +118,28 @@ class Fills:
                 fill.timer.cancel()
 
     def start(
-        self, recipe: Recipe, work: Work, client: str = "", *, room: bool = False
+        self, decision: Decision, work: Work, client: str = "", *, room: bool = False
     ) -> asyncio.Future[object] | RangeStatus:
         """Return the fill that is under way, or why there is none. ``room``: there is some now, if there was none.
 
         ``client``: whose turn it takes; ``""`` is the daemon's own.
         """
-        running = self._fills.get(recipe.shard, {}).get(recipe.manifest)
+        recipe = decision.recipe
+        running = self._fills.get(recipe.shard, {}).get(recipe.dataset)
         if running is not None:
             return running.future
-        upload = self._uploads.get(recipe)
-        if upload is not None:
-            return upload.arrival  # a client was chosen to put the shard here: wait for it as for a fill
+        self.uploads.expire(recipe)
+        arrival = self.uploads.arrival(recipe)
+        if arrival is not None:
+            return arrival  # a client was chosen to put the shard here: wait for it as for a fill
         status = self.refusal(recipe)
         if status is not None and not (room and status is RangeStatus.NO_ROOM):
             return status
         if self._closed or (self._pending >= PENDING_MAX and client in self._waiting):
             return RangeStatus.FILLING
         fill = _Fill(recipe, work, client)
-        self._fills.setdefault(recipe.shard, {})[recipe.manifest] = fill
+        self._fills.setdefault(recipe.shard, {})[recipe.dataset] = fill
+        self._commitments.add(decision)
         self._pending += 1
         fill.future.add_done_callback(lambda done: self._done(recipe, done))
         self._waiting.setdefault(client, deque()).append(fill)
@@ -199,69 +195,53 @@ class Fills:
             fill.future.set_result(ran.result())
         self._begin()
 
-    def outcome(self, recipe: Recipe, client: str, *, choose: bool) -> RangeStatus:
+    def status(self, recipe: Recipe) -> RangeStatus:
         """Return what to tell a reader of a shard that is not there after its fill ended, or while it goes on.
 
-        Of those who ask for a shard that a client has to put here, the first who may be is chosen; the others wait.
+        ``UPLOAD``: a client has to put it here, and nobody is chosen; ``choose_uploader`` chooses one.
         """
         if self.is_coming(recipe):
             return RangeStatus.FILLING
         status = self.refusal(recipe) or RangeStatus.FILLING
-        if status is RangeStatus.UPLOAD and (
-            not choose or self._upload(recipe) is not None or not self._uploads.choose(recipe, client)
-        ):
-            return RangeStatus.FILLING
-        return status
+        return RangeStatus.FILLING if status is RangeStatus.UPLOAD and self._waits_for_another(recipe) else status
+
+    def choose_uploader(self, decision: Decision, client: str) -> bool:
+        """Have a client put a shard here that the daemon cannot read; return whether it is chosen."""
+        return self.status(decision.recipe) is RangeStatus.UPLOAD and self.uploads.choose(decision, client)
 
     def arrived(self, digest: Digest) -> None:
         """The shard is here: nobody needs to fill it or to put it here any more, whatever manifest they go by."""
         for manifest, fill in list(self._fills.get(digest, {}).items()):
-            self._failed.pop(Recipe(digest, manifest), None)
+            self._failed.pop(Recipe(digest, manifest))
             if not fill.future.done():
                 fill.future.set_result("disk")
-        for manifest in self._uploads.of(digest):
-            self._failed.pop(Recipe(digest, manifest), None)
-            self._uploads.end(Recipe(digest, manifest))
+        for recipe in self._commitments.of(digest):
+            if self.uploads.awaits(recipe):
+                self._failed.pop(recipe)
+        self.uploads.arrived(digest)
 
     def forgo(self, recipe: Recipe, client: str) -> None:
         """The client that was to put the shard here cannot: let all read the origin themselves, for a moment."""
-        upload = self._uploads.get(recipe)
-        if upload is not None and upload.client == client:
-            self._uploads.end(recipe)
+        if self.uploads.client_of(recipe) == client:
+            self.uploads.end(recipe)
             self._remember(recipe, RangeStatus.FAILED, FAILURE_SECONDS)
-
-    def awaits(self, recipe: Recipe) -> bool:
-        """Whether a client was chosen to put the shard here, and may still do so."""
-        return self._uploads.get(recipe) is not None
-
-    def dismiss(self, recipe: Recipe) -> None:
-        """The client that was to put the shard here is gone: let the next one who asks be chosen."""
-        upload = self._uploads.get(recipe)
-        if upload is not None:
-            self._uploads.end(recipe, lapsed=time.monotonic() >= upload.since + LAPSED_SECONDS)
 
     def refusal(self, recipe: Recipe) -> RangeStatus | None:
         """Return what is remembered against a shard, as a manifest describes it."""
         failure = self._failed.get(recipe)
-        if failure is None:
-            return None
-        if time.monotonic() < failure.until:
-            return failure.status
-        del self._failed[recipe]
-        return None
+        return failure.status if failure is not None else None
 
-    def _upload(self, recipe: Recipe) -> _Upload | None:
-        """Return the upload that is awaited: the manifest's own, or for a moment one that another asked for."""
-        own = self._uploads.get(recipe)
+    def _waits_for_another(self, recipe: Recipe) -> bool:
+        """Whether another manifest's upload of the shard is awaited, which is waited for, for a moment."""
         failure = self._failed.get(recipe)
-        if own is None and failure is not None and time.monotonic() < failure.since + OTHERS_SECONDS:
-            return self._uploads.any_of(recipe.shard)
-        return own
+        recent = failure is not None and time.monotonic() < failure.since + OTHERS_SECONDS
+        return recent and self.uploads.awaits_shard(recipe.shard)
 
     def _done(self, recipe: Recipe, done: asyncio.Future[object]) -> None:
         fills = self._fills[recipe.shard]
-        fill = fills.pop(recipe.manifest)
+        fill = fills.pop(recipe.dataset)
         self._pending -= 1
+        self._commitments.end(recipe)
         if not fills:
             del self._fills[recipe.shard]
         if fill.timer is not None:
@@ -270,7 +250,7 @@ class Fills:
             return
         error = done.exception()
         if error is None:
-            self._failed.pop(recipe, None)
+            self._failed.pop(recipe)
             self.arrived(recipe.shard)
             return
         for other in list(fills.values()):
@@ -286,7 +266,7 @@ class Fills:
         if isinstance(error, Forbidden | Misconfigured):  # it lasts; a client may be able to
             if not isinstance(error, NotAllowed):
                 log.warning("a shard was not filled: %s", error)
-            self._remember(recipe, RangeStatus.UPLOAD, UPLOAD_SECONDS * 10)
+            self._remember(recipe, RangeStatus.UPLOAD, FORBIDDEN_SECONDS)
         elif isinstance(error, OverCapacity):
             self._remember(recipe, RangeStatus.NO_ROOM, FAILURE_SECONDS)
         else:
@@ -294,72 +274,4 @@ class Fills:
             self._remember(recipe, RangeStatus.FAILED, FAILURE_SECONDS)
 
     def _remember(self, recipe: Recipe, status: RangeStatus, seconds: float) -> None:
-        now = time.monotonic()
-        self._failed[recipe] = _Failure(now, now + seconds, status)
-        self._failed.move_to_end(recipe)
-        while len(self._failed) > REMEMBERED_MAX:
-            self._failed.popitem(last=False)
-
-
-class _Uploads:
-    """Who was chosen to put which shard here, and who of late was and did not."""
-
-    def __init__(self) -> None:
-        self._chosen: OrderedDict[Recipe, _Upload] = OrderedDict()
-        self._of: dict[Digest, dict[Digest, None]] = {}  # manifests by shard
-        self._owed: dict[str, dict[Recipe, None]] = {}  # by address
-        self._lapsed: OrderedDict[tuple[Digest, str], float] = OrderedDict()  # until when others come first
-
-    def __iter__(self) -> Iterator[Recipe]:
-        """Yield what is awaited."""
-        return (recipe for recipe in list(self._chosen) if self.get(recipe) is not None)
-
-    def of(self, shard: Digest) -> list[Digest]:
-        """Return by which manifests a shard is awaited."""
-        return list(self._of.get(shard, ()))
-
-    def get(self, recipe: Recipe) -> _Upload | None:
-        """Return the upload that is awaited, unless the client that was chosen took too long."""
-        upload = self._chosen.get(recipe)
-        if upload is not None and time.monotonic() >= upload.since + UPLOAD_SECONDS:
-            self.end(recipe, lapsed=True)
-            return None
-        return upload
-
-    def any_of(self, shard: Digest) -> _Upload | None:
-        """Return an upload of a shard that is awaited, by whatever manifest."""
-        return next(filter(None, (self.get(Recipe(shard, manifest)) for manifest in self.of(shard))), None)
-
-    def choose(self, recipe: Recipe, client: str) -> bool:
-        """Have a client put a shard here; return whether it may: not if it owes many, or let this one lapse of late."""
-        if time.monotonic() < self._lapsed.get((recipe.shard, client), -inf):
-            return False
-        owed = self._owed.get(client, {})
-        for each in list(owed):
-            self.get(each)  # which ends it if it took too long
-        if len(owed) >= UPLOADS_AN_ADDRESS:
-            return False
-        self._chosen[recipe] = _Upload(client)
-        self._of.setdefault(recipe.shard, {})[recipe.manifest] = None
-        self._owed.setdefault(client, {})[recipe] = None
-        while len(self._chosen) > REMEMBERED_MAX:
-            self.end(next(iter(self._chosen)))
-        return True
-
-    def end(self, recipe: Recipe, *, lapsed: bool = False) -> None:
-        """Await an upload no longer, if it is. ``lapsed``: it did not come, and others are chosen first now."""
-        upload = self._chosen.pop(recipe, None)
-        if upload is None:
-            return
-        del self._of[recipe.shard][recipe.manifest], self._owed[upload.client][recipe]
-        if not self._of[recipe.shard]:
-            del self._of[recipe.shard]
-        if not self._owed[upload.client]:
-            del self._owed[upload.client]
-        if lapsed:
-            until = min(time.monotonic(), upload.since + UPLOAD_SECONDS) + LAPSED_SECONDS
-            self._lapsed[recipe.shard, upload.client] = until
-            self._lapsed.move_to_end((recipe.shard, upload.client))
-            while len(self._lapsed) > REMEMBERED_MAX:
-                self._lapsed.popitem(last=False)
-        upload.end()
+        self._failed.set(recipe, _Failure(time.monotonic(), status), seconds)

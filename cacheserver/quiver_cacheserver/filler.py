@@ -1,0 +1,72 @@
+"""Makes one shard resident: from disk, from a peer or from the origin, verified, and with room made for it last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quiver.digest import Digest
+from quiver.errors import DiskFailed, NotFound, QuiverError
+from quiver.manifest import Manifest
+from quiver.source import ShardSource, first_verified
+from quiver.store import Kind
+from quiver_cacheserver.bounds import FillMemory
+from quiver_cacheserver.disk_health import DiskHealth
+from quiver_cacheserver.residency.rooms import Rooms
+from quiver_cacheserver.sources import Sources
+from quiver_cacheserver.verification import Verification
+
+
+class Filler:
+    """Fills shards. Blocking: called in threads."""
+
+    def __init__(
+        self,
+        sources: Sources,
+        rooms: Rooms,
+        verification: Verification,
+        disk: DiskHealth,
+        admitted: Callable[[Digest, str, str], None],
+    ) -> None:
+        """``admitted`` is told of each shard that was written, where it came from, and on behalf of which client."""
+        self._sources = sources
+        self._rooms = rooms
+        self._verification = verification
+        self._disk = disk
+        self._admitted = admitted
+        self._memory = FillMemory()
+
+    def fill(self, digest: Digest, manifest: Manifest | None, client: str = "") -> str:
+        """Make the shard resident and verified; return where it was, or raise why it is not here.
+
+        ``client``: on whose behalf, ``""`` for what consumers at several addresses need.
+        """
+        if self._verification.verify(digest):
+            return "disk"
+        number = manifest.shard_numbers.get(digest) if manifest is not None else None
+        if manifest is None or number is None:
+            raise NotFound("the shard is not resident and no manifest says where its samples lie")
+        size_bytes = int(manifest.tables.shard_sizes[number])
+        try:
+            with self._memory.taken(size_bytes):
+                # Room is made last: nothing is evicted for what nobody has. What would find none is not read either.
+                self._disk.check()
+                self._rooms.check(Kind.SHARD, digest, size_bytes, client)
+                source = self._move(digest, manifest, size_bytes, client)
+        except DiskFailed as error:
+            self._disk.failed(error, size_bytes)
+            raise
+        except QuiverError as error:
+            self._sources.failed(manifest, error)
+            raise
+        where = self._sources.gave(source)
+        self._admitted(digest, where, client)
+        return where
+
+    def _move(self, digest: Digest, manifest: Manifest, size_bytes: int, client: str) -> ShardSource:
+        """Read the shard from the first source that has it, and write it; return that source."""
+        sources = self._sources.of(digest, manifest)
+        shard, source = first_verified(sources, digest, size_bytes, self._sources.blame)
+        with self._rooms.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+            writing.write(shard.data)
+            writing.commit()
+        return source

@@ -1,0 +1,191 @@
+"""The datasets that consumers report on: learned from their manifests in threads, and forgotten once nobody does.
+
+What is held of them is kept up to date by the store's own events, which come through the event loop, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.digest import Digest
+from quiver.manifest import Manifest
+from quiver.residency import IDLE_SECONDS, Needs, Recipe
+from quiver.residency.needs import Grown
+from quiver.ring import Ring
+from quiver.store import Kind, MemoryInventory, Store
+from quiver_cacheserver.bounds import FILL_BYTES_MAX
+from quiver_cacheserver.manifests import Manifests
+from quiver_cacheserver.registry import Registry
+
+DATASETS_MAX: Final = 256
+IDLE_BYTES_MAX: Final = 1 << 30  # of manifests in memory of datasets that nobody reports on
+DATASET_BYTES_MAX: Final = 2 << 30  # of those of all datasets; a larger one alone
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True, eq=False)
+class Dataset:
+    manifest: Manifest
+    ring: Ring  # by which ``Needs`` was told what is this daemon's
+    used: float  # when somebody last reported on it
+
+
+class _Learned(NamedTuple):
+    """What is found out of a dataset in a thread: which shards are held, which are this daemon's, and ``grown``."""
+
+    held: Mask
+    mine: Mask
+    grown: Grown
+
+
+class Datasets:
+    """The datasets whose shards ``Needs`` counts. Belongs to the event loop. ``changed`` is set when something did."""
+
+    def __init__(
+        self, needs: Needs, store: Store[MemoryInventory], manifests: Manifests, registry: Registry, name: str
+    ) -> None:
+        self.changed = asyncio.Event()
+        self._needs = needs
+        self._store = store
+        self._manifests = manifests
+        self._registry = registry
+        self._name = name  # of this daemon in the ring
+        self._datasets: dict[Digest, Dataset] = {}
+        self._learning = asyncio.Lock()
+        self._heard_meanwhile: list[tuple[Digest, bool]] = []  # since the dataset that is learned now was looked at
+        self._unsubscribe: Callable[[], None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._datasets)
+
+    def __contains__(self, name: Digest) -> bool:
+        return name in self._datasets
+
+    def __getitem__(self, name: Digest) -> Dataset:
+        return self._datasets[name]
+
+    def close(self) -> None:
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+
+    async def manifest(self, name: Digest, client: str) -> Manifest | None:
+        """Return a dataset's manifest; ``None`` if nobody has it."""
+        dataset = self._datasets.get(name)
+        return dataset.manifest if dataset is not None else await self._manifests.get(name, client)
+
+    async def learn(self, name: Digest, manifest: Manifest) -> Dataset | None:
+        """Return the dataset, learned from its manifest if need be; ``None`` if there is no memory for its manifest."""
+        if name in self._datasets:
+            return self._datasets[name]
+        async with self._learning:  # one at a time, as each sorts the shards of all
+            if name in self._datasets:
+                return self._datasets[name]
+            if not self._fits(manifest):
+                return None
+            return await self._learn(name, manifest)
+
+    def has_elsewhere(self, recipe: Recipe) -> bool:
+        """Whether a shard is another dataset's as well, whose manifest may describe it better."""
+        return any(
+            recipe.shard in dataset.manifest.shard_numbers
+            for name, dataset in self._datasets.items()
+            if name != recipe.dataset
+        )
+
+    async def follow_ring(self) -> None:
+        """Tell ``Needs`` what is this daemon's to fetch, if the ring changed."""
+        ring = self._registry.ring
+        loop = asyncio.get_running_loop()
+        for name, dataset in list(self._datasets.items()):
+            if dataset.ring is not ring:
+                mine = await loop.run_in_executor(None, self._mine, dataset.manifest, ring)
+                if self._datasets.get(name) is dataset:
+                    dataset.ring = ring
+                    self._needs.set_mine(name, mine)
+
+    def forget_idle(self, now: float) -> None:
+        """Forget datasets that nobody reports on: not at once, since then they would be taken to be in use.
+
+        What nobody needs of a dataset that is known is evicted for whatever is needed; of one that is not known, being
+        idle decides, and it was read until a moment ago.
+        """
+        reported = {lease.dataset for lease in self._needs.leases}
+        idle = [dataset for name, dataset in self._datasets.items() if name not in reported]
+        for name in reported:
+            self._datasets[name].used = now
+        if idle and (
+            now - max(dataset.used for dataset in idle) >= IDLE_SECONDS
+            or len(self._datasets) > DATASETS_MAX
+            or _bytes_of(idle) > IDLE_BYTES_MAX
+        ):
+            self._forget_unused()
+
+    def _forget_unused(self) -> None:
+        self._needs.forget_unused()
+        self._datasets = {name: it for name, it in self._datasets.items() if self._needs.has_dataset(name)}
+
+    def _fits(self, manifest: Manifest) -> bool:
+        """Whether one more manifest may be kept, once those that nobody reports on are forgotten if need be."""
+        most = DATASET_BYTES_MAX - len(manifest.content)
+        if _bytes_of(self._datasets.values()) > most:
+            self._forget_unused()
+        return not self._datasets or _bytes_of(self._datasets.values()) <= most
+
+    async def _learn(self, name: Digest, manifest: Manifest) -> Dataset:
+        ring = self._registry.ring
+        self.listen()
+        heard = self._heard_meanwhile = []  # from before what is held is looked at: nothing is missed
+        learned = await asyncio.get_running_loop().run_in_executor(None, self._look_into, manifest, ring)
+        tables = manifest.tables
+        sizes = tables.shard_sizes.astype(np.float64)
+        self._needs.add_dataset(name, tables.shard_digests, sizes, learned.held, learned.mine, learned.grown)
+        for digest, held in heard:  # hearing twice does no harm
+            (self._needs.arrived if held else self._needs.gone)(digest)
+        self._datasets[name] = Dataset(manifest, ring, time.monotonic())
+        return self._datasets[name]
+
+    def _look_into(self, manifest: Manifest, ring: Ring) -> _Learned:
+        """In a thread, since it takes a while for many shards."""
+        held = np.zeros(manifest.shard_count, bool)
+        rows = manifest.shard_numbers.rows_of(self._store.inventory.digests(Kind.SHARD))
+        held[rows[rows >= 0]] = True
+        return _Learned(held, self._mine(manifest, ring), self._needs.grown(manifest.tables.shard_digests))
+
+    def _mine(self, manifest: Manifest, ring: Ring) -> Mask:
+        """In a thread: return which shards the ring gives to this daemon first, and are not too large for it."""
+        own = next((at for at, member in enumerate(ring.members) if member.id == self._name), -2)
+        largest = min(self._store.capacity_bytes, FILL_BYTES_MAX)
+        tables = manifest.tables
+        first: Mask = (ring.rank(tables.shard_digests, 1)[:, 0] == own) & (tables.shard_sizes <= largest)
+        return first
+
+    def listen(self) -> None:
+        """Follow what the store holds, from now on."""
+        if self._unsubscribe is not None:
+            return
+        loop = asyncio.get_running_loop()
+
+        def hear(digest: Digest, held: bool) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop ended, and with it whoever wanted to know
+                loop.call_soon_threadsafe(self._heard, digest, held)
+
+        self._unsubscribe = self._store.inventory.subscribe(hear)
+
+    def _heard(self, digest: Digest, held: bool) -> None:
+        if self._learning.locked():
+            self._heard_meanwhile.append((digest, held))
+        (self._needs.arrived if held else self._needs.gone)(digest)
+        self.changed.set()
+
+
+def _bytes_of(datasets: Iterable[Dataset]) -> int:
+    return sum(len(dataset.manifest.content) for dataset in datasets)

@@ -1,0 +1,72 @@
+"""For which client each file was filled, as long as no other one reads it: who has to give room to whom."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.digest import Digest
+from quiver.residency.eviction import SHARED
+
+HOLDERS_MAX: Final = 4096  # addresses told apart; what is filled for others beyond that is everybody's
+PRUNED_FROM: Final = 1024
+
+
+class Holders:
+    """The holder of each file, by number. Safe from threads."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._next = itertools.count(SHARED + 1)
+        self._of: dict[Digest, int] = {}
+        self._lock = threading.Lock()
+
+    def filled(self, digest: Digest, client: str) -> None:
+        """A file was filled on behalf of a client; ``""``: of several, or of none."""
+        number = self.number(client)
+        if number == SHARED:
+            self._of.pop(digest, None)
+        else:
+            self._of[digest] = number
+
+    def read(self, digests: Iterable[Digest], client: str) -> None:
+        """A client reads shards: what was filled for another one is everybody's from now on."""
+        own = self._numbers.get(client, SHARED)
+        for digest in digests:
+            if self._of.get(digest, own) != own:
+                self._of.pop(digest, None)
+
+    def number(self, client: str) -> int:
+        """Return the number of a client, ``SHARED`` for nobody in particular."""
+        if not client:
+            return SHARED
+        with self._lock:
+            if client not in self._numbers and len(self._numbers) >= HOLDERS_MAX:
+                live = dict.fromkeys(list(self._of.values()))
+                self._numbers = {name: number for name, number in self._numbers.items() if number in live}
+                if len(self._numbers) >= HOLDERS_MAX:
+                    return SHARED
+            return self._numbers.setdefault(client, next(self._next))
+
+    def of(self, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+        """Return the holder of each of these files ``(n, 32)``."""
+        numbers = np.full(len(digests), SHARED, np.int64)
+        if self._of:
+            names, get = digests.tobytes(), self._of.get
+            width = digests.shape[1]
+            for at in range(len(digests)):
+                number = get(Digest(names[at * width : (at + 1) * width]))
+                if number is not None:
+                    numbers[at] = number
+        return numbers
+
+    def prune(self, is_held: Callable[[Digest], bool], count: int) -> None:
+        """Forget what is not held any more, now and then: ``count`` files are."""
+        if len(self._of) > count + PRUNED_FROM:
+            for digest in [digest for digest in list(self._of) if not is_held(digest)]:
+                self._of.pop(digest, None)

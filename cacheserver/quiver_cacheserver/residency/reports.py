@@ -1,0 +1,72 @@
+"""``POST /v1/needs``: takes consumers' reports in, and answers what is held and which shards to upload."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Final
+
+import numpy as np
+
+from quiver.errors import BadRequest
+from quiver.residency import Needs
+from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
+from quiver_cacheserver.budget import Budgets, Cost
+from quiver_cacheserver.residency.datasets import Datasets
+from quiver_cacheserver.residency.decider import Decider
+
+INLINE_SHARDS_MAX: Final = 1 << 20  # reports of more are unpacked, and their answers packed, in a thread: milliseconds
+
+
+class Reports:
+    """What consumers report. Belongs to the event loop."""
+
+    def __init__(self, needs: Needs, datasets: Datasets, decider: Decider, budgets: Budgets) -> None:
+        self._needs = needs
+        self._datasets = datasets
+        self._decider = decider
+        self._budgets = budgets
+
+    async def take(self, body: bytes, client: str) -> NeedsAnswer:
+        """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
+        head = NeedsReport.head(body)
+        if head.leaving:
+            self._needs.leave(head.consumer)
+            self._datasets.changed.set()
+            return _empty(NeedsStatus.TAKEN)
+        manifest = await self._datasets.manifest(head.manifest, client)
+        if manifest is None:
+            return _empty(NeedsStatus.NO_MANIFEST)
+        if head.shards != manifest.shard_count:
+            raise BadRequest(f"a report about {head.shards} shards where the manifest has {manifest.shard_count}")
+        budgets, began = self._budgets, time.monotonic()
+        if budgets.left(client, Cost.WORK_SECONDS, began) <= 0:
+            raise budgets.refusal(Cost.WORK_SECONDS, client, began)
+        if head.shards > INLINE_SHARDS_MAX:
+            told = await asyncio.get_running_loop().run_in_executor(None, NeedsReport.decode, body)
+        else:
+            told = NeedsReport.decode(body)
+        unpacked_seconds = time.monotonic() - began
+        dataset = await self._datasets.learn(head.manifest, manifest)
+        if dataset is None:
+            return _empty(NeedsStatus.FULL)
+        now = time.monotonic()
+        answer = self._answer(told, now, client)
+        dataset.used = now
+        self._datasets.changed.set()
+        done = time.monotonic()
+        budgets.charge(client, Cost.WORK_SECONDS, unpacked_seconds + done - now, done)
+        return answer
+
+    def _answer(self, told: NeedsReport, now: float, client: str) -> NeedsAnswer:
+        before = self._needs.leases.get(told.report.consumer)
+        if not self._needs.report(told.manifest, told.report, now, client=client):
+            return _empty(NeedsStatus.FULL)
+        if before is not None:
+            self._decider.estimator.reported(now - before.reported_at)
+        uploads = self._decider.choose_uploads(told, client)
+        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(told.report.consumer), uploads)
+
+
+def _empty(status: NeedsStatus) -> NeedsAnswer:
+    return NeedsAnswer(status, np.zeros(0, np.uint8))

@@ -1,0 +1,204 @@
+"""Room for a daemon's files: what is evicted for fills, uploads and manifests, decided in one place by one policy.
+
+Nothing is evicted for what nobody has: room is made last, once a shard was fetched and verified, or the first megabytes
+of an upload are here. A fetch that the policy decided on says what it evicts (``Decision.evict``); if that is not enough by
+then, or the fetch is a reader's, what to evict is decided here, under one lock with the reservation that uses it.
+The policy is ``quiver.residency.eviction``; here is what it is told. Manifests have a share of the capacity: past it,
+manifests are evicted for one another, before any shard is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Mapping, Set
+from typing import Final
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.lookup import as_rows
+from quiver.residency import Candidates, Decision, Needs, OnBehalf, Shelf
+from quiver.residency.eviction import IDLE_SECONDS
+from quiver.store import Evict, Kind, MemoryInventory, Store, Writing
+from quiver_cacheserver.budget import Budgets, Cost
+from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.opened import OpenManifests
+from quiver_cacheserver.residency.holders import Holders
+
+MANIFESTS_SHARE: Final = 4  # manifests may take a quarter of the capacity; usually they take a thousandth
+
+
+class Rooms:
+    """Who gives room to whom. Safe from threads; only ``shelf`` and ``free_bytes`` are asked on the event loop."""
+
+    def __init__(
+        self,
+        store: Store[MemoryInventory],
+        needs: Needs,
+        opened: OpenManifests,
+        budgets: Budgets,
+        counters: Counters,
+    ) -> None:
+        self.holders = Holders()
+        self.store = store
+        self._inventory = store.inventory
+        self._needs = needs
+        self._opened = opened
+        self._budgets = budgets
+        self._counters = counters
+        self._lock = threading.Lock()  # held while room is decided on and reserved, and never while data is moved
+
+    def check(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> None:
+        """Raise what ``reserve`` would raise now for want of room. Nothing is evicted and nothing reserved."""
+        with self._lock:
+            self._evictions(kind, digest, size_bytes, client)
+
+    @contextlib.contextmanager
+    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
+        """Reserve room on behalf of a client, ``""`` for several, in place of what may be evicted for it.
+
+        Raises ``OverCapacity``, ``DiskFailed``. Without a ``commit`` inside the block nothing stays.
+        """
+        with contextlib.ExitStack() as stack:
+            with self._lock:
+                evict = self._evictions(kind, digest, size_bytes, client)
+                self._charge(evict, client)
+                writing = stack.enter_context(self.store.reserve(kind, digest, size_bytes, evict))
+            yield writing
+
+    def free_bytes(self) -> float:
+        """Return the room that is free, once all that is coming has come in place of what is evicted for it."""
+        inventory, commitments = self._inventory, self._needs.commitments
+        promised = sum(int(size) for shard, size in commitments.promised() if not inventory.has(Kind.SHARD, shard))
+        free = self.store.capacity_bytes - (inventory.resident_bytes() - inventory.reserved_bytes())
+        free -= max(inventory.reserved_bytes(), promised)  # what is coming reserves its room when it was fetched
+        given = sum(inventory.size(Kind.SHARD, digest) for digest in commitments.evicting)
+        return float(free + given - sum(inventory.size(Kind.SHARD, digest) for digest in commitments.claimed()))
+
+    def with_room(self, decision: Decision, client: str) -> Decision | None:
+        """Return a decision with all that is to be evicted for it by now; ``None`` if that makes too little room."""
+        given = sum(self._inventory.size(Kind.SHARD, digest) for digest in decision.evict)
+        lacking_bytes = decision.size_bytes - self.free_bytes() - given
+        if lacking_bytes <= 0:
+            return decision
+        shelf, commitments = self.shelf(), self._needs.commitments
+        candidates = Candidates(shelf, without=[*commitments.evicting, *commitments.coming])
+        chosen = candidates.choose(lacking_bytes, self.on_behalf(client))
+        return None if chosen is None else decision._replace(evict=(*decision.evict, *map(shelf.name, chosen)))
+
+    def shelf(self) -> Shelf:
+        """Return the shards that are held, and which of them may be evicted."""
+        held = self._inventory.listing(Kind.SHARD)
+        idle = self._inventory.now() - held.used
+        needed = self._needs.needed_of(held.digests)
+        in_use = needed < 0  # where it makes a difference, the manifests say whether it is
+        asked = np.flatnonzero(in_use & (idle >= IDLE_SECONDS))
+        in_use[asked] = self._opened.in_use_of(held.digests[asked])
+        return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.digests))
+
+    def on_behalf(self, client: str) -> OnBehalf:
+        """Return for whom room is made when a client wants it. One that had too much evicted replaces its own alone."""
+        if not client:
+            return OnBehalf()
+        spent = self._budgets.left(client, Cost.EVICTIONS, time.monotonic()) <= 0
+        return OnBehalf(self.holders.number(client), spent)
+
+    def on_behalf_of(self, clients: Mapping[Digest, str]) -> dict[Digest, OnBehalf]:
+        """Return the same by dataset, of those whose consumers are at one address."""
+        return {dataset: self.on_behalf(client) for dataset, client in clients.items() if client}
+
+    def out_of_budget(self, clients: Set[str]) -> set[str]:
+        """Return the clients for which nothing may be evicted now that somebody needs."""
+        now = time.monotonic()
+        return {client for client in clients if self._budgets.left(client, Cost.EVICTIONS, now) <= 0}
+
+    def charge_forced(self, clients: Set[str]) -> None:
+        """Charge clients for a shard that is evicted on their behalf although somebody needs it."""
+        now = time.monotonic()
+        for client in clients:
+            self._budgets.charge(client, Cost.EVICTIONS, 1, now)
+
+    # -- what is evicted ----------------------------------------------------------------------------------------------
+
+    def _evictions(self, kind: Kind, digest: Digest, size_bytes: int, client: str) -> Evict:
+        """Return what to evict so that so much fits. Raises ``OverCapacity``."""
+        lacking_bytes = self.store.lacking(size_bytes)
+        if not lacking_bytes:
+            return ()
+        decided: list[tuple[Kind, Digest]] = []
+        for victim in self._decided(digest) if kind is Kind.SHARD else ():
+            if lacking_bytes > 0 and (victim_bytes := self._inventory.size(Kind.SHARD, victim)):
+                decided.append((Kind.SHARD, victim))
+                lacking_bytes -= victim_bytes
+        if lacking_bytes <= 0:
+            return decided
+        chosen = self._chosen(kind, lacking_bytes, client)
+        if chosen is None:
+            raise self.store.full()
+        return [*decided, *chosen]
+
+    def _decided(self, shard: Digest) -> list[Digest]:
+        """Return what was decided to be evicted for a shard, but for what somebody came to need since then."""
+        needs = self._needs
+        return [
+            victim
+            for decision in needs.commitments.decisions_of(shard)
+            for victim in decision.evict
+            if victim in decision.forced or not needs.needed(victim)
+        ]
+
+    def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
+        """Return what to evict beyond what was decided so that so many bytes become free; ``None`` if that cannot be."""
+        manifests = self._manifests_shelf()
+        excess = int(manifests.sizes.sum()) - self.store.capacity_bytes // MANIFESTS_SHARE
+        evict: list[tuple[Kind, Digest]] = []
+        if excess + (free_bytes if kind is Kind.MANIFEST else 0) > 0:
+            some = self._some(Kind.MANIFEST, manifests, free_bytes, client)
+            if some is None and kind is Kind.MANIFEST:
+                return None
+            evict += some or ()
+            free_bytes -= sum(self._inventory.size(*it) for it in some or ())
+        if free_bytes > 0:
+            shards = self._some(Kind.SHARD, self.shelf(), free_bytes, client)
+            if shards is not None:
+                evict += shards
+            elif evict:
+                return None
+            else:  # manifests are small and needed for every fill: last
+                return self._some(Kind.MANIFEST, manifests, free_bytes, client)
+        return evict
+
+    def _some(self, kind: Kind, shelf: Shelf, free_bytes: int, client: str) -> Evict | None:
+        self.holders.prune(self._is_held, self._inventory.count(Kind.SHARD) + self._inventory.count(Kind.MANIFEST))
+        candidates = Candidates(shelf, without=self._needs.commitments.evicting if kind is Kind.SHARD else ())
+        chosen = candidates.choose(free_bytes, self.on_behalf(client))
+        return None if chosen is None else [(kind, shelf.name(at)) for at in chosen]
+
+    def _manifests_shelf(self) -> Shelf:
+        held = self._inventory.listing(Kind.MANIFEST)
+        digests = [Digest(row.tobytes()) for row in held.digests]
+        datasets, used = self._needs.datasets, self._opened.recently_used()
+        return Shelf(
+            held.digests,
+            held.sizes,
+            self._inventory.now() - held.used,
+            np.asarray([1 if digest in datasets else -1 for digest in digests], np.int8),
+            np.asarray([digest in used for digest in digests], bool),
+            self.holders.of(held.digests),
+        )
+
+    def _is_held(self, digest: Digest) -> bool:
+        return self._inventory.has(Kind.SHARD, digest) or self._inventory.has(Kind.MANIFEST, digest)
+
+    def _charge(self, evict: Evict, client: str) -> None:
+        """Count what is evicted: what somebody needs, and for the client's budget what is another's."""
+        if not evict:
+            return
+        digests = as_rows(digest for _, digest in evict)
+        shards = as_rows(digest for kind, digest in evict if kind is Kind.SHARD)
+        self._counters.add("forced_drops", int((self._needs.needed_of(shards) > 0).sum()))
+        others = int((self.holders.of(digests) != self.holders.number(client)).sum())
+        if client and others:
+            self._budgets.charge(client, Cost.EVICTIONS, others, time.monotonic())
