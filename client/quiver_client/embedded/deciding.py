@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Final
 
 from quiver.digest import Digest
 from quiver.manifest import Manifest
 from quiver.residency import Candidates, Decision, Needs, OriginEstimate, Recipe, Situation, choose_idle, decide
-from quiver.residency.eviction import EMPTY_SHELF
 from quiver.store import Evict, FolderInventory, Kind, Store
 from quiver.store.files import disk_errors
 from quiver_client.embedded.folder_contents import FolderContents
@@ -32,7 +32,6 @@ class Decider:
         self._store = store
         self._shared = needs
         self._contents = FolderContents(store)
-        self._shard_bytes_max = int(manifest.tables.shard_sizes.max())
         self._elsewhere: set[Recipe] = set()  # shards that other processes are filling
 
     def look(self, *, at_once: bool = False) -> None:
@@ -62,14 +61,12 @@ class Decider:
         with self._shared.locked() as needs:
             self._commit_elsewhere(needs, elsewhere)
             needs.expire(now)
-            free_bytes = self._free_bytes(needs)
-            full = free_bytes < fetches_max * self._shard_bytes_max
             situation = Situation(
                 now=now,
-                free_bytes=free_bytes,
+                free_bytes=self._free_bytes(needs),
                 fetches_max=fetches_max,
                 origin=origin,
-                shelf=lambda: self._contents.shelf(self._shared.needed_of) if full else EMPTY_SHELF,
+                shelf=partial(self._contents.shelf, self._shared.needed_of),
                 only=consumer,
                 avoid={self._recipe(self._manifest.shard_digest(shard)) for shard in avoid},
             )
@@ -149,7 +146,7 @@ class Decider:
         files, promised_bytes = self._contents.files, 0.0
         for digest, size_bytes in needs.commitments.promised():
             if digest not in files:
-                evict = needs.commitments.evict_of(digest)
+                evict = {each for decision in needs.commitments.decisions_of(digest) for each in decision.evict}
                 freed_bytes = sum(files[each].size_bytes for each in evict if each in files)
                 promised_bytes += max(size_bytes - freed_bytes, 0.0)
         return self._store.capacity_bytes - self._contents.occupied_bytes - promised_bytes
