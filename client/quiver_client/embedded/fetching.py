@@ -146,13 +146,14 @@ class FolderNeeds:
 
     def _ended(self, decision: Decision, future: Future[Outcome]) -> None:
         """A fetch ended: begin what is decided next. In the thread of that fetch."""
+        with self._lock:
+            self._fetching.pop(decision, None)
         try:
             outcome = future.result()
         except CancelledError:
             outcome = Outcome.FAILED
             self._tier.decider.end(decision, arrived=False)
         with self._lock:
-            self._fetching.pop(decision, None)
             if outcome is Outcome.ARRIVED:
                 self._pause.succeed()
             elif outcome is Outcome.NO_ROOM:

@@ -76,14 +76,10 @@ class FillFailures:
         with self._lock:
             self._room.succeed()
 
-    def begin_mending(self, shard: int) -> bool:
+    def begin_mending(self, shard: int, loss: QuiverError) -> bool:
         """Return whether to try to mend a partial shard now, which counts as a failure until it has succeeded."""
         with self._lock:
-            failure = self._shards.get(shard)
-            if failure is None:
-                failure = self._shards[shard] = _Failure(
-                    NotFound("some of its samples are lost"), Backoff(*SHARD_SECONDS)
-                )
+            failure = self._shards.setdefault(shard, _Failure(loss, Backoff(*SHARD_SECONDS)))
             if failure.retry.is_waiting:
                 return False
             failure.retry.fail()

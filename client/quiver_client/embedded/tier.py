@@ -118,7 +118,8 @@ class EmbeddedTier:
         lost = np.isin(batch.plan.blobs[missing], np.concatenate(lost_in))
         mended = []
         for shard in set(batch.plan.shards[missing[lost]].tolist()):
-            if self.filler.failures.begin_mending(shard):
+            loss = self._mapped.loss(shard)
+            if loss is not None and self.filler.failures.begin_mending(shard, loss):
                 with contextlib.suppress(QuiverError):
                     whole = self.filler.mend(shard)
                     if whole is not None:
