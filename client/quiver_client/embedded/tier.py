@@ -112,7 +112,10 @@ class EmbeddedTier:
         ``before``: what was lost before ``here`` was looked up. Another thread may map a shard anew meanwhile, and of
         what is in doubt nothing is handed out.
         """
-        lost_in = [known[shard] for known in (before, self._mapped.lost) for shard in here if shard in known]
+        now = self._mapped.lost
+        if not before and not now:
+            return missing
+        lost_in = [known[shard] for known in (before, now) for shard in here if shard in known]
         if not lost_in:
             return missing
         lost = np.isin(batch.plan.blobs[missing], np.concatenate(lost_in))
