@@ -1,10 +1,10 @@
 """Is substitution sound: do batches look like a uniform shuffle's, and does a network learn as much from them?
 
-The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``Layout``, ``quiver.residency``, and
-``quiver.layout`` for the shards) on a clock that ticks once a batch: no threads, no bytes, every draw seeded. One board
-fetches and drops for all consumers; a fetched shard arrives ``FILL_TICKS`` later, ``FILLS`` are under way at most, and
-no more than the cache share is held, nor less than two shards. Not simulated: batches drawn ahead of the training loop,
-and several daemons.
+The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``Layout``, ``quiver.residency``,
+and ``quiver.layout`` for the shards) on a clock that ticks once a batch: no threads, no bytes, every draw seeded. One
+cache fetches and evicts for all consumers; a fetched shard arrives ``FILL_TICKS`` later, ``FILLS`` are under way at
+most, and no more than the cache share is held, nor less than two shards. Not simulated: batches drawn ahead of the
+training loop, and several daemons.
 
 Expected: never a duplicate or an omission; under ``mixed`` labels that no test can tell from a uniform shuffle's, and
 an order that one can tell by how often samples meet; under ``sequential`` batches of few classes, and a warning.

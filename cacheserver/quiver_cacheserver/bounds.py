@@ -21,6 +21,7 @@ from quiver.layout import SHARD_BYTES_MAX
 from quiver.manifest import ABSENT, Manifest
 
 SHARDS_MAX: Final = 1 << 20  # of one manifest: 32 TiB in shards of the default size
+FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 FILL_BYTES_MAX: Final = SHARD_BYTES_MAX * 4  # a shard of one sample may be larger than the shard size
 FILLING_BYTES_MAX: Final = 1 << 30  # of all shards in memory while they are filled; a larger one is filled alone
 # As it is decoded, one for each thread that fills; a file of some kilobytes can hold one of any size.

@@ -1,4 +1,4 @@
-"""The manifests that this daemon knows: opened, checked, and fetched from neighbours when somebody names one."""
+"""The manifests that this daemon has: opened, checked, and fetched from peers when somebody names one."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Manifests:
         self._missing: Expiring[Digest, None] = Expiring(MISSING_MAX)
         self._fetching: dict[Digest, asyncio.Future[Manifest | None]] = {}
 
-    def known(self, digest: Digest | None) -> Manifest | None:
+    def if_open(self, digest: Digest | None) -> Manifest | None:
         """Return the manifest if it is open."""
         return self.opened.get(digest)
 
     async def get(self, digest: Digest, client: str) -> Manifest | None:
-        """Return the manifest, from disk or from a neighbour; ``None`` if nobody has it.
+        """Return the manifest, from disk or from a peer; ``None`` if nobody has it.
 
         Also if ``client`` had too many looked for: to be told to put it here costs it more than it costs others.
         """
-        manifest = self.known(digest)
+        manifest = self.if_open(digest)
         if manifest is not None:
             return manifest
         if digest in self._missing:

@@ -1,4 +1,4 @@
-"""The daemon without HTTP: what it holds, how it gets what it does not hold, and from whom. It composes, and little else.
+"""The daemon without HTTP: what it holds, how it gets what it does not hold, and from whom. It composes all parts.
 
 The way of a missing shard: first here (verified once after a restart), then the peers that may have it (owners of
 the ring and those that drain), then the origin, if the operator allows this origin.
@@ -20,10 +20,10 @@ from quiver.manifest import Manifest
 from quiver.residency import Decision, Needs, Recipe
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import HELD_MAX, Budgets, Resource
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.disk_health import DiskHealth
-from quiver_cacheserver.filler import Filler
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.neighbours import Neighbours
 from quiver_cacheserver.opened import OpenManifests
@@ -31,7 +31,8 @@ from quiver_cacheserver.origins import Origins
 from quiver_cacheserver.registry import Registry
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
-from quiver_cacheserver.residency.fills import FILL_THREADS, Fills
+from quiver_cacheserver.residency.filler import Filler
+from quiver_cacheserver.residency.fills import Fills
 from quiver_cacheserver.residency.reports import Reports
 from quiver_cacheserver.residency.rooms import Rooms
 from quiver_cacheserver.residency.uploads import Uploads
@@ -76,9 +77,7 @@ class Node:
         opened = OpenManifests()
         self.disk = DiskHealth(store, self.disk_threads)
         self.verification = Verification(store, self.disk_threads, self.counters, self.budgets)
-        self.resident = (
-            self.verification.is_resident
-        )  # whether a shard is here and was verified since the daemon started
+        self.resident = self.verification.is_resident  # asked for every shard of every read
         self.rooms = Rooms(store, self._needs, opened, self.budgets, self.counters)
         self.holders = self.rooms.holders
         self.neighbours = Neighbours(registry, name, url)
@@ -88,7 +87,7 @@ class Node:
         self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure)
         sources = Sources(self.neighbours, self.origins, self.counters)
         self.filler = Filler(sources, self.rooms, self.verification, self.disk, self.admitted)
-        datasets = self._datasets = Datasets(self._needs, store, self.manifests, registry, name)
+        datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
 

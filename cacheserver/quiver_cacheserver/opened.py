@@ -1,4 +1,4 @@
-"""The manifests that a daemon has open, and when each was last used: which datasets are being read. Safe from threads."""
+"""The manifests that a daemon has open, and when each was last used: which datasets are read. Safe from threads."""
 
 from __future__ import annotations
 

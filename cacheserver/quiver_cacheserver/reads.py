@@ -105,7 +105,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
     wanted = asked.shards
     if asked.flags & RECHECK:
         await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
-    manifest = node.manifests.known(asked.manifest)
+    manifest = node.manifests.if_open(asked.manifest)
     listed: Set[Digest] | None = None
     if asked.flags & FORGO or not all(map(node.resident, wanted)):
         async with turn.waiting():

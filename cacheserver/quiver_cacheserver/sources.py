@@ -1,4 +1,4 @@
-"""Where a daemon gets a missing shard from: peers that may have it, then the origin, if the operator allows this one."""
+"""Where a daemon gets a missing shard from: peers that may have it, then the origin, if the operator allows it."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from quiver.errors import Unavailable
 from quiver.origin import SampleOrigin
-from quiver_cacheserver.residency.fills import FILL_THREADS
+from quiver_cacheserver.bounds import FILL_THREADS
 
 WAITING_MAX: Final = FILL_THREADS // 2
 TROUBLED_MAX: Final = 1024  # bases remembered

@@ -1,9 +1,9 @@
 """What was decided and is not carried out yet: the one place that knows what is coming, and what is evicted for it.
 
 A decision says which shard to fetch and everything to evict for it. From the moment it is committed until it ends, its
-shard counts as coming and what it evicts as gone, for every later decision. When the fetch succeeds the store's own events
-have said so already; when it fails, ending the commitment is all there is to do: what was to be evicted and was not is
-held again, because nothing but the commitment said otherwise.
+shard counts as coming and what it evicts as gone, for every later decision. When the fetch succeeds the store's own
+events have said so already; when it fails, ending the commitment is all there is to do: what was to be evicted and was
+not is held again, because nothing but the commitment said otherwise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Open(NamedTuple):
 
 
 class Commitments:
-    """The decisions under way, by recipe. Changed by one thread; ``evicting`` and ``decisions_of`` may be asked from others."""
+    """The decisions under way, by recipe. Changed by one thread; others may ask for ``evicting``, ``decisions_of``."""
 
     def __init__(self) -> None:
         self._open: dict[Recipe, _Open] = {}

@@ -189,7 +189,7 @@ def _longest_idle_first(shelf: Shelf, candidates: Mask) -> Ints:
 def choose_idle(
     files: Iterable[StoredFile], free_bytes: int, needed: Callable[[Digest], bool | None], now: float
 ) -> list[StoredFile] | None:
-    """Return what to evict of a folder so that ``free_bytes`` become free, idle the longest first; ``None`` if it cannot.
+    """Return what to evict of a folder so that ``free_bytes`` become free, idle the longest first; ``None``: it cannot.
 
     ``needed`` says whether somebody needs it, and ``None`` where nobody said: then being idle decides.
     """
@@ -197,7 +197,7 @@ def choose_idle(
     said = {True: 1, False: 0, None: -1}
 
     def needed_of(digests: U8) -> npt.NDArray[np.int8]:
-        return np.asarray([said[needed(file.digest)] for file in several], np.int8)
+        return np.asarray([said[needed(Digest(row.tobytes()))] for row in digests], np.int8)
 
     chosen = Candidates(Shelf.of(several, now, needed_of)).choose(free_bytes)
     return None if chosen is None else [several[at] for at in chosen]

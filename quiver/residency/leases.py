@@ -3,9 +3,9 @@
 The one place where leases live: a consumer counts until its lease expires, so one that was killed, suspended or cut off
 pins nothing for long.
 
-Anybody can make consumers up. So when all places are taken, the address with most of them loses one: first a consumer that
-reported once and never again, then the one that reported longest ago. A newcomer is refused only if it would make its
-own address the one with most.
+Anybody can make consumers up. So when all places are taken, the address with most of them loses one: first a consumer
+that reported once and never again, then the one that reported longest ago. A newcomer is refused only if it would make
+its own address the one with most.
 """
 
 from __future__ import annotations

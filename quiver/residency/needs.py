@@ -1,8 +1,8 @@
 """Who needs what, counted: the state that decisions are taken from. Pure.
 
 Every rank of every job is a *consumer*. It reports how much of each shard it has still to read this epoch, how fast it
-reads, and how much of that is resident, under a lease (``leases``). Consumers of one *group* count once, whatever number
-of them needs a shard; by itself each consumer is a group of its own. From the reports follow, by shard: how many groups
+reads, and how much of that is resident, under a lease (``leases``). Consumers of one *group* count once, however many
+of them need a shard; by itself each consumer is a group of its own. From the reports follow, by shard: how many groups
 need it, and how many bytes of it are left to read.
 
 A daemon decides for the shards that the ring gives to it first (*mine*), and each daemon for itself. What is *held*
@@ -99,7 +99,7 @@ class Needs:
         self.ordered_is_next = False  # whether the next fetch is for a consumer of a fixed order, if one wants it
         self._chance = np.random.default_rng(seed)
         self._groups: dict[Group, dict[bytes, Consumer]] = {}
-        self._shown = self.shards, self.counts  # to other threads, both of one moment
+        self.shown = self.shards, self.counts  # for other threads: both of one moment
 
     def __len__(self) -> int:
         return len(self.consumers)
@@ -144,7 +144,7 @@ class Needs:
         self.ties = np.concatenate([self.ties, self._chance.random(new) / 2])
         self.sizes[slots] = sizes
         self.held[slots] = held
-        self._shown = self.shards, self.counts
+        self.shown = self.shards, self.counts
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
         self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)))
 
@@ -173,7 +173,7 @@ class Needs:
         for it in kept.values():
             it.slots = place[it.slots]
         self.datasets = kept
-        self._shown = self.shards, self.counts
+        self.shown = self.shards, self.counts
 
     # -- consumers ----------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Needs:
     ) -> bool:
         """Take a consumer's report, which replaces its last one; return whether there is a place for it here.
 
-        ``client``: the address that it came from. ``group``: consumers of one group count once; by default it is its own.
+        ``client``: the address that it came from. ``group``: consumers of one count once; by default it is its own.
         Who loses its place for it is forgotten.
         """
         lease = Lease(dataset, len(report.left), now, report.lease_seconds, client)
@@ -277,13 +277,13 @@ class Needs:
 
     def needed(self, shard: Digest) -> bool | None:
         """Whether some group needs a shard; ``None`` for one of a dataset that nobody reports on."""
-        shards, counts = self._shown
+        shards, counts = self.shown
         slot = shards.get(shard)
         return None if slot is None else bool(counts[slot] > 0)
 
     def needed_of(self, shards: U8) -> npt.NDArray[np.int8]:
         """Return of many shards ``(n, 32)`` what ``needed`` says of each: 1, 0, and -1 where nobody said."""
-        known, counts = self._shown
+        known, counts = self.shown
         slots = known.rows_of(shards)
         if not len(counts):
             return np.full(len(shards), -1, np.int8)

@@ -1,4 +1,4 @@
-"""What is known of where shards come from: how long a fill takes, and how fast the origin is. Its caller has the clock."""
+"""What is known of where shards come from: how long a fill takes, how fast the origin is. Its caller has the clock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from quiver.rate import Mean, Rate
 
 WEIGHT: Final = 0.3  # of a new value in the running mean: the last few count, and one odd one does not decide
 WINDOW_SECONDS: Final = 0.5  # of fetching, over which bytes per second are taken
+MOMENT_SECONDS: Final = 1e-3  # fills that end within it ended together: their rate cannot be told by that time
 REPORT_SECONDS: Final = 0.5  # between two reports of a consumer, until it is known
 
 
@@ -39,18 +40,21 @@ class OriginEstimator:
         self._running += 1
 
     def ended(self, now: float, fill_seconds: float | None, origin_bytes: float) -> None:
-        """A fill ended: after ``fill_seconds`` with a shard of which ``origin_bytes`` came from the origin, else None."""
-        self._count(now, origin_bytes)
+        """A fill ended: with a shard after ``fill_seconds`` (else None), ``origin_bytes`` of it from the origin."""
+        seconds = self._count(now, origin_bytes)
         self._running -= 1
         if fill_seconds is not None:
             self._fill_seconds.add(fill_seconds)
-        if not self._running:
+        if not self._running and seconds > MOMENT_SECONDS:  # else its bytes came in the window that another one closed
             self._rate.close_window()
 
     def reported(self, pause_seconds: float) -> None:
         """A consumer reported again after so long."""
         self._report_seconds.add(pause_seconds)
 
-    def _count(self, now: float, origin_bytes: float) -> None:
-        self._rate.add(origin_bytes, now - self._counted_until if self._running else 0.0)
+    def _count(self, now: float, origin_bytes: float) -> float:
+        """Count bytes, and the busy time since the last call; return that."""
+        seconds = now - self._counted_until if self._running else 0.0
+        self._rate.add(origin_bytes, seconds)
         self._counted_until = now
+        return seconds

@@ -34,6 +34,7 @@ STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a sha
 SILENT_REPORTS: Final = 3.0  # pauses between two reports after which nothing is fetched for a consumer
 REPORT_SECONDS_MAX: Final = 1.0  # that a consumer takes between two reports when it has much ahead of it
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
+NOT_KNOWN: Final = OriginEstimate()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -43,7 +44,7 @@ class Situation:
     now: float
     free_bytes: float  # room that is free, and promised to nothing that is coming
     fetches_max: int
-    origin: OriginEstimate = OriginEstimate()
+    origin: OriginEstimate = NOT_KNOWN
     # What is held, of which what nobody needs may be evicted. Looked at only if something is wanted that does not fit.
     shelf: Callable[[], Shelf] = lambda: EMPTY_SHELF
     on_behalf: Mapping[Digest, OnBehalf] = field(default_factory=dict)  # by dataset, whose fetch it is; else several'
@@ -138,7 +139,7 @@ class _Round:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _with_room(self, slot: int, dataset: Digest, *, ordered: bool = False) -> Decision | None:
-        """Return the decision to fetch a shard in place of what nobody needs; ``None`` if that makes too little room."""
+        """Return the decision to fetch a shard in place of what nobody needs; ``None`` if that is too little room."""
         room = self._room(slot, dataset)
         if room.missing_bytes > 0:
             return None

@@ -14,7 +14,7 @@ FULL: Final = 255  # "all of the shard" in a report
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Report:
-    """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are still to be read, rounded up."""
+    """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up."""
 
     consumer: bytes
     left: npt.NDArray[np.uint8]

@@ -39,13 +39,13 @@ _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 Evict = Sequence[tuple[Kind, Digest]]  # what is evicted for something: exactly this, in this order
-I = TypeVar("I", bound=Inventory, covariant=True)  # noqa: E741
+I_co = TypeVar("I_co", bound=Inventory, covariant=True)
 
 
-class Store(Generic[I]):
+class Store(Generic[I_co]):
     """Shards and manifests on disk. Blocking: a daemon calls it from threads. Safe to use from several threads."""
 
-    def __init__(self, root: Path, capacity_bytes: int, inventory: I, *, writable: bool = True) -> None:
+    def __init__(self, root: Path, capacity_bytes: int, inventory: I_co, *, writable: bool = True) -> None:
         self.name = f"disk {root}"
         self.root = root
         self.capacity_bytes = capacity_bytes
@@ -319,13 +319,13 @@ class Store(Generic[I]):
             return max(self.inventory.resident_bytes() + size_bytes - self.capacity_bytes, 0)
 
     def _evict(self, evict: Evict, size_bytes: int) -> None:
-        """Evict just this, for so much, of which the file is in ``tmp`` by now. Raises ``OverCapacity``, having done nothing.
+        """Evict just this, for so much, of which the file is in ``tmp`` by now.
 
-        Files put aside in the quarantine are removed first: nobody reads them.
+        Files in the quarantine are removed first: nobody reads them. Raises ``OverCapacity``, having evicted nothing.
         """
         self._check_size(size_bytes)
         lacking_bytes = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
-        if lacking_bytes > sum(self.inventory.size(kind, digest) for kind, digest in evict):
+        if lacking_bytes > sum(self.inventory.size(kind, digest) for kind, digest in dict.fromkeys(evict)):
             raise self.full()
         self._quarantined_bytes(at_most=-lacking_bytes)
         for kind, digest in evict:

@@ -270,7 +270,7 @@ class MemoryInventory:
 
     def removed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:
-            if digest in self._files[kind]:
+            if digest in self._files[kind].rows:
                 self._changed(kind, digest, -self._files[kind].remove(digest), False)
 
     def _changed(self, kind: Kind, digest: Digest, size_bytes: int, held: bool) -> None:

@@ -25,7 +25,7 @@ Decide = Callable[[int], "Evict | None"]  # what to evict so that so many bytes 
 def reserve_with_room(
     store: Store[Any], kind: Kind, digest: Digest, size_bytes: int, decide: Decide
 ) -> Iterator[Writing]:
-    """Reserve room as ``Store.reserve`` does, in place of what ``decide`` says. Raises ``OverCapacity``, ``DiskFailed``."""
+    """Reserve room as ``Store.reserve`` does, in place of what ``decide`` says; raises what it raises."""
     with contextlib.ExitStack() as stack:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             lacking_bytes = store.lacking(size_bytes)

@@ -1,11 +1,12 @@
 """The files of one kind that a store holds, in memory: a dictionary for one file, arrays for all of them at once.
 
-Evicting looks at all files each time that room is wanted. Columns that are kept up to date make that a few copies, where
-a list of objects took a tenth of a second for a full disk.
+Evicting looks at all files each time that room is wanted. Columns that are kept up to date make that a few copies,
+where a list of objects took a tenth of a second for a full disk.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,11 +19,13 @@ ROWS_FIRST: Final = 1024
 
 
 class Listing(NamedTuple):
-    """All files of one kind, ``(n,)`` each: as of one look."""
+    """All files of one kind, ``(n,)`` each: as of one look. ``stamps``: a number that no two files ever share."""
 
+    names: list[Digest]
     digests: npt.NDArray[np.uint8]  # (n, 32)
     sizes: npt.NDArray[np.int64]
     used: npt.NDArray[np.float64]
+    stamps: npt.NDArray[np.int64]
 
 
 class FileTable:
@@ -30,31 +33,34 @@ class FileTable:
 
     def __init__(self) -> None:
         self.rows: dict[Digest, int] = {}
-        self._free: list[int] = []
+        self._names: list[Digest] = []  # by row, as the arrays: rows are dense
         self._digests = np.zeros((ROWS_FIRST, DIGEST_BYTES), np.uint8)
-        self._sizes = np.full(ROWS_FIRST, -1, np.int64)  # -1: no file
+        self._sizes = np.zeros(ROWS_FIRST, np.int64)
         self._used = np.zeros(ROWS_FIRST)
+        self._stamps = np.zeros(ROWS_FIRST, np.int64)
+        self._next_stamp = itertools.count(1)
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __contains__(self, digest: Digest) -> bool:
-        return digest in self.rows
-
     def size(self, digest: Digest) -> int:
         """Return the bytes of a file, 0 if there is none."""
         row = self.rows.get(digest)
-        return max(int(self._sizes[row]), 0) if row is not None else 0
+        return int(self._sizes[row]) if row is not None else 0
 
     def set(self, digest: Digest, size_bytes: int, used: float) -> None:
         row = self.rows.get(digest)
         if row is None:
-            row = self._free.pop() if self._free else len(self.rows)
+            row = len(self._names)
             if row >= len(self._sizes):
                 self._grow()
             self._digests[row] = np.frombuffer(digest, np.uint8)
+            self._stamps[row] = next(self._next_stamp)
             self.rows[digest] = row
-        self._sizes[row], self._used[row] = size_bytes, used
+            self._sizes[row], self._used[row] = size_bytes, used
+            self._names.append(digest)  # last: whoever reads without the lock reads so many rows
+        else:
+            self._sizes[row], self._used[row] = size_bytes, used
 
     def touch(self, digest: Digest, used: float) -> None:
         row = self.rows.get(digest)
@@ -62,28 +68,39 @@ class FileTable:
             self._used[row] = used
 
     def remove(self, digest: Digest) -> int:
-        """Forget a file; return its bytes."""
-        row = self.rows.pop(digest)
+        """Forget a file; return its bytes. The last row takes the place of its own."""
+        row, last = self.rows.pop(digest), len(self._names) - 1
         size_bytes = int(self._sizes[row])
-        self._sizes[row] = -1
-        self._free.append(row)
+        if row != last:
+            for column in (self._digests, self._sizes, self._used, self._stamps):
+                column[row] = column[last]
+            self._names[row] = self._names[last]
+            self.rows[self._names[row]] = row
+        self._names.pop()
         return size_bytes
 
     def digests(self) -> list[Digest]:
         return list(self.rows)
 
     def files(self) -> list[StoredFile]:
-        return [StoredFile(it, int(self._sizes[row]), float(self._used[row])) for it, row in list(self.rows.items())]
+        sizes, used = self._sizes.tolist(), self._used.tolist()
+        return [StoredFile(name, sizes[row], used[row]) for row, name in enumerate(self._names)]
 
     def listing(self) -> Listing:
-        """Return all files. Without the owner's lock one that changes at this moment may be wrong: a digest of nobody's."""
-        sizes = self._sizes.copy()
-        live = np.flatnonzero(sizes >= 0)
-        return Listing(self._digests[live], sizes[live], self._used[live])
+        """Return all files. Without the owner's lock one that changes at this moment may be wrong, and no other."""
+        names = list(self._names)
+        count = len(names)
+        return Listing(
+            names,
+            self._digests[:count].copy(),
+            self._sizes[:count].copy(),
+            self._used[:count].copy(),
+            self._stamps[:count].copy(),
+        )
 
     def _grow(self) -> None:
         more = len(self._sizes)
-        # The sizes last: whoever reads them without a lock finds rows for all.
         self._digests = np.concatenate([self._digests, np.zeros((more, DIGEST_BYTES), np.uint8)])
         self._used = np.concatenate([self._used, np.zeros(more)])
-        self._sizes = np.concatenate([self._sizes, np.full(more, -1, np.int64)])
+        self._stamps = np.concatenate([self._stamps, np.zeros(more, np.int64)])
+        self._sizes = np.concatenate([self._sizes, np.zeros(more, np.int64)])

@@ -29,12 +29,12 @@ from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver import bounds, origins
-from quiver_cacheserver.bounds import FillMemory, check_cost, covered_bytes, open_manifest
+from quiver_cacheserver.bounds import FILL_THREADS, FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.registry import StaticRegistry
 from quiver_cacheserver.residency import datasets as datasets_module
-from quiver_cacheserver.residency.fills import FILL_THREADS, Fills
+from quiver_cacheserver.residency.fills import Fills
 from quiver_cacheserver.residency.uploads import Uploads
 from tests.daemon.test_routes import error_of
 from tests.support.daemon import Daemon

@@ -417,7 +417,7 @@ async def test_a_bug_in_deciding_costs_a_round_and_never_the_daemon(
 # -- what is not a report ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", [b"", b"QND1", b"{}", b"x" * 10_000, bytes(100)])
+@pytest.mark.parametrize("body", [b"", b"QND1", b"\x81\xa4type\xa5needs", b"{}", b"x" * 10_000, bytes(100)])
 def test_a_body_that_is_no_report_is_refused(lone: Daemon, body: bytes) -> None:
     status, answer, _ = lone.ask("POST", "/v1/needs", body)
     assert (status, error_of(answer)) == (400, "bad_request")

@@ -18,6 +18,7 @@ from quiver.residency import (
     Decision,
     Needs,
     OriginEstimate,
+    Recipe,
     Report,
     Shelf,
     Situation,
@@ -62,8 +63,9 @@ def numbers(decisions: list[Decision]) -> list[int]:
 
 def coming_of(needs: Needs, several: Iterable[int]) -> None:
     """Have shards be on their way already."""
+    dataset = next(iter(needs.datasets), A)
     for number in several:
-        needs.commitments.add(Decision(shard(number), A, 1.0))
+        needs.commitments.add(Decision(shard(number), dataset, 1.0))
 
 
 def decided(needs: Needs, free: float, at_most: int, **more: Any) -> list[Decision]:
@@ -412,6 +414,86 @@ def test_a_changed_ring_gives_others_to_fetch() -> None:
     needs.report(A, report(1, [FULL] * 4), 0.0)
     needs.set_mine(A, np.array([False, False, True, True]))
     assert sorted(numbers(wanted(needs))) == [2, 3]
+
+
+def shelf_of(needs: Needs, idle: dict[int, float], size: int = 1) -> Shelf:
+    """Return a shelf of shards that were read so many seconds ago."""
+    files = [StoredFile(shard(at), size, -seconds) for at, seconds in idle.items()]
+    return Shelf.of(files, 0.0, needs.needed_of)
+
+
+def test_a_decision_names_all_that_is_evicted_for_it_what_nobody_needs_first() -> None:
+    needs = board(8, held=[0, 1, 2, 3])
+    needs.report(A, report(1, [0, 0, 0, 9, FULL, FULL, FULL, 0]), 0.0)
+    shelf = shelf_of(needs, {0: 5.0, 1: 9.0, 2: 7.0, 3: 99.0})
+    fetches = decided(needs, 0.5, 9, shelf=lambda: shelf)
+    assert [fetch.evict for fetch in fetches[:3]] == [(shard(1),), (shard(2),), (shard(0),)], "idle the longest first"
+    assert [fetch.forced for fetch in fetches] == [()] * 3, "what it needs itself is not evicted for it"
+    assert set(needs.commitments.evicting) == {shard(0), shard(1), shard(2)}
+    assert decided(needs, 0.5, 9, shelf=lambda: shelf) == [], "nothing is evicted twice"
+
+
+def test_a_shard_may_take_the_place_of_several_and_of_one_that_is_needed() -> None:
+    needs = Needs()
+    sizes, held = np.array([1.0, 1.0, 3.0, 5.0]), np.array([True, True, True, False])
+    needs.add_dataset(A, shards(range(4)), sizes, held, np.ones(4, bool))
+    needs.report(A, report(1, [0, 0, FULL, 0], ahead_bytes=3.0), 0.0)
+    needs.report(A, report(2, [0, 0, 0, FULL]), 0.0)
+    files = [StoredFile(shard(at), int(sizes[at]), float(at)) for at in range(3)]
+    shelf = Shelf.of(files, 100.0, needs.needed_of)
+    (fetch,) = wanted(needs, free=0.0, shelf=lambda: shelf)
+    assert (fetch.evict, fetch.forced) == ((shard(0), shard(1), shard(2)), (shard(2),))
+    (fetch,) = wanted(needs, free=3.5, shelf=lambda: shelf)
+    assert (fetch.evict, fetch.forced) == ((shard(0), shard(1)), ())
+
+
+def test_the_shelf_is_looked_at_only_if_room_is_short() -> None:
+    needs = board(4)
+    needs.report(A, report(1, [FULL] * 4), 0.0)
+
+    def look() -> Shelf:
+        raise AssertionError("there is room")
+
+    assert len(wanted(needs, free=4.0, shelf=look)) == 4
+
+
+def test_what_is_avoided_is_neither_fetched_nor_counted_as_coming() -> None:
+    needs = board(3)
+    needs.add_dataset(B, shards([2, 7]), np.ones(2), np.zeros(2, bool), np.ones(2, bool))
+    needs.report(A, report(1, [0, FULL, FULL]), 0.0)
+    needs.report(B, report(2, [FULL, 0]), 0.0)
+    needs.commit(Decision(shard(2), A, 1.0))
+    assert numbers(wanted(needs)) == [1], "it is coming"
+    stuck = {Recipe(shard(2), A), Recipe(shard(1), A)}
+    assert wanted(needs, avoid=stuck) == [fetch_of(2, B)], "by the other dataset that has it"
+
+
+# -- the seams for who gets the cache ---------------------------------------------------------------------------------
+
+
+def test_consumers_of_one_group_count_once() -> None:
+    needs = board(3, held=[2])
+    for consumer in (1, 2, 3):
+        assert needs.report(A, report(consumer, [FULL, 0, FULL]), 0.0, group=b"one job")
+    for consumer in (4, 5):
+        assert needs.report(A, report(consumer, [0, FULL, 0]), 0.0)
+    assert numbers(wanted(needs)) == [1, 0], "two groups need it, where one of three consumers needs the other"
+    assert needs.seen_by((1).to_bytes(16, "big")).tolist() == [0, 0, 1], "no other group needs it"
+    needs.report(A, report(1, [0, 0, 0]), 0.0, group=b"one job")
+    assert needs.counts.tolist() == [1, 2, 1], "the others of the group do"
+    for consumer in (2, 3):
+        needs.leave(consumer.to_bytes(16, "big"))
+    assert needs.counts.tolist() == [0, 2, 0]
+
+
+def test_a_dataset_that_has_its_share_is_fetched_no_more_of() -> None:
+    needs = board(4)
+    needs.add_dataset(B, shards([8, 9]), np.ones(2), np.zeros(2, bool), np.ones(2, bool))
+    needs.report(A, report(1, [FULL] * 4, rate=1e9), 0.0)
+    needs.report(B, report(2, [FULL] * 2, rate=1e9), 0.0)
+    assert len(wanted(needs)) == 6, "by itself each may have all"
+    fetched = numbers(wanted(needs, shares={A: 2.0}))
+    assert sorted(it < 8 for it in fetched) == [False, False, True, True]
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 1000)), max_size=20))

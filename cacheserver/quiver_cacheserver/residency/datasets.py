@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -22,7 +22,6 @@ from quiver.residency.needs import Grown
 from quiver.ring import Ring
 from quiver.store import Kind, MemoryInventory, Store
 from quiver_cacheserver.bounds import FILL_BYTES_MAX
-from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.registry import Registry
 
 DATASETS_MAX: Final = 256
@@ -30,6 +29,7 @@ IDLE_BYTES_MAX: Final = 1 << 30  # of manifests in memory of datasets that nobod
 DATASET_BYTES_MAX: Final = 2 << 30  # of those of all datasets; a larger one alone
 
 Mask = npt.NDArray[np.bool_]
+GetManifest = Callable[[Digest, str], Awaitable[Manifest | None]]  # on behalf of which client
 
 
 @dataclass(slots=True, eq=False)
@@ -51,14 +51,14 @@ class Datasets:
     """The datasets whose shards ``Needs`` counts. Belongs to the event loop. ``changed`` is set when something did."""
 
     def __init__(
-        self, needs: Needs, store: Store[MemoryInventory], manifests: Manifests, registry: Registry, name: str
+        self, needs: Needs, store: Store[MemoryInventory], get_manifest: GetManifest, registry: Registry, name: str
     ) -> None:
         self.changed = asyncio.Event()
         self._needs = needs
         self._store = store
-        self._manifests = manifests
+        self._get_manifest = get_manifest
         self._registry = registry
-        self._name = name  # of this daemon in the ring
+        self._name = name  # this daemon's, in the ring
         self._datasets: dict[Digest, Dataset] = {}
         self._learning = asyncio.Lock()
         self._heard_meanwhile: list[tuple[Digest, bool]] = []  # since the dataset that is learned now was looked at
@@ -80,7 +80,7 @@ class Datasets:
     async def manifest(self, name: Digest, client: str) -> Manifest | None:
         """Return a dataset's manifest; ``None`` if nobody has it."""
         dataset = self._datasets.get(name)
-        return dataset.manifest if dataset is not None else await self._manifests.get(name, client)
+        return dataset.manifest if dataset is not None else await self._get_manifest(name, client)
 
     async def learn(self, name: Digest, manifest: Manifest) -> Dataset | None:
         """Return the dataset, learned from its manifest if need be; ``None`` if there is no memory for its manifest."""

@@ -23,10 +23,11 @@ from quiver.manifest import Manifest
 from quiver.residency import Decision, Needs, OriginEstimator, Recipe, Situation, decide
 from quiver.residency.messages import NeedsReport
 from quiver.wire import RangeStatus
+from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.counters import Counters
-from quiver_cacheserver.filler import Filler
 from quiver_cacheserver.residency.datasets import Datasets
-from quiver_cacheserver.residency.fills import FAILURE_SECONDS, FILL_THREADS, Fills
+from quiver_cacheserver.residency.filler import Filler
+from quiver_cacheserver.residency.fills import FAILURE_SECONDS, Fills
 from quiver_cacheserver.residency.rooms import Rooms
 from quiver_cacheserver.residency.uploads import UPLOADS_PER_READER
 

@@ -28,13 +28,13 @@ from quiver.errors import Forbidden, Misconfigured, NotAllowed, NotFound, OverCa
 from quiver.expiring import Expiring
 from quiver.residency import Commitments, Decision, Recipe
 from quiver.wire import RangeStatus
+from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.residency.uploads import Uploads
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], object]
 
-FILL_THREADS: Final = 4  # each holds a shard in memory while it fills
 # Past it a reader is told to ask again, which costs nothing here; unless its client has none that wait.
 PENDING_MAX: Final = 4096
 FAILURE_SECONDS: Final = 3.0
@@ -80,7 +80,8 @@ class Fills:
         self._waiting: OrderedDict[str, deque[_Fill]] = OrderedDict()  # by whose turn it is
         self._active = 0
         self._closed = False
-        self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=lambda: time.monotonic())
+        self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)  # for seconds
+        self._forbidden: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)  # a client may be able to
 
     @property
     def in_flight(self) -> int:
@@ -102,12 +103,12 @@ class Fills:
 
     @property
     def failed(self) -> list[Recipe]:
-        """What the daemon does not try to fetch now, since it failed a moment ago."""
+        """What the daemon does not try to fetch now, since it failed a moment ago; not what clients may put."""
         since = time.monotonic() - NO_ROOM_SECONDS
         return [
             recipe
             for recipe, failure in self._failed.items()
-            if failure.status is RangeStatus.FAILED or (failure.status is RangeStatus.NO_ROOM and failure.since > since)
+            if failure.status is not RangeStatus.NO_ROOM or failure.since > since
         ]
 
     def close(self) -> None:
@@ -212,12 +213,12 @@ class Fills:
     def arrived(self, digest: Digest) -> None:
         """The shard is here: nobody needs to fill it or to put it here any more, whatever manifest they go by."""
         for manifest, fill in list(self._fills.get(digest, {}).items()):
-            self._failed.pop(Recipe(digest, manifest))
+            self._forget_failure(Recipe(digest, manifest))
             if not fill.future.done():
                 fill.future.set_result("disk")
         for recipe in self._commitments.of(digest):
             if self.uploads.awaits(recipe):
-                self._failed.pop(recipe)
+                self._forget_failure(recipe)
         self.uploads.arrived(digest)
 
     def forgo(self, recipe: Recipe, client: str) -> None:
@@ -228,12 +229,19 @@ class Fills:
 
     def refusal(self, recipe: Recipe) -> RangeStatus | None:
         """Return what is remembered against a shard, as a manifest describes it."""
-        failure = self._failed.get(recipe)
+        failure = self._failure(recipe)
         return failure.status if failure is not None else None
+
+    def _failure(self, recipe: Recipe) -> _Failure | None:
+        return self._failed.get(recipe) or self._forbidden.get(recipe)
+
+    def _forget_failure(self, recipe: Recipe) -> None:
+        self._failed.pop(recipe)
+        self._forbidden.pop(recipe)
 
     def _waits_for_another(self, recipe: Recipe) -> bool:
         """Whether another manifest's upload of the shard is awaited, which is waited for, for a moment."""
-        failure = self._failed.get(recipe)
+        failure = self._failure(recipe)
         recent = failure is not None and time.monotonic() < failure.since + OTHERS_SECONDS
         return recent and self.uploads.awaits_shard(recipe.shard)
 
@@ -250,7 +258,7 @@ class Fills:
             return
         error = done.exception()
         if error is None:
-            self._failed.pop(recipe)
+            self._forget_failure(recipe)
             self.arrived(recipe.shard)
             return
         for other in list(fills.values()):
@@ -274,4 +282,10 @@ class Fills:
             self._remember(recipe, RangeStatus.FAILED, FAILURE_SECONDS)
 
     def _remember(self, recipe: Recipe, status: RangeStatus, seconds: float) -> None:
-        self._failed.set(recipe, _Failure(time.monotonic(), status), seconds)
+        self._forget_failure(recipe)
+        known = self._forbidden if status is RangeStatus.UPLOAD else self._failed
+        known.set(recipe, _Failure(time.monotonic(), status), seconds)
+
+
+def _now() -> float:
+    return time.monotonic()

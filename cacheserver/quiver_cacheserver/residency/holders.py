@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
@@ -53,17 +53,9 @@ class Holders:
                     return SHARED
             return self._numbers.setdefault(client, next(self._next))
 
-    def of(self, digests: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-        """Return the holder of each of these files ``(n, 32)``."""
-        numbers = np.full(len(digests), SHARED, np.int64)
-        if self._of:
-            names, get = digests.tobytes(), self._of.get
-            width = digests.shape[1]
-            for at in range(len(digests)):
-                number = get(Digest(names[at * width : (at + 1) * width]))
-                if number is not None:
-                    numbers[at] = number
-        return numbers
+    def of(self, files: Sequence[Digest]) -> npt.NDArray[np.int64]:
+        """Return the holder of each of these files."""
+        return np.fromiter(map(self._of.get, files, itertools.repeat(SHARED)), np.int64, len(files))
 
     def prune(self, is_held: Callable[[Digest], bool], count: int) -> None:
         """Forget what is not held any more, now and then: ``count`` files are."""

@@ -1,10 +1,10 @@
 """Room for a daemon's files: what is evicted for fills, uploads and manifests, decided in one place by one policy.
 
 Nothing is evicted for what nobody has: room is made last, once a shard was fetched and verified, or the first megabytes
-of an upload are here. A fetch that the policy decided on says what it evicts (``Decision.evict``); if that is not enough by
-then, or the fetch is a reader's, what to evict is decided here, under one lock with the reservation that uses it.
-The policy is ``quiver.residency.eviction``; here is what it is told. Manifests have a share of the capacity: past it,
-manifests are evicted for one another, before any shard is.
+of an upload are here. A fetch that the policy decided on says what it evicts (``Decision.evict``); if that is not
+enough by then, or the fetch is a reader's, what to evict is decided here, under one lock with the reservation that uses
+it. The policy is ``quiver.residency.eviction``; here is what it is told. Manifests have a share of the capacity: past
+it, manifests are evicted for one another, before any shard is.
 """
 
 from __future__ import annotations
@@ -13,21 +13,31 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator, Mapping, Set
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from quiver.digest import Digest
-from quiver.lookup import as_rows
+from quiver.lookup import DigestRows, as_rows
 from quiver.residency import Candidates, Decision, Needs, OnBehalf, Shelf
 from quiver.residency.eviction import IDLE_SECONDS
 from quiver.store import Evict, Kind, MemoryInventory, Store, Writing
+from quiver.store.table import Listing
 from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.residency.holders import Holders
 
 MANIFESTS_SHARE: Final = 4  # manifests may take a quarter of the capacity; usually they take a thousandth
+
+
+class _LookedUp(NamedTuple):
+    """The slots in ``Needs`` of the files that were held at the last look, by their stamps in order."""
+
+    shards: DigestRows
+    stamps: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
 
 
 class Rooms:
@@ -48,6 +58,7 @@ class Rooms:
         self._opened = opened
         self._budgets = budgets
         self._counters = counters
+        self._looked_up = _LookedUp(needs.shown[0], np.zeros(0, np.int64), np.zeros(0, np.int64))
         self._lock = threading.Lock()  # held while room is decided on and reserved, and never while data is moved
 
     def check(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> None:
@@ -92,11 +103,28 @@ class Rooms:
         """Return the shards that are held, and which of them may be evicted."""
         held = self._inventory.listing(Kind.SHARD)
         idle = self._inventory.now() - held.used
-        needed = self._needs.needed_of(held.digests)
+        needed = self._needed(held)
         in_use = needed < 0  # where it makes a difference, the manifests say whether it is
         asked = np.flatnonzero(in_use & (idle >= IDLE_SECONDS))
         in_use[asked] = self._opened.in_use_of(held.digests[asked])
-        return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.digests))
+        return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
+
+    def _needed(self, held: Listing) -> npt.NDArray[np.int8]:
+        """Return ``Needs.needed_of``, looking up only files that were not there the last time."""
+        shards, counts = self._needs.shown
+        before = self._looked_up
+        if before.shards is shards and len(before.stamps):
+            at = np.minimum(np.searchsorted(before.stamps, held.stamps), len(before.stamps) - 1)
+            found = before.stamps[at] == held.stamps
+            slots = np.where(found, before.slots[at], -1)
+            slots[~found] = shards.rows_of(held.digests[~found])
+        else:
+            slots = shards.rows_of(held.digests)
+        order = np.argsort(held.stamps)
+        self._looked_up = _LookedUp(shards, held.stamps[order], slots[order])
+        if not len(counts):
+            return np.full(len(slots), -1, np.int8)
+        return np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8)
 
     def on_behalf(self, client: str) -> OnBehalf:
         """Return for whom room is made when a client wants it. One that had too much evicted replaces its own alone."""
@@ -150,7 +178,7 @@ class Rooms:
         ]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
-        """Return what to evict beyond what was decided so that so many bytes become free; ``None`` if that cannot be."""
+        """Return what to evict beyond what was decided, so that so many bytes become free; ``None``: it cannot be."""
         manifests = self._manifests_shelf()
         excess = int(manifests.sizes.sum()) - self.store.capacity_bytes // MANIFESTS_SHARE
         evict: list[tuple[Kind, Digest]] = []
@@ -178,15 +206,14 @@ class Rooms:
 
     def _manifests_shelf(self) -> Shelf:
         held = self._inventory.listing(Kind.MANIFEST)
-        digests = [Digest(row.tobytes()) for row in held.digests]
         datasets, used = self._needs.datasets, self._opened.recently_used()
         return Shelf(
             held.digests,
             held.sizes,
             self._inventory.now() - held.used,
-            np.asarray([1 if digest in datasets else -1 for digest in digests], np.int8),
-            np.asarray([digest in used for digest in digests], bool),
-            self.holders.of(held.digests),
+            np.asarray([1 if digest in datasets else -1 for digest in held.names], np.int8),
+            np.asarray([digest in used for digest in held.names], bool),
+            self.holders.of(held.names),
         )
 
     def _is_held(self, digest: Digest) -> bool:
@@ -196,9 +223,8 @@ class Rooms:
         """Count what is evicted: what somebody needs, and for the client's budget what is another's."""
         if not evict:
             return
-        digests = as_rows(digest for _, digest in evict)
         shards = as_rows(digest for kind, digest in evict if kind is Kind.SHARD)
         self._counters.add("forced_drops", int((self._needs.needed_of(shards) > 0).sum()))
-        others = int((self.holders.of(digests) != self.holders.number(client)).sum())
+        others = int((self.holders.of([digest for _, digest in evict]) != self.holders.number(client)).sum())
         if client and others:
             self._budgets.charge(client, Cost.EVICTIONS, others, time.monotonic())

@@ -1,8 +1,8 @@
 """Shards that clients put here, since the daemon may not read their origin: which are wanted, and who was chosen.
 
-A shard is *wanted* when the policy decided to fetch it; it is *awaited* from the moment that a client was chosen to read
-and put it, until it is here, the client forgoes it, or ``UPLOAD_SECONDS`` have passed. Choosing is a command of its own
-(``choose``): no question changes who was chosen.
+A shard is *wanted* when the policy decided to fetch it; it is *awaited* from the moment that a client was chosen to
+read and put it, until it is here, the client forgoes it, or ``UPLOAD_SECONDS`` have passed. Choosing is a command of
+its own (``choose``): no question changes who was chosen.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Uploads:
         self._awaited: OrderedDict[Recipe, _Upload] = OrderedDict()
         self._of: dict[Digest, dict[Digest, None]] = {}  # manifests by shard, of what is awaited
         self._owed: dict[str, dict[Recipe, None]] = {}  # by address
-        self._lapsed: Expiring[tuple[Digest, str], None] = Expiring(AWAITED_MAX, clock=lambda: time.monotonic())
+        self._lapsed: Expiring[tuple[Digest, str], None] = Expiring(AWAITED_MAX, clock=_now)
 
     # -- wanted -------------------------------------------------------------------------------------------------------
 
@@ -157,3 +157,7 @@ class Uploads:
         else:
             self._commitments.end(recipe)
         upload.end()
+
+
+def _now() -> float:
+    return time.monotonic()

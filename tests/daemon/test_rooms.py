@@ -1,0 +1,139 @@
+"""Decisions are carried out as said: what is evicted for a shard, when, and what becomes of it if the fetch fails."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quiver.digest import Digest
+from quiver.errors import Changed, OverCapacity
+from quiver.manifest import Manifest
+from quiver.residency import Decision, Report
+from quiver.store import Kind
+from quiver_cacheserver.node import Node
+from tests.daemon.test_costs import HONEST, SHARD_BYTES, age, held, lone_node
+from tests.support.data import Files, make_files, random_files
+
+SHARDS = 12
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Twelve shards of one sample each, all of one size."""
+    content = random_files(SHARDS, seed=7, low=60_000, high=60_001)
+    return make_files(tmp_path_factory.mktemp("even"), content, shard_bytes=61_000)
+
+
+@pytest.fixture
+def node(even: Files, tmp_path: Path) -> Iterator[Node]:
+    """A daemon with room for four shards, full of the first four, without a loop."""
+    with contextlib.closing(lone_node(even, tmp_path, 4 * SHARD_BYTES + 1000)) as made:
+        manifest = even.opened()
+        for number in range(4):
+            made.filler.fill(manifest.shard_digest(number), manifest)
+        yield made
+
+
+def needed_by(node: Node, manifest: Manifest, *numbers: int) -> None:
+    """Have one consumer report that it needs these."""
+    needs: Any = node._needs
+    sizes = manifest.tables.shard_sizes.astype(np.float64)
+    if not needs.has_dataset(manifest.digest):
+        every = np.ones(manifest.shard_count, bool)
+        needs.add_dataset(manifest.digest, manifest.tables.shard_digests, sizes, ~every, every)
+    left = np.zeros(manifest.shard_count, np.uint8)
+    left[list(numbers)] = 255
+    assert needs.report(manifest.digest, Report(bytes(16), left, 0.0, 0.0, 1e9), 0.0)
+
+
+def resident(node: Node, manifest: Manifest) -> set[int]:
+    return {number for number in range(manifest.shard_count) if node.held(manifest.shard_digest(number))}
+
+
+def decision_of(manifest: Manifest, number: int, *evict: int, forced: bool = False) -> Decision:
+    victims = tuple(manifest.shard_digest(at) for at in evict)
+    return Decision(
+        manifest.shard_digest(number), manifest.digest, float(SHARD_BYTES), victims, victims if forced else ()
+    )
+
+
+def test_what_was_decided_is_evicted_and_nothing_else(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1, 2, 3)
+    with pytest.raises(OverCapacity):
+        node.filler.fill(manifest.shard_digest(4), manifest)
+    node._needs.commit(decision_of(manifest, 4, 2, forced=True))
+    node.filler.fill(manifest.shard_digest(4), manifest)
+    assert resident(node, manifest) == {0, 1, 3, 4}
+    assert node.counters.forced_drops == 1
+
+
+def test_what_somebody_came_to_need_since_the_decision_is_spared(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1)
+    node._needs.commit(decision_of(manifest, 4, 2))
+    needed_by(node, manifest, 0, 1, 2)
+    node.filler.fill(manifest.shard_digest(4), manifest)
+    assert resident(node, manifest) == {0, 1, 2, 4}, "another one that nobody needs was evicted instead"
+    assert node.counters.forced_drops == 0
+
+
+def test_a_fetch_that_fails_has_evicted_nothing_and_its_victims_are_held_as_before(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1, 2, 3)
+    gone = make_files(
+        even.folder.parent, random_files(2, seed=8, low=60_000, high=60_001), name="gone", shard_bytes=61_000
+    )
+    for path in gone.folder.rglob("*.png"):
+        path.unlink()
+    there = gone.opened()
+    decision = decision_of(there, 0)._replace(evict=(manifest.shard_digest(3),), forced=(manifest.shard_digest(3),))
+    node._needs.commit(decision)
+    with pytest.raises(Changed):
+        node.filler.fill(there.shard_digest(0), there)
+    assert resident(node, manifest) == {0, 1, 2, 3}
+    assert node._needs.commitments.evicting == [manifest.shard_digest(3)]
+    node._needs.end(decision.recipe)
+    assert node._needs.commitments.evicting == []
+
+
+def test_what_is_evicted_for_one_shard_gives_room_to_no_other(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1, 2)  # nobody needs 3
+    node._needs.commit(decision_of(manifest, 4, 3))
+    assert node.rooms.free_bytes() < SHARD_BYTES
+    with pytest.raises(OverCapacity):
+        node.filler.fill(manifest.shard_digest(5), manifest, HONEST)
+    node._needs.end(decision_of(manifest, 4).recipe)
+    node.filler.fill(manifest.shard_digest(5), manifest, HONEST)
+    assert resident(node, manifest) == {0, 1, 2, 5}
+
+
+def test_a_decision_whose_room_came_free_meanwhile_evicts_nothing(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1)
+    node._needs.commit(decision_of(manifest, 4, 2))
+    node.store.drop(Kind.SHARD, manifest.shard_digest(3))
+    node.filler.fill(manifest.shard_digest(4), manifest)
+    assert resident(node, manifest) == {0, 1, 2, 4}
+
+
+def test_an_upload_takes_the_place_of_what_was_decided_for_it(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1, 2, 3)
+    age(node, 3600.0)
+    data = bytes(SHARD_BYTES)
+    with pytest.raises(OverCapacity), node.rooms.reserve(Kind.SHARD, Digest.of(data), len(data), HONEST):
+        pass
+    node._needs.commit(Decision(Digest.of(data), manifest.digest, SHARD_BYTES, (manifest.shard_digest(1),)))
+    needed_by(node, manifest, 0, 2, 3)
+    with node.rooms.reserve(Kind.SHARD, Digest.of(data), len(data), HONEST) as writing:
+        writing.write(data)
+        writing.commit()
+    assert held(node, manifest) == 3
+    assert resident(node, manifest) == {0, 2, 3}
