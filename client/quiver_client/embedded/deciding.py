@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
+from functools import partial
 from typing import Final
 
 from quiver.digest import Digest
 from quiver.manifest import Manifest
 from quiver.residency import Candidates, Decision, Needs, OriginEstimate, Recipe, Situation, choose_idle, decide
-from quiver.residency.eviction import EMPTY_SHELF
 from quiver.store import Evict, FolderInventory, Kind, Store
 from quiver.store.files import disk_errors
 from quiver_client.embedded.folder_contents import FolderContents
@@ -32,7 +32,6 @@ class Decider:
         self._store = store
         self._shared = needs
         self._contents = FolderContents(store)
-        self._shard_bytes_max = int(manifest.tables.shard_sizes.max())
         self._elsewhere: set[Recipe] = set()  # shards that other processes are filling
 
     def look(self, *, at_once: bool = False) -> None:
@@ -62,14 +61,12 @@ class Decider:
         with self._shared.locked() as needs:
             self._commit_elsewhere(needs, elsewhere)
             needs.expire(now)
-            free_bytes = self._free_bytes(needs)
-            full = free_bytes < fetches_max * self._shard_bytes_max
             situation = Situation(
                 now=now,
-                free_bytes=free_bytes,
+                free_bytes=self._free_bytes(needs),
                 fetches_max=fetches_max,
                 origin=origin,
-                shelf=lambda: self._contents.shelf(self._shared.needed_of) if full else EMPTY_SHELF,
+                shelf=partial(self._contents.shelf, self._shared.needed_of),
                 only=consumer,
                 avoid={self._recipe(self._manifest.shard_digest(shard)) for shard in avoid},
             )
@@ -124,11 +121,15 @@ class Decider:
         """Return the files of what is evicted, as the store is told."""
         return self._contents.paths_of(evict)
 
+    def reserved(self, decision: Decision) -> None:
+        """Room was reserved for a decision: what it evicts is gone."""
+        with self._shared.locked() as needs:
+            self._settle(self._evict_of(needs, decision))
+
     def end(self, decision: Decision, *, arrived: bool) -> None:
         """A fill ended; ``arrived``: its shard is in the folder."""
         with self._shared.locked() as needs:
-            committed = needs.commitments.get(decision.recipe)
-            self._settle({*decision.evict, *(committed.evict if committed is not None else ())})
+            self._settle(self._evict_of(needs, decision))
             if arrived:
                 self._contents.added(decision.shard, int(decision.size_bytes))
                 self._shared.arrived(decision.shard)
@@ -137,11 +138,18 @@ class Decider:
             needs.end(decision.recipe)
 
     def _free_bytes(self, needs: Needs) -> float:
-        """Return the room that is free, and promised to nothing that is coming; negative if there is too little."""
-        commitments, files = needs.commitments, self._contents.files
-        evicting = sum(files[digest].size_bytes for digest in commitments.evicting if digest in files)
-        promised = sum(size_bytes for digest, size_bytes in commitments.promised() if digest not in files)
-        return self._store.capacity_bytes - self._contents.occupied_bytes + evicting - promised
+        """Return the room that is free, and promised to nothing that is coming; negative if there is too little.
+
+        A decision that evicts more than its own shard takes has the rest to itself until it has done so: another one
+        may be carried out first, and has to find its room without.
+        """
+        files, promised_bytes = self._contents.files, 0.0
+        for digest, size_bytes in needs.commitments.promised():
+            if digest not in files:
+                evict = {each for decision in needs.commitments.decisions_of(digest) for each in decision.evict}
+                freed_bytes = sum(files[each].size_bytes for each in evict if each in files)
+                promised_bytes += max(size_bytes - freed_bytes, 0.0)
+        return self._store.capacity_bytes - self._contents.occupied_bytes - promised_bytes
 
     def _unneeded(self, needs: Needs, lacking_bytes: float) -> tuple[Digest, ...] | None:
         if lacking_bytes <= 0:
@@ -150,6 +158,12 @@ class Decider:
         commitments = needs.commitments
         chosen = Candidates(shelf, without=[*commitments.evicting, *commitments.coming]).choose(lacking_bytes)
         return tuple(shelf.name(at) for at in chosen) if chosen is not None else None
+
+    @staticmethod
+    def _evict_of(needs: Needs, decision: Decision) -> set[Digest]:
+        """Return what is evicted for a decision, also if that was decided again."""
+        committed = needs.commitments.get(decision.recipe)
+        return {*decision.evict, *(committed.evict if committed is not None else ())}
 
     def _settle(self, evict: Collection[Digest]) -> None:
         """Learn which of the shards that were to be evicted are gone."""

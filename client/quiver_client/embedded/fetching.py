@@ -1,7 +1,9 @@
 """What a consumer of this process needs: told to the processes that share the folder, and fetched ahead of its reads.
 
 Reports come from one thread, a few per second. Each is told to the others by a lease file; then what was decided is
-fetched. When a fetch ends, the next one is decided at once, without waiting for the next report.
+fetched. When a fetch ends, the next one is decided at once, without waiting for the next report; not so for a consumer
+that reads in a fixed order. It never waits for a fetch, and late in an epoch little is left to read in each shard:
+fetched as fast as possible, whole shards for a few samples each take time from the reader itself.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ class FolderNeeds:
         # Of what follows, all is guarded by the lock: fetches end in threads of their own.
         self._lock = forks.lock()
         self._consumer: bytes | None = None  # for which is fetched
+        self._is_ordered = False  # whether that reads in a fixed order
         self._fetching: dict[Decision, Future[Outcome]] = {}
         self._pause = Backoff(*PAUSE_SECONDS)
         # This process fetches what it needs, unless it may not write to the folder: then nobody does it for it.
@@ -61,6 +64,7 @@ class FolderNeeds:
         seen = self._tier.needs.report(report)
         with self._lock:
             self._consumer = None if leaving else report.consumer
+            self._is_ordered = report.ordered
         if leaving:
             self._tier.needs.leave(report.consumer)
         else:
@@ -142,19 +146,20 @@ class FolderNeeds:
 
     def _ended(self, decision: Decision, future: Future[Outcome]) -> None:
         """A fetch ended: begin what is decided next. In the thread of that fetch."""
+        with self._lock:
+            self._fetching.pop(decision, None)
         try:
             outcome = future.result()
         except CancelledError:
             outcome = Outcome.FAILED
             self._tier.decider.end(decision, arrived=False)
         with self._lock:
-            self._fetching.pop(decision, None)
             if outcome is Outcome.ARRIVED:
                 self._pause.succeed()
             elif outcome is Outcome.NO_ROOM:
                 self._pause.pause(NO_ROOM_SECONDS)
             elif outcome is Outcome.FAILED:
                 self._pause.fail()
-        if outcome is Outcome.ARRIVED:
+        if outcome is Outcome.ARRIVED and not self._is_ordered:
             self._look()
             self._fetch()

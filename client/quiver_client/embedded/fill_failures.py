@@ -65,21 +65,21 @@ class FillFailures:
         with self._lock:
             self._shards.pop(shard, None)
             self._disk.succeed()
-            self._room.succeed()
             if self._origin.failures:
                 self._origin.succeed()
                 for number, failure in list(self._shards.items()):
                     if isinstance(failure.error, Unavailable):
                         del self._shards[number]
 
-    def begin_mending(self, shard: int) -> bool:
+    def found_room(self) -> None:
+        """What was decided for a consumer found room: a reader may look for some as well."""
+        with self._lock:
+            self._room.succeed()
+
+    def begin_mending(self, shard: int, loss: QuiverError) -> bool:
         """Return whether to try to mend a partial shard now, which counts as a failure until it has succeeded."""
         with self._lock:
-            failure = self._shards.get(shard)
-            if failure is None:
-                failure = self._shards[shard] = _Failure(
-                    NotFound("some of its samples are lost"), Backoff(*SHARD_SECONDS)
-                )
+            failure = self._shards.setdefault(shard, _Failure(loss, Backoff(*SHARD_SECONDS)))
             if failure.retry.is_waiting:
                 return False
             failure.retry.fail()

@@ -169,7 +169,10 @@ class Filler:
             return Outcome.FAILED
         except RuntimeError:  # the interpreter ends: what reads the origin gets no threads any more
             return Outcome.FAILED
-        return Outcome.ARRIVED if found is not None else Outcome.NO_ROOM
+        if found is None:
+            return Outcome.NO_ROOM
+        self.failures.found_room()
+        return Outcome.ARRIVED
 
     def _fill(self, shard: int, decision: Decision | None) -> Buffer | None:
         """Fill and map a shard, unless another process filled it; ``None`` if it was evicted at once."""
@@ -222,4 +225,5 @@ class Filler:
                     lambda lacking_bytes: self._decider.instead(decision, lacking_bytes),
                 )
                 writing = stack.enter_context(again)
+            self._decider.reserved(decision)
             yield writing

@@ -112,13 +112,17 @@ class EmbeddedTier:
         ``before``: what was lost before ``here`` was looked up. Another thread may map a shard anew meanwhile, and of
         what is in doubt nothing is handed out.
         """
-        lost_in = [known[shard] for known in (before, self._mapped.lost) for shard in here if shard in known]
+        now = self._mapped.lost
+        if not before and not now:
+            return missing
+        lost_in = [known[shard] for known in (before, now) for shard in here if shard in known]
         if not lost_in:
             return missing
         lost = np.isin(batch.plan.blobs[missing], np.concatenate(lost_in))
         mended = []
         for shard in set(batch.plan.shards[missing[lost]].tolist()):
-            if self.filler.failures.begin_mending(shard):
+            loss = self._mapped.loss(shard)
+            if loss is not None and self.filler.failures.begin_mending(shard, loss):
                 with contextlib.suppress(QuiverError):
                     whole = self.filler.mend(shard)
                     if whole is not None:
