@@ -5,7 +5,8 @@ is held for ever. So whatever outlives a call makes its locks here, and a child 
 may be half changed in a child: who can be reached from one looks whose process it is, or begins anew there.
 
 A lock of a file (``flock``) belongs to the open file, of which a child has a copy: it would outlive its owner for as
-long as the child does, and a child that unlocks it unlocks it for its parent. So a child closes its copies at once.
+long as the child does, and a child that unlocks it unlocks it for its parent. So a child closes its copies at once, and
+those of its parent's connections, on which it would read its parent's answers.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import fcntl
 import os
 import threading
 import weakref
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 Made = TypeVar("Made")
 
 _locks: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_closed: Final[weakref.WeakSet[Closable]] = weakref.WeakSet()
 _files: Final[weakref.WeakSet[LockedFile]] = weakref.WeakSet()
 
 
@@ -48,6 +50,17 @@ def event() -> threading.Event:
     return _freed_in_child(threading.Event())
 
 
+class Closable(Protocol):
+    """What has something open."""
+
+    def close(self) -> None: ...
+
+
+def close_in_child(owner: Closable) -> None:
+    """Have a child close its copies of what the parent has open, such as a connection: it is the parent's to use."""
+    _closed.add(owner)
+
+
 class LockedFile:
     """A file open for its lock, which goes with ``close`` or with the process that opened it, and not in a child."""
 
@@ -67,6 +80,9 @@ class LockedFile:
 def _in_child() -> None:
     for made in list(_locks):
         made._at_fork_reinit()
+    for owner in list(_closed):
+        with contextlib.suppress(OSError):
+            owner.close()
     for file in list(_files):
         fd, file.fd = file.fd, -1
         if fd >= 0:

@@ -11,6 +11,7 @@ failures mean, and when a request is sent once more are the same for all three a
 
 from __future__ import annotations
 
+import select
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import numpy.typing as npt
 
+from quiver import forks
 from quiver.errors import BrokenOff, QuiverError, Unavailable
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
@@ -71,6 +73,7 @@ class Connection:
         self._kernel_waits = kernel_waits(sock)
         self._set_wait_seconds = 0.0
         sock.setblocking(self._kernel_waits)
+        forks.close_in_child(self)
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -145,7 +148,7 @@ class Connection:
             try:
                 got = self._socket.recvmsg(size_bytes_max, ancillary_bytes_max, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
-                self._watch.check(self._socket)
+                self._wait(select.POLLIN)
                 continue
             self.is_answering = bool(got[0])
             return Message(*got[:3])

@@ -45,8 +45,11 @@ def connect(host: str, port: int, seconds: float, tls: ssl.SSLContext | None = N
 
 
 def kernel_waits(sock: socket.socket) -> bool:
-    """Whether a blocking call can wait as long as ``set_wait`` says. Not under TLS: it may read in order to write."""
-    return not isinstance(sock, ssl.SSLSocket)
+    """Whether to have blocking calls wait as long as ``set_wait`` says, which saves calls for streams of bytes.
+
+    Not under TLS, where a write may have to read, nor for messages, whose waits end to the millisecond by ``poll``.
+    """
+    return sock.type == socket.SOCK_STREAM and not isinstance(sock, ssl.SSLSocket)
 
 
 def set_wait(sock: socket.socket, seconds: float) -> None:
