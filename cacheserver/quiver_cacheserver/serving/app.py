@@ -164,9 +164,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     began(request)
     try:
         return await handler(request)
-    except (
-        ConnectionError
-    ) as error:  # the client left: nobody reads an answer, and it may happen often
+    except ConnectionError as error:  # the client left: nobody reads an answer, and it may happen often
         log.debug("a request was given up by its client: %s", error)
         gone = web.Response(status=400)
         gone.force_close()
