@@ -21,7 +21,7 @@ from quiver.errors import DiskFailed
 class OpenFile:
     """A file of the store held open. It closes when the last one who uses it lets go, evicted or not."""
 
-    __slots__ = ("__weakref__", "_address", "_mapped", "fd", "size_bytes")
+    __slots__ = ("__weakref__", "_mapped", "fd", "size_bytes")
 
     def __init__(self, path: Path) -> None:
         # Not followed and not waited for: a link or a fifo under a digest's name is a stray, and must not hang us.
@@ -38,7 +38,6 @@ class OpenFile:
         self.fd = fd
         weakref.finalize(self, os.close, fd).atexit = False
         self._mapped: memoryview | None = None
-        self._address = 0
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             raise FileNotFoundError(errno.ENOENT, "not a regular file", name)
@@ -65,12 +64,6 @@ class OpenFile:
         if self._mapped is None:
             self._mapped = self.map()
         return self._mapped
-
-    def mapped_at(self) -> int:
-        """Return the address of ``mapped()``, for system calls that read it. Raises ``DiskFailed``."""
-        if not self._address:
-            self._address = np.frombuffer(self.mapped(), np.uint8).ctypes.data if self.size_bytes else 0
-        return self._address
 
     def read(self) -> memoryview:
         """Return the file's bytes, copied: unlike a mapping, a disk that fails here is an error and no signal."""

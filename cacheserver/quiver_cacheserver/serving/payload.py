@@ -38,8 +38,8 @@ class Payload:
     """
 
     __slots__ = (
-        "_addresses", "_copied", "_ends", "_files", "_head", "_held", "_lengths", "_next", "_numbers", "_offsets",
-        "_part", "_sent", "_size", "_vector", "head_bytes", "shards", "size_bytes",
+        "_addresses", "_buffer", "_copied", "_ends", "_files", "_head", "_lengths", "_next", "_numbers", "_offsets",
+        "_part", "_sent", "_size", "_vector", "_views", "head_bytes", "shards", "size_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -65,12 +65,13 @@ class Payload:
         self._lengths = np.add.reduceat(lengths, firsts) if len(firsts) else lengths
         self._next = 0  # range, that is not in the vector yet
         self._addresses = np.zeros(len(files), np.uint64)  # of the files; 0: not mapped yet
+        self._views: list[npt.NDArray[np.uint8]] = []  # what the vector points into
         self._vector = np.empty((0, 2), np.uint64)  # address and length: what is being sent
         self._ends = np.empty(0, np.int64)  # of its buffers, from the first one's start
         self._size = 0  # bytes of the vector
         self._sent = 0  # of those
         self._part = 0  # under TLS: bytes of the next range that were read already
-        self._held: object = None  # what the vector points into besides the files
+        self._buffer: bytearray | None = None  # they were read into
         self._copied: memoryview | None = None  # under TLS: bytes that were read and are not sent yet
 
     @classmethod
@@ -124,7 +125,8 @@ class Payload:
             vector[at:, 0] += self._offsets[part].astype(np.uint64)
             vector[at:, 1] = self._lengths[part]
         if at:
-            self._held = head = np.frombuffer(self._head, np.uint8)
+            head = np.frombuffer(self._head, np.uint8)
+            self._views.append(head)
             vector[0] = head.__array_interface__["data"][0], len(head)
             self._head = b""
         self._next += len(numbers)
@@ -137,7 +139,11 @@ class Payload:
         """Return where the files are mapped, those of ``numbers`` at least. Raises ``DiskFailed``."""
         used = np.bincount(numbers, minlength=len(self._addresses))
         for number in np.flatnonzero((used > 0) & (self._addresses == 0)).tolist():
-            self._addresses[number] = self._files[number].mapped_at()
+            # Of several threads that map a file at once the last one's mapping stays with the file: hold on to ours,
+            # or its address could become that of anything else in this process.
+            view = np.frombuffer(self._files[number].mapped(), np.uint8)
+            self._views.append(view)
+            self._addresses[number] = view.__array_interface__["data"][0]
         return self._addresses
 
     # -- by copies ----------------------------------------------------------------------------------------------------
@@ -170,7 +176,7 @@ class Payload:
             used, self._part = used + count, self._part + count
             if count == length:
                 self._next, self._part = self._next + 1, 0
-        self._held, self._copied = buffer, out[:used]
+        self._buffer, self._copied = buffer, out[:used]
         if not used:
             self._release_buffer()
         return used > 0
@@ -188,6 +194,6 @@ class Payload:
         return done
 
     def _release_buffer(self) -> None:
-        buffer, self._held, self._copied = self._held, None, None
-        if isinstance(buffer, bytearray):
+        buffer, self._buffer, self._copied = self._buffer, None, None
+        if buffer is not None:
             _buffers.append(buffer)
