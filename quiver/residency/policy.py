@@ -125,7 +125,7 @@ class _Round:
         following = next(filter(None, (self._with_room(*wanted, ordered=True) for wanted in in_order)), None)
         if best is None or (following is not None and self._ordered_is_next):
             return following
-        return self._with_room(*best) or self._forcing(starving) or following
+        return self._with_room(*best) or self._smaller(starving or hungry) or self._forcing(starving) or following
 
     @cached_property
     def _shelf(self) -> Shelf:
@@ -145,6 +145,12 @@ class _Round:
             return None
         shard, evict = self._needs.shards.name(slot), self._names(room.evict)
         return Decision(shard, dataset, float(self._needs.sizes[slot]), evict, ordered=ordered)
+
+    def _smaller(self, hungry: Sequence[_Hungry]) -> Decision | None:
+        """Return the decision to fetch a smaller shard that fits: it costs no second read, and leaves no room idle."""
+        most_bytes = self._free_bytes + self._candidates.most(np.inf)[1]
+        fitting = self._most_needed(hungry, most_bytes)
+        return self._with_room(*fitting) if fitting is not None else None
 
     def _forcing(self, starving: Sequence[_Hungry]) -> Decision | None:
         """Return what to fetch for those who starve at the cost of what is needed, on account of all it is for."""
@@ -195,21 +201,42 @@ class _Round:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
 
     def _victims(self, bytes_wanted: float) -> list[int]:
-        """Return the slots to evict although somebody needs them: of what fewest need, the shard with most left."""
+        """Return the slots to evict although somebody needs them: of what fewest need, the shard of which most is left.
+
+        As a share of the shard: what is read again for the room that it makes.
+        """
         needs = self._needs
-        held = np.flatnonzero(needs.held & self._present & (needs.counts > 0) & (needs.sizes >= bytes_wanted))
+        may_go = needs.held & self._present & ~self._spared() & (needs.counts > 0)
+        held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
         if not len(held):
             return []
         least = held[needs.counts[held] == needs.counts[held].min()]
         left = np.zeros(len(needs.sizes))
         for it in needs.consumers.values():
-            left[needs.datasets[it.dataset].slots] += it.left
+            left[needs.datasets[it.dataset].slots] += it.report.left
         return [int(least[np.argmax(left[least])])]
+
+    def _spared(self) -> Mask:
+        """Return what those need that starve themselves: nothing of it is evicted for another one.
+
+        What was just fetched for one has most left in it, and few need it. If the next one to starve had that evicted,
+        and so on in turn, shards would replace one another before they are read, and nobody would get anywhere.
+        A consumer that reads alone replaces what is its own.
+        """
+        needs = self._needs
+        spared = np.zeros(len(needs.sizes), bool)
+        reading = [it for it in needs.consumers.values() if it.pending.any()]
+        for it in reading if len(reading) > 1 else ():
+            slots = needs.datasets[it.dataset].slots
+            runway = self._runway(it, self._present[slots], it.pending)
+            if self._is_heard(it) and max(runway.ahead, runway.local) <= self._little(it):
+                spared[slots[it.pending]] = True
+        return spared
 
     # -- who wants what -----------------------------------------------------------------------------------------------
 
-    def _most_needed(self, hungry: Sequence[_Hungry]) -> tuple[int, Digest] | None:
-        """Return the slot that most groups need of what some of them miss, and of which dataset it is."""
+    def _most_needed(self, hungry: Sequence[_Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
+        """Return the slot that most groups need of what some miss and is not larger, and of which dataset it is."""
         needs = self._needs
         best: tuple[float, int, Digest] | None = None
         missing: dict[Digest, Mask] = {}
@@ -218,6 +245,9 @@ class _Round:
             missing[name] = missing[name] | it.missing if name in missing else it.missing
         for name, mask in missing.items():
             slots = needs.datasets[name].slots[mask]
+            slots = slots[needs.sizes[slots] <= bytes_max]
+            if not len(slots):
+                continue
             scores = needs.counts[slots] + needs.ties[slots]
             at = int(np.argmax(scores))
             if best is None or scores[at] > best[0]:
@@ -250,9 +280,7 @@ class _Round:
                 continue
             runway = self._runway(it, here[it.dataset], missing)
             if len(reading) == 1 or _is_low(it, dataset, runway, fastest, situation.origin):
-                # What is asked for now comes a fill later.
-                little = STARVING_SHARDS * dataset.shard_bytes + it.report.rate * situation.origin.fill_seconds
-                hungry.append(_Hungry(it, missing, runway.ahead <= little))
+                hungry.append(_Hungry(it, missing, runway.ahead <= self._little(it)))
         return hungry, in_order
 
     def _absent(self, name: Digest, here: Mask) -> Mask:
@@ -269,6 +297,11 @@ class _Round:
         ahead = it.report.ahead_bytes + (local - it.local_bytes) - read_since
         mine_since = read_since * self._needs.datasets[it.dataset].mine_share
         return _Runway(ahead, local - mine_since, float(it.left_mine @ missing))
+
+    def _little(self, it: Consumer) -> float:
+        """Return the runway with which a consumer starves: what is asked for now comes a fill later."""
+        shard_bytes = self._needs.datasets[it.dataset].shard_bytes
+        return STARVING_SHARDS * shard_bytes + it.report.rate * self._situation.origin.fill_seconds
 
     def _is_heard(self, it: Consumer) -> bool:
         """Whether a consumer goes on, as far as is known. Of one that is silent nobody knows how far it is."""

@@ -468,6 +468,48 @@ def test_what_is_avoided_is_neither_fetched_nor_counted_as_coming() -> None:
     assert wanted(needs, avoid=stuck) == [fetch_of(2, B)], "by the other dataset that has it"
 
 
+# -- bytes and not shards ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_evicted_that_a_starving_consumer_needs() -> None:
+    """It was fetched a moment ago, and evicting it would have the two replace each other's shards without end."""
+    needs = board(4, held=[0, 1])
+    needs.report(A, report(1, [200, 0, FULL, 0], rate=1e4), 0.0)
+    needs.report(A, report(2, [0, 0, 0, FULL], rate=1e4), 0.0)
+    needs.report(A, report(3, [0, 100, 0, 0], ahead_bytes=2.0), 0.0)
+    assert [fetch.forced for fetch in wanted(needs, free=0.0)] == [(shard(1),)]
+    needs.gone(shard(1))
+    needs.arrived(shard(2))
+    assert wanted(needs, free=0.0) == [], "what is held, those need who starve"
+    needs.report(A, report(1, [200, 0, FULL, 0]), 1.0)
+    assert [fetch.forced for fetch in wanted(needs, now=1.0, free=0.0)] == [(shard(2),)], "it has a second's worth"
+
+
+def test_a_smaller_shard_that_fits_is_fetched_before_anything_needed_is_evicted() -> None:
+    needs = Needs()
+    sizes = np.array([2.0, 2.0, 1.0])
+    needs.add_dataset(A, shards(range(3)), sizes, np.array([True, False, False]), np.ones(3, bool))
+    needs.report(A, report(1, [FULL, FULL, 0], ahead_bytes=4.0), 0.0)
+    needs.report(A, report(2, [0, FULL, FULL]), 0.0)
+
+    def first(free: float) -> tuple[Digest, tuple[Digest, ...]]:
+        (fetch,) = wanted(needs, free=free, at_most=1)
+        return fetch.shard, fetch.evict
+
+    assert first(1.5) == (shard(2), ()), "although fewer need it"
+    assert first(2.0) == (shard(1), ())
+    assert first(0.5) == (shard(1), (shard(0),))
+
+
+def test_of_needed_shards_the_one_is_evicted_of_which_the_larger_share_is_left() -> None:
+    needs = Needs()
+    sizes = np.array([4.0, 3.0, 1.0])
+    needs.add_dataset(A, shards(range(3)), sizes, np.array([True, True, False]), np.ones(3, bool))
+    needs.report(A, report(1, [200, FULL, 0], ahead_bytes=6.0), 0.0)
+    needs.report(A, report(2, [0, 0, FULL]), 0.0)
+    assert [(fetch.shard, fetch.forced) for fetch in wanted(needs, free=0.0)] == [(shard(2), (shard(1),))]
+
+
 # -- the seams for who gets the cache ---------------------------------------------------------------------------------
 
 
