@@ -131,7 +131,8 @@ class Daemon:
     def __post_init__(self) -> None:
         self.needs = Needs(self.setting.seed)
         self.sizes = self.setting.sizes
-        self.needs.add_dataset(DATASET, as_rows(self.names), self.sizes, np.zeros(len(self.sizes), bool), self.mine)
+        self.rows = as_rows(self.names)
+        self.needs.add_dataset(DATASET, self.rows, self.sizes, np.zeros(len(self.sizes), bool), self.mine)
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
     def told(self, report: Report) -> npt.NDArray[np.uint8]:
@@ -145,7 +146,8 @@ class Daemon:
         at_most = self.setting.fills - len(self.coming)
         if at_most <= 0:
             return
-        needed = self.bytes_of(shard for shard in self.held if self.needs.needed(self.names[shard]) is not False)
+        held = np.fromiter(self.held, np.int64, len(self.held))
+        needed = float(self.sizes[held[self.needs.needed_of(self.rows[held]) > 0]].sum())
         origin = Origin(self.rate, self.fill, self.setting.interval)
         coming = [self.names[shard] for shard in self.coming]
         free = self.room - needed - self.bytes_of(self.coming)
@@ -317,7 +319,7 @@ class Rack:
         self.pipe = Pipe(self.clock, origin, setting.latency)
         chance = np.random.default_rng(setting.seed)
         self._owner = chance.integers(0, daemons, len(setting.counts))
-        names = [Digest(shard.to_bytes(32, "big")) for shard in range(1, len(setting.counts) + 1)]
+        names = [Digest(shard.to_bytes(8, "big") + bytes(24)) for shard in range(1, len(setting.counts) + 1)]
         total = float(setting.sizes.sum())
         rooms = np.full(daemons, cached * total / daemons)
         if (setting.counts == setting.counts[0]).all():  # whole shards
