@@ -325,7 +325,8 @@ class Rack:
         if (setting.counts == setting.counts[0]).all():  # whole shards
             rooms = np.diff(np.linspace(0, round(cached * total), daemons + 1).astype(int)).astype(np.float64)
         self.daemons = [
-            Daemon(self.clock, self.pipe, setting, names, self._owner == at, float(room)) for at, room in enumerate(rooms)
+            Daemon(self.clock, self.pipe, setting, names, self._owner == at, float(room))
+            for at, room in enumerate(rooms)
         ]
         self.peak = 0.0
 

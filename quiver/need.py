@@ -367,9 +367,9 @@ class Needs:
         slot, dataset = best
         if self._sizes[slot] <= free_bytes:
             return Fetch(self._shards.name(slot), dataset, None)
-        return self._forced(starving, present, free_bytes)
+        return self._forced(moment, starving, present, free_bytes)
 
-    def _forced(self, starving: list[_Hungry], present: Mask, free_bytes: float) -> Fetch | None:
+    def _forced(self, moment: _Moment, starving: list[_Hungry], present: Mask, free_bytes: float) -> Fetch | None:
         """Return what to bring in for those who starve at the cost of what is needed, on account of all it is for."""
         starving = [
             it for it in starving if it.consumer.drops_left > 0 and it.consumer.report.consumer not in self.spent
@@ -380,7 +380,7 @@ class Needs:
         slot, dataset = best
         if self._sizes[slot] <= free_bytes:
             return Fetch(self._shards.name(slot), dataset, None)
-        victim = self._victim(present, self._sizes[slot] - free_bytes)
+        victim = self._victim(present & ~self._spared(moment, present), self._sizes[slot] - free_bytes)
         if victim is None:
             return None
         on_behalf = [it for it in starving if it.missing[self._datasets[it.consumer.dataset].slots == slot].any()]
@@ -423,15 +423,35 @@ class Needs:
             missing = it.pending & absent[it.dataset]
             if not missing.any():
                 continue
-            local = float(it.left_mine @ here[it.dataset])
-            read_since = it.report.rate * (moment.now - it.at)
-            ahead = it.report.ahead_bytes + (local - it.local) - read_since
-            mine = _Runway(ahead, local - read_since * known.share, float(it.left_mine @ missing))
+            mine = self._runway(it, here[it.dataset], missing, moment.now)
             if len(reading) == 1 or self._low(it, mine, fastest, moment.origin):
-                # What is asked for now comes a fill later.
-                little = STARVING_SHARDS * known.shard_bytes + it.report.rate * moment.origin.fill_seconds
-                hungry.append(_Hungry(it, missing, ahead <= little))
+                hungry.append(_Hungry(it, missing, mine.ahead <= self._little(it, moment.origin)))
         return hungry, in_order
+
+    def _runway(self, it: _Consumer, here: Mask, missing: Mask, now: float) -> _Runway:
+        local = float(it.left_mine @ here)
+        read_since = it.report.rate * (now - it.at)
+        ahead = it.report.ahead_bytes + (local - it.local) - read_since
+        share = self._datasets[it.dataset].share
+        return _Runway(ahead, local - read_since * share, float(it.left_mine @ missing))
+
+    def _little(self, it: _Consumer, origin: Origin) -> float:
+        """Return the runway with which a consumer starves: what is asked for now comes a fill later."""
+        return STARVING_SHARDS * self._datasets[it.dataset].shard_bytes + it.report.rate * origin.fill_seconds
+
+    def _spared(self, moment: _Moment, present: Mask) -> Mask:
+        """Return what those need that starve themselves: nothing of it is evicted for another one.
+
+        What was just fetched for one has most left in it, and few need it. If the next one to starve had that evicted,
+        and so on in turn, shards would replace one another before they are read, and nobody would get anywhere.
+        """
+        spared = np.zeros(len(self._sizes), bool)
+        for it in self._consumers.values():
+            slots = self._datasets[it.dataset].slots
+            mine = self._runway(it, present[slots], it.pending, moment.now)
+            if moment.hears(it) and max(mine.ahead, mine.local) <= self._little(it, moment.origin):
+                spared[slots[it.pending]] = True
+        return spared
 
     def _low(self, it: _Consumer, runway: _Runway, fastest: float, origin: Origin) -> bool:
         """Return whether what a consumer has ahead of it by now is little, in all and of what is mine."""

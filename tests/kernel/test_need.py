@@ -266,6 +266,20 @@ def test_who_starves_is_given_what_it_needs_and_not_what_others_need() -> None:
     assert wanted(needs, free=0.0, at_most=1) == [Fetch(shard(2), A, shard(0))]
 
 
+def test_nothing_is_evicted_that_a_starving_consumer_needs() -> None:
+    """It was fetched a moment ago, and evicting it would have the two replace each other's shards without end."""
+    needs = board(4, held=[0, 1])
+    needs.report(A, report(1, [200, 0, FULL, 0], rate=1e4), 0.0)
+    needs.report(A, report(2, [0, 0, 0, FULL], rate=1e4), 0.0)
+    needs.report(A, report(3, [0, 100, 0, 0], ahead_bytes=2.0), 0.0)
+    assert [fetch.victim for fetch in wanted(needs, free=0.0)] == [shard(1)]
+    needs.gone(shard(1))
+    needs.arrived(shard(2))
+    assert wanted(needs, free=0.0) == [], "what is held, those need who starve"
+    needs.report(A, report(1, [200, 0, FULL, 0]), 1.0)
+    assert [fetch.victim for fetch in wanted(needs, now=1.0, free=0.0)] == [shard(2)], "it has a second's worth"
+
+
 def test_nothing_is_dropped_for_those_who_had_too_much_dropped() -> None:
     needs = board(4, held=[0, 1])
     needs.report(A, report(1, [FULL, FULL, 0, 0], ahead_bytes=2.0), 0.0)
