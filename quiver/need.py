@@ -444,9 +444,11 @@ class Needs:
 
         What was just fetched for one has most left in it, and few need it. If the next one to starve had that evicted,
         and so on in turn, shards would replace one another before they are read, and nobody would get anywhere.
+        A consumer that reads alone replaces what is its own.
         """
         spared = np.zeros(len(self._sizes), bool)
-        for it in self._consumers.values():
+        reading = [it for it in self._consumers.values() if it.pending.any()]
+        for it in reading if len(reading) > 1 else ():
             slots = self._datasets[it.dataset].slots
             mine = self._runway(it, present[slots], it.pending, moment.now)
             if moment.hears(it) and max(mine.ahead, mine.local) <= self._little(it, moment.origin):

@@ -22,7 +22,7 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 DRAINED_AT_ONCE: Final = 6  # more mix better, fewer share a scarce cache better, so
 RESIDENT_PER_DRAINED: Final = 12  # where less is resident fewer are drained at once (bench/simulation.py),
-DRAINED_MIN: Final = 2  # down to this
+DRAINED_MIN: Final = 1  # down to this
 DRAINED_WHERE_ALIKE: Final = 64  # where a shard's samples are alike (sequential layout) a batch is mixed from more
 
 
