@@ -365,9 +365,12 @@ class Needs:
             return following
         self._turn_of_ordered = True
         slot, dataset = best
-        if self._sizes[slot] <= free_bytes:
-            return Fetch(self._shards.name(slot), dataset, None)
-        return self._forced(moment, starving, present, free_bytes)
+        if self._sizes[slot] > free_bytes:  # a smaller one that fits costs no second read, and leaves no room idle
+            fitting = self._most_needed(starving or hungry, free_bytes)
+            if fitting is None:
+                return self._forced(moment, starving, present, free_bytes)
+            slot, dataset = fitting
+        return Fetch(self._shards.name(slot), dataset, None)
 
     def _forced(self, moment: _Moment, starving: list[_Hungry], present: Mask, free_bytes: float) -> Fetch | None:
         """Return what to bring in for those who starve at the cost of what is needed, on account of all it is for."""
@@ -388,8 +391,8 @@ class Needs:
             it.consumer.drops_left -= 1
         return Fetch(self._shards.name(slot), dataset, victim, tuple(it.consumer.report.consumer for it in on_behalf))
 
-    def _most_needed(self, hungry: list[_Hungry]) -> tuple[int, Digest] | None:
-        """Return the slot that most need of what some of them miss, and of which dataset it is."""
+    def _most_needed(self, hungry: list[_Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
+        """Return the slot that most need of what some of them miss and fits, and of which dataset it is."""
         best: tuple[float, int, Digest] | None = None
         missing: dict[Digest, Mask] = {}
         for it in hungry:
@@ -397,6 +400,9 @@ class Needs:
             missing[name] = missing[name] | it.missing if name in missing else it.missing
         for name, mask in missing.items():
             slots = self._datasets[name].slots[mask]
+            slots = slots[self._sizes[slots] <= bytes_max]
+            if not len(slots):
+                continue
             scores = self._need[slots] + self._tie[slots]
             at = int(np.argmax(scores))
             if best is None or scores[at] > best[0]:
