@@ -477,14 +477,17 @@ class Needs:
         return seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds
 
     def _victim(self, present: Mask, bytes_wanted: float) -> Digest | None:
-        """Return what to drop although it is needed: of what fewest need, the shard with most left in it."""
+        """Return what to drop although it is needed: of what fewest need, the shard of which most is left.
+
+        As a share of the shard: what is read again for the room that it makes.
+        """
         held = np.flatnonzero(self._held & present & (self._need > 0) & (self._sizes >= bytes_wanted))
         if not len(held):
             return None
         least = held[self._need[held] == self._need[held].min()]
         left = np.zeros(len(self._sizes))
         for it in self._consumers.values():
-            left[self._datasets[it.dataset].slots] += it.left
+            left[self._datasets[it.dataset].slots] += it.report.left
         return self._shards.name(int(least[np.argmax(left[least])]))
 
 
