@@ -312,6 +312,26 @@ def test_no_victim_is_chosen_that_makes_too_little_room() -> None:
     assert wanted(needs, free=1.0) == [Fetch(shard(2), A, shard(1))]
 
 
+def test_a_smaller_shard_that_fits_is_fetched_before_anything_needed_is_evicted() -> None:
+    needs = Needs()
+    sizes = np.array([2.0, 2.0, 1.0])
+    needs.add_dataset(A, shards(range(3)), sizes, np.array([True, False, False]), np.ones(3, bool))
+    needs.report(A, report(1, [FULL, FULL, 0], ahead_bytes=4.0), 0.0)
+    needs.report(A, report(2, [0, FULL, FULL]), 0.0)
+    assert wanted(needs, free=1.5, at_most=1) == [Fetch(shard(2), A, None)], "although fewer need it"
+    assert wanted(needs, free=2.0, at_most=1) == [Fetch(shard(1), A, None)]
+    assert wanted(needs, free=0.5, at_most=1) == [Fetch(shard(1), A, shard(0))]
+
+
+def test_of_needed_shards_the_one_is_evicted_of_which_the_larger_share_is_left() -> None:
+    needs = Needs()
+    sizes = np.array([4.0, 3.0, 1.0])
+    needs.add_dataset(A, shards(range(3)), sizes, np.array([True, True, False]), np.ones(3, bool))
+    needs.report(A, report(1, [200, FULL, 0], ahead_bytes=6.0), 0.0)
+    needs.report(A, report(2, [0, 0, FULL]), 0.0)
+    assert wanted(needs, free=0.0) == [Fetch(shard(2), A, shard(1))]
+
+
 def test_a_fixed_order_is_fetched_in_that_order_and_never_at_the_cost_of_others() -> None:
     needs = board(6, held=[5])
     needs.report(A, report(2, [0] * 5 + [FULL], ahead_bytes=1.0), 0.0)
