@@ -1,6 +1,7 @@
 """Jobs that share a cache, for real: daemons, jobs and an origin of limited bandwidth, each in its own process.
 
-    python -m bench.cooperation [--case "eight equal"] [--unit 0.2] [--json FILE] [--plot FILE]
+    python -m bench.cooperation [--case "eight equal"] [--shards mixed|equal] [--units 256] [--unit 0.2]
+                                [--json FILE] [--plot FILE]
 
 A job is a loop over ``quiver_client.DataLoader`` that takes a step of fixed length for every batch, as an accelerator
 does, and measures how long each ``next`` kept it. A *unit* is what a job of rate 1 takes for one shard; the origin
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -29,9 +31,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from blake3 import blake3
 
-SHARDS: Final = 256
-SAMPLES: Final = 16  # a shard
+UNITS: Final = 256
+SAMPLES: Final = 16  # of a full shard
 SAMPLE_BYTES: Final = 32 << 10  # with a tar's header before each, the origin sends 1.6 % more than the samples
 BATCH: Final = 4
 DAEMONS: Final = 3
@@ -134,20 +137,29 @@ class Data:
 
     folder: Path
     manifest: Path
+    shards: int
+    samples: int
     total_bytes: int
     port: int
 
+    @property
+    def unit_bytes(self) -> float:
+        return self.total_bytes * SAMPLES / self.samples
 
-def prepare(where: Path, port: int) -> Data:
-    """Write the dataset as one tar whose samples lie in the order of their shards, so that a shard is one range."""
+
+def prepare(where: Path, port: int, units: int, kind: str) -> Data:
+    """Write the dataset as one tar whose samples lie in the order of their shards, so that a shard is one range.
+
+    The layout is ``mixed`` either way. Samples as they come make shards that are half to wholly full; for ``equal``
+    ones the samples are chosen by their digests, so many with each prefix.
+    """
     from quiver.manifest import Manifest
     from quiver_client import index
 
     loose, folder = where / "loose", where / "origin"
     loose.mkdir()
     folder.mkdir()
-    for number in range(SHARDS * SAMPLES):
-        content = np.random.default_rng(number).bytes(SAMPLE_BYTES)
+    for number, content in enumerate(_contents(units, kind)):
         (loose / f"{number:06}.bin").write_bytes(content)
     size = SAMPLES * (SAMPLE_BYTES + 40) + 8
     index(str(loose), str(where / "loose.quiver"), layout="mixed", shard_bytes=size)
@@ -157,7 +169,26 @@ def prepare(where: Path, port: int) -> Data:
     with _origin(folder, port):
         index(base, str(where / "data.quiver"), layout="mixed", shard_bytes=size)
     told = Manifest.open(where / "data.quiver")
-    return Data(folder, where / "data.quiver", int(told.tables.shard_sizes.sum()), port)
+    sizes = told.tables.shard_sizes
+    assert kind == "mixed" or sizes.min() == sizes.max()
+    return Data(folder, where / "data.quiver", len(sizes), len(told), int(sizes.sum()), port)
+
+
+def _contents(units: int, kind: str) -> Iterator[bytes]:
+    """Yield the samples of so many full shards' bytes."""
+    drawn = (np.random.default_rng(number).bytes(SAMPLE_BYTES) for number in itertools.count())
+    if kind == "mixed":
+        yield from itertools.islice(drawn, units * SAMPLES)
+        return
+    wanted = dict.fromkeys(range(units), SAMPLES)
+    while wanted:
+        content = next(drawn)
+        prefix = int.from_bytes(blake3(content).digest()[:4], "big") * units >> 32
+        if prefix in wanted:
+            wanted[prefix] -= 1
+            if not wanted[prefix]:
+                del wanted[prefix]
+            yield content
 
 
 def _write_tar(target: Path, loose: Path, manifest: Any) -> None:
@@ -205,8 +236,7 @@ def rack(where: Path, data: Data, cached: float) -> Iterator[list[str]]:
 
 def run(case: Case, data: Data, where: Path, unit: float) -> Outcome:
     """Run one case and return what it came to."""
-    shard_bytes = data.total_bytes / SHARDS
-    limit = case.origin * shard_bytes / unit
+    limit = case.origin * data.unit_bytes / unit
     folder = where / case.name.replace(" ", "-").replace(",", "")
     folder.mkdir()
     control = f"http://127.0.0.1:{data.port}/-"
@@ -230,14 +260,14 @@ def run(case: Case, data: Data, where: Path, unit: float) -> Outcome:
             errors = "".join(path.read_text()[-2000:] for path in sorted(folder.glob("job*.err")))
             raise SystemExit(f"{case.name}: a job failed:\n{errors}")
     told = [_lines(folder / f"job{number}.log") for number in range(len(case.rates))]
-    return _outcome(case, told, origin, marks, peak, data.total_bytes)
+    return _outcome(case, told, origin, marks, peak, data)
 
 
 def _outcome(
-    case: Case, told: list[list[dict[str, Any]]], origin: int, marks: list[int], peak: float, total_bytes: int
+    case: Case, told: list[list[dict[str, Any]]], origin: int, marks: list[int], peak: float, data: Data
 ) -> Outcome:
     used = sum(line["used"] for lines in told for line in lines)
-    per_epoch = [count / total_bytes for count in np.diff([*marks[: case.epochs], origin])]
+    per_epoch = [count / data.total_bytes for count in np.diff([*marks[: case.epochs], origin])]
     warm = [
         sum(line["waited"] for line in lines[1:]) / max(sum(line["seconds"] for line in lines[1:]), 1e-9)
         for lines in told
@@ -257,15 +287,14 @@ def _outcome(
         fetched_per_used=sum(lines[-1]["fetched"] for lines in told) / used,
         origin_per_epoch=per_epoch,
         peak_resident=peak,
-        lru=lru_hits(case),
+        lru=lru_hits(case, data.samples),
     )
 
 
-def lru_hits(case: Case, seed: int = 0) -> float:
+def lru_hits(case: Case, count: int) -> float:
     """Return the hit ratio of least-recently-used over samples, with the jobs' own permutations and no substitution."""
     from quiver.substitution import permutation
 
-    count = SHARDS * SAMPLES
     room, hits = int(case.cached * count), 0
     held: OrderedDict[int, None] = OrderedDict()
     orders = [
@@ -392,23 +421,28 @@ def main() -> None:
     one.add_argument("--plain", action="store_true")
     parser.add_argument("--case", action="append", help="only this case; may be given several times")
     parser.add_argument("--unit", type=float, default=0.2, help="seconds in which a job of rate 1 reads a shard")
+    parser.add_argument("--shards", choices=("mixed", "equal"), default="mixed", help="how full the shards are")
+    parser.add_argument("--units", type=int, default=UNITS, help="full shards' bytes in the dataset")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "job":
         job(arguments)
         return
+    if arguments.shards == "equal" and arguments.units.bit_count() != 1:
+        parser.error("--units: equal shards of the mixed layout are a power of two")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and leave no process behind
     chosen = [case for case in CASES if not arguments.case or case.name in arguments.case]
     with tempfile.TemporaryDirectory(prefix="quiver-bench-") as folder:
         where = Path(folder)
-        data = prepare(where, *_free_ports(1))
+        data = prepare(where, *_free_ports(1), arguments.units, arguments.shards)
         outcomes = []
         for case in chosen:
             outcomes.append(run(case, data, where, arguments.unit))
             show(outcomes[-1])
             if arguments.json:
-                facts = {"unit_seconds": arguments.unit, "cpus": os.cpu_count(), "shards": SHARDS}
+                facts = {"unit_seconds": arguments.unit, "cpus": os.cpu_count(), "shards": data.shards}
+                facts |= {"sizes": arguments.shards, "units": arguments.units}
                 arguments.json.write_text(json.dumps(facts | {"cases": [asdict(each) for each in outcomes]}, indent=1))
     if arguments.plot:
         plot(outcomes, arguments.plot)

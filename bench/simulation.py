@@ -18,14 +18,15 @@ import heapq
 import itertools
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from quiver.digest import Digest
+from quiver.digest import DIGEST_BYTES, Digest
+from quiver.layout import place
 from quiver.lookup import as_rows
 from quiver.residency import (
     Decision,
@@ -39,11 +40,14 @@ from quiver.residency import (
     decide,
     rounded_up,
 )
+from quiver.shard import COUNT_BYTES, ROW_BYTES
 from quiver.substitution import Ints, Order, View, dealt, permutation
 
 DATASET: Final = Digest(bytes(32))
 ASKED_AGAIN: Final = 0.125  # of a waiting job: it reports at once, and then so often
 GIVEN_UP_AFTER: Final = 10.0  # a job that waited for so long reads from the origin
+ROUNDING: Final = 1e-9  # sizes are fractions of a unit
+SAMPLE_BYTES: Final = 32 << 10
 SMOOTHING: Final = 0.2  # of what a daemon measures of the origin
 
 
@@ -51,8 +55,8 @@ SMOOTHING: Final = 0.2  # of what a daemon measures of the origin
 class Setting:
     """What is the same for all jobs of a run."""
 
-    shards: int
-    samples: int  # in a shard
+    counts: Ints  # samples in each shard
+    samples: int  # in a unit of size
     batch: int
     epochs: int
     seed: int
@@ -61,6 +65,21 @@ class Setting:
     latency: float  # of the origin
     fills: int  # that a daemon has under way at once
     lookahead: int | None
+
+    @property
+    def sizes(self) -> npt.NDArray[np.float64]:
+        """Of each shard, in units."""
+        sizes: npt.NDArray[np.float64] = self.counts / self.samples
+        return sizes
+
+    @property
+    def shard_bytes(self) -> npt.NDArray[np.float64]:
+        """As the needs and the policy are told sizes."""
+        return self.counts * float(SAMPLE_BYTES)
+
+    @property
+    def unit_bytes(self) -> float:
+        return self.samples * float(SAMPLE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -115,14 +134,14 @@ class Pipe:
 
 @dataclass
 class Daemon:
-    """A daemon with room for ``room`` shards; of the dataset the shards ``mine`` are its to fetch."""
+    """A daemon with room for ``room`` units; of the dataset the shards ``mine`` are its to fetch."""
 
     clock: Clock
     pipe: Pipe
     setting: Setting
     names: list[Digest]
     mine: npt.NDArray[np.bool_]
-    room: int
+    room: float
     held: dict[int, float] = field(default_factory=dict)  # shard: when it arrived
     coming: dict[int, float] = field(default_factory=dict)  # shard: when it was asked for
     forced: int = 0
@@ -132,8 +151,10 @@ class Daemon:
 
     def __post_init__(self) -> None:
         self.needs = Needs(self.setting.seed)
-        shards = self.setting.shards
-        self.needs.add_dataset(DATASET, as_rows(self.names), np.ones(shards), np.zeros(shards, bool), self.mine)
+        self.sizes = self.setting.sizes
+        self.shard_bytes = self.setting.shard_bytes
+        held = np.zeros(len(self.sizes), bool)
+        self.needs.add_dataset(DATASET, as_rows(self.names), self.shard_bytes, held, self.mine)
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
     def told(self, report: Report) -> npt.NDArray[np.uint8]:
@@ -148,19 +169,23 @@ class Daemon:
         if at_most <= 0:
             return
         self.needs.expire(self.clock.now)
+        unit_bytes = self.setting.unit_bytes
         situation = Situation(
             now=self.clock.now,
-            free_bytes=float(self.room - len(self.held) - len(self.coming)),
+            free_bytes=(self.room - self.units_of(self.held) - self.units_of(self.coming) + ROUNDING) * unit_bytes,
             fetches_max=at_most,
-            origin=OriginEstimate(self.rate, self.fill, self.setting.interval),
+            origin=OriginEstimate(self.rate * unit_bytes, self.fill, self.setting.interval),
             shelf=self.shelf,
         )
         for decision in decide(self.needs, situation):
             self.begin(decision)
 
     def shelf(self) -> Shelf:
-        held = [StoredFile(self.names[shard], 1, arrived) for shard, arrived in self.held.items()]
+        held = [StoredFile(self.names[shard], int(self.shard_bytes[shard]), at) for shard, at in self.held.items()]
         return Shelf.of(held, self.clock.now, self.needs.needed_of)
+
+    def units_of(self, shards: Iterable[int]) -> float:
+        return float(self.sizes[list(shards)].sum())
 
     def begin(self, decision: Decision) -> None:
         shard = self.numbers[decision.shard]
@@ -172,16 +197,17 @@ class Daemon:
         for victim in decision.evict:
             del self.held[self.numbers[victim]]
             self.needs.gone(victim)
-        assert len(self.held) + len(self.coming) < self.room
+        size = float(self.sizes[shard])
+        assert self.units_of(self.held) + self.units_of(self.coming) + size <= self.room + ROUNDING
         self.coming[shard] = self.clock.now
-        self.clock.after(self.pipe.seconds_for(1.0), lambda: self.arrive(shard))
+        self.clock.after(self.pipe.seconds_for(size), lambda: self.arrive(shard))
 
     def arrive(self, shard: int) -> None:
         asked, now = self.coming.pop(shard), self.clock.now
         self.held[shard] = now
         self.needs.arrived(self.names[shard])
         self.needs.end(Recipe(self.names[shard], DATASET))
-        rate = 1 / max(now - max(asked, self.last), 1e-6)
+        rate = float(self.sizes[shard]) / max(now - max(asked, self.last), 1e-6)
         weight = SMOOTHING if self.last else 1.0
         self.rate += (min(rate, 1e3) - self.rate) * weight
         self.fill += (now - asked - self.fill) * weight
@@ -196,9 +222,10 @@ class Job:
         self._rack, self._clock, self._setting = rack, rack.clock, rack.setting
         self._number, self._rate, self._stops = number, rate, stops
         self._step = rack.setting.batch / rack.setting.samples / rate
-        self._counts = np.full(rack.setting.shards, rack.setting.samples)
-        self._seen = [np.zeros(rack.setting.shards, np.uint8) for _ in rack.daemons]
-        self._arrived = np.zeros(rack.setting.shards, np.int64)
+        shards = len(rack.setting.counts)
+        self._shard_of = np.repeat(np.arange(shards), rack.setting.counts)
+        self._seen = [np.zeros(shards, np.uint8) for _ in rack.daemons]
+        self._arrived = np.zeros(shards, np.int64)
         self._asked_since: float | None = None
         self._reported = -np.inf
         self._began: float | None = None
@@ -228,9 +255,9 @@ class Job:
     def _next_epoch(self) -> None:
         setting = self._setting
         self.epoch += 1
-        order = permutation(setting.shards * setting.samples, setting.seed * 64 + self._number, self.epoch)
+        order = permutation(len(self._shard_of), setting.seed * 64 + self._number, self.epoch)
         share, _ = dealt(order, 0, 1, setting.batch, drop_last=False)
-        self._order = Order(share // setting.samples, setting.shards)
+        self._order = Order(self._shard_of[share], len(setting.counts))
         self._report()
 
     def _report_in_turns(self) -> None:
@@ -248,9 +275,9 @@ class Job:
         left = self._order.left
         report = Report(
             consumer=self._number.to_bytes(16, "big"),
-            left=rounded_up(left, self._counts),
-            rate=self._rate,
-            ahead_bytes=float(left[self._view.resident].sum()) / self._setting.samples,
+            left=rounded_up(left, self._setting.counts),
+            rate=self._rate * self._setting.unit_bytes,
+            ahead_bytes=float(left[self._view.resident].sum()) * SAMPLE_BYTES,
             lease_seconds=self._setting.lease,
         )
         for at, daemon in enumerate(self._rack.daemons):
@@ -320,18 +347,31 @@ class Rack:
         self.setting = setting
         self.pipe = Pipe(self.clock, origin, setting.latency)
         chance = np.random.default_rng(setting.seed)
-        self._owner = chance.integers(0, daemons, setting.shards)
-        names = [Digest(shard.to_bytes(32, "big")) for shard in range(1, setting.shards + 1)]
-        rooms = np.diff(np.linspace(0, round(cached * setting.shards), daemons + 1).astype(int))
+        self._owner = chance.integers(0, daemons, len(setting.counts))
+        names = [Digest(shard.to_bytes(8, "big") + bytes(24)) for shard in range(1, len(setting.counts) + 1)]
+        total = float(setting.sizes.sum())
+        rooms = np.full(daemons, cached * total / daemons)
+        if (setting.counts == setting.counts[0]).all():  # whole shards
+            rooms = np.diff(np.linspace(0, round(cached * total), daemons + 1).astype(int)).astype(np.float64)
         self.daemons = [
-            Daemon(self.clock, self.pipe, setting, names, self._owner == at, int(room)) for at, room in enumerate(rooms)
+            Daemon(self.clock, self.pipe, setting, names, self._owner == at, float(room))
+            for at, room in enumerate(rooms)
         ]
         self.peak = 0.0
 
     def holds(self, shards: Ints) -> npt.NDArray[np.bool_]:
-        held = sum(len(daemon.held) + len(daemon.coming) for daemon in self.daemons)
+        held = sum(daemon.units_of(daemon.held) + daemon.units_of(daemon.coming) for daemon in self.daemons)
         self.peak = max(self.peak, held / sum(daemon.room for daemon in self.daemons))
         return np.array([shard in self.daemons[self._owner[shard]].held for shard in shards.tolist()])
+
+
+def mixed_counts(samples: int, most: int, seed: int) -> Ints:
+    """Return the samples in each shard, ``most`` at most, as ``mixed`` places so many of one size."""
+    digests = np.random.default_rng(seed).integers(0, 256, (samples, DIGEST_BYTES), dtype=np.uint8)
+    cost = SAMPLE_BYTES + ROW_BYTES
+    sizes, units = np.full(samples, SAMPLE_BYTES, np.uint64), np.zeros(samples, np.uint32)
+    _, firsts = place("mixed", digests, sizes, units, most * cost + COUNT_BYTES)
+    return np.diff(firsts)
 
 
 def simulate(
@@ -345,6 +385,7 @@ def simulate(
     epochs: int = 4,
     shards: int = 256,
     samples: int = 64,
+    mixed: bool = False,
     batch: int = 16,
     seed: int = 0,
     interval: float = 0.5,
@@ -355,7 +396,8 @@ def simulate(
     stops: Mapping[int, tuple[float, float]] | None = None,
 ) -> Result:
     """Run ``jobs`` over a cache that holds ``cached`` of the dataset. ``stops``: from when to when jobs stand."""
-    setting = Setting(shards, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead)
+    counts = mixed_counts(shards * samples, samples, seed) if mixed else np.full(shards, samples)
+    setting = Setting(counts, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead)
     rack = Rack(setting, daemons, cached, origin)
     stops = stops or {}
     never = (np.inf, np.inf)
@@ -404,19 +446,27 @@ def bound(cached: float, rates: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, nargs="*", default=[0])
     parser.add_argument("--case", nargs="*", default=list(CASES), choices=list(CASES))
+    parser.add_argument("--shards", choices=("equal", "mixed"), nargs="*", default=["equal"])
+    parser.add_argument("--units", type=int, default=256, help="the size of the dataset, in full shards")
+    parser.add_argument("--interval", type=float, default=0.5, help="between two reports; less is a slower pace")
     asked = parser.parse_args()
-    print(f"seed {asked.seed}")
-    for name in asked.case:
+    for kind, name in itertools.product(asked.shards, asked.case):
         began = time.perf_counter()
-        result = simulate(**CASES[name], seed=asked.seed)
-        per_epoch = " ".join(f"{share:.2f}" for share in result.origin_per_epoch)
+        every = [
+            simulate(**CASES[name], seed=seed, mixed=kind == "mixed", shards=asked.units, interval=asked.interval)
+            for seed in asked.seed
+        ]
+        hits, waits = [result.hit for result in every], [result.waiting_max for result in every]
+        origin = [np.mean(result.origin_per_epoch[1:]) for result in every]
+        limit = bound(CASES[name]["cached"], CASES[name]["rates"])
         print(
-            f"{name:20s} bound {bound(CASES[name]['cached'], CASES[name]['rates']):6.1%}   hit {result.hit:6.1%}"
-            f"   waits {result.waiting_max:5.1%}   dropped while needed {result.forced}   given up {result.given_up}"
-            f"   stale {result.stale}   origin/epoch of job 0 {per_epoch}   peak {result.peak_resident:.0%}"
-            f"   {time.perf_counter() - began:.1f} s",
+            f"{kind} {name:20s} bound {limit:5.1%} hit {np.mean(hits):5.1%} ({min(hits):5.1%}..{max(hits):5.1%})"
+            f"   origin {np.mean(origin):.3f} ({max(origin):.3f})   waits {np.mean(waits):5.1%} ({max(waits):5.1%})"
+            f"   forced {[result.forced for result in every]} given up {[result.given_up for result in every]}"
+            f" stale {[result.stale for result in every]} peak {max(result.peak_resident for result in every):.1%}"
+            f"   {time.perf_counter() - began:.0f} s",
             flush=True,
         )
 

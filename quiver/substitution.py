@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 DRAINED_AT_ONCE: Final = 6  # more mix better; fewer share a scarce cache better, so
 RESIDENT_PER_DRAINED: Final = 12  # where less is resident fewer are drained at once (bench/simulation.py),
-DRAINED_MIN: Final = 2  # down to this
+DRAINED_MIN: Final = 2  # down to this,
+DRAINED_MIN_SHARED: Final = 1  # and where others need what is resident, to this: half-read shards take their room
 DRAINED_WHERE_ALIKE: Final = 64  # where a shard's samples are alike (sequential layout) a batch is mixed from more
 
 
@@ -150,7 +151,8 @@ class Order:
         at_once = self._drained_at_once
         if at_once <= DRAINED_AT_ONCE:
             scarce = int(np.count_nonzero(view.resident)) // RESIDENT_PER_DRAINED
-            at_once = min(at_once, max(scarce, DRAINED_MIN))
+            shared = bool(view.others[view.resident].any())
+            at_once = min(at_once, max(scarce, DRAINED_MIN_SHARED if shared else DRAINED_MIN))
         if have >= count and len(self._drained) >= at_once:
             return True
         eligible = view.resident & (left > 0)

@@ -23,21 +23,29 @@ def test_a_job_alone_reads_again_only_what_the_cache_cannot_hold() -> None:
     assert result.peak_resident <= 1.0
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_three_jobs_out_of_step_share_one_stream_of_reads(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "mixed"), [(0, False), (1, False), (0, True)])
+def test_three_jobs_out_of_step_share_one_stream_of_reads(seed: int, mixed: bool) -> None:
     """The bound is 73 %, less the cold start; an LRU cache, or jobs that draw from all that is there, are at 54 %."""
-    result = three(seed=seed)
+    result = three(seed=seed, mixed=mixed)
     assert result.hit >= 0.66
     assert result.peak_resident <= 1.0
     assert result.given_up == 0
     assert result.waiting_max <= 0.05
 
 
-def test_unequal_speeds_slow_nobody_down() -> None:
-    result = three(rates=[1.0, 0.85, 0.7], starts=[0.0] * 3)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_unequal_speeds_slow_nobody_down(mixed: bool) -> None:
+    result = three(rates=[1.0, 0.85, 0.7], starts=[0.0] * 3, mixed=mixed)
     assert result.hit >= 0.58
     assert result.waiting_max <= 0.05
     assert result.given_up == 0
+    assert result.peak_resident <= 1.0
+
+
+def test_jobs_that_starve_in_turn_leave_each_other_what_was_fetched() -> None:
+    """Six shards' room for eight jobs: were they to evict each other's, each epoch would be read dozens of times."""
+    result = simulate(8, 0.1, [1.0] * 8, [8.0 * job for job in range(8)], 2.0, shards=64, epochs=1, mixed=True)
+    assert result.hit >= 0.15
     assert result.peak_resident <= 1.0
 
 

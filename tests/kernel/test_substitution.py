@@ -113,21 +113,32 @@ def test_the_plain_order_skips_what_was_taken_however_far() -> None:
 
 
 def test_shards_that_fewest_others_need_are_drained_first_and_a_few_at_a_time() -> None:
-    shards = np.tile(np.arange(20), 50)
-    resident = np.arange(20) > 0  # one is away: else it is the plain permutation
-    others = np.arange(20, dtype=np.uint8)[::-1].copy()
-    order, touched = Order(shards, 20), []
-    view = View(resident, others, np.zeros(20, np.int64))
+    shards = np.tile(np.arange(60), 50)
+    resident = np.arange(60) > 0  # one is away: else it is the plain permutation
+    others = np.arange(60, dtype=np.uint8)[::-1].copy()
+    order, touched = Order(shards, 60), []
+    view = View(resident, others, np.zeros(60, np.int64))
     while (order.left[1:] > 0).any():
         batch = order.substituted(16, view, None)
         if batch is None:
             break
         order.take(batch)
         touched.append(set(shards[batch].tolist()))
-    assert touched[0] <= set(range(14, 20))
+    assert touched[0] <= set(range(54, 60))
     assert len(touched[0]) > 1, "a batch is mixed"
-    first = [next(at for at, batch in enumerate(touched) if shard in batch) for shard in range(1, 20)]
+    first = [next(at for at, batch in enumerate(touched) if shard in batch) for shard in range(1, 60)]
     assert first == sorted(first, reverse=True)
+
+
+@pytest.mark.parametrize(("others", "at_once"), [(0, 2), (1, 1)])
+def test_fewer_shards_are_drained_at_once_where_others_need_the_few_that_are_resident(
+    others: int, at_once: int
+) -> None:
+    shards = np.tile(np.arange(20), 50)
+    view = View(np.arange(20) > 0, np.full(20, others, np.uint8), np.zeros(20, np.int64))
+    batch = Order(shards, 20).substituted(16, view, None)
+    assert batch is not None
+    assert len(set(shards[batch].tolist())) == at_once
 
 
 def test_of_those_equally_needed_the_one_that_came_first_is_drained_first() -> None:
