@@ -1,9 +1,14 @@
 """The kernel of Quiver: formats, placement, wire and storage, without torch and without a server.
 
-Arrows inside the kernel run one way, from the formats outward:
+Imports run one way, from the formats outward:
 
-    errors, digest, sizes -> shard -> layout -> ring -> manifest, residency, membership -> plan, source, wire
-        -> store, origin, peer -> fill
+- ``errors``, ``digest``, ``sizes``, ``location`` (URLs parsed once), ``extras`` (messages for missing packages)
+- helpers: ``expiring``, ``backoff``, ``rate``; ``forks`` and ``cached``, which make locks and properties safe to fork;
+  ``malloc`` and ``shard_memory``, which tune and reuse memory
+- formats: ``shard``, ``layout``, ``lookup`` (digest to row), ``manifest``
+- decisions, pure: ``ring``, ``membership``, ``plan``, ``residency``, ``substitution``
+- input and output: ``store``, ``origin``; ``source`` and ``fill``, which obtain a verified shard
+- the protocol: ``wire``, ``transport``, ``peer``
 
 ``quiver_client`` and ``quiver_cacheserver`` both import this package and never one another.
 """

@@ -1,8 +1,14 @@
-"""The cache daemon: keeps shards of a rack's datasets on local SSD and serves them to its neighbours.
+"""The cache daemon: keeps shards of a rack's datasets on local SSD and serves them to clients and peers.
 
-    cli -> config -> serve -> serving (app, reads, streams, ...) -> node -> fills, manifests, neighbours, counters
-        -> registry -> quiver (the kernel)
+    cli ─► command ─► serve ─► serving ─► node ─► residency, manifests, verification, … ─► quiver (the kernel)
 
-``node`` is the daemon without a network; ``serving`` puts routes in front of it; ``serve`` gives it a socket, a place
-in the ring and an end.
+``cli`` is the entry point, ``command`` the flags, ``config`` their validated values, and ``serve`` the daemon's life from
+start to drain. ``serving`` has everything that knows connections. ``node`` is the daemon without a network; it composes
+
+- ``residency``, which turns what consumers need into fetches and evictions; ``sources``, where shards come from;
+  ``verification``, which shards were verified since the start; ``disk_health``, whether the disk takes files
+- ``manifests``, found by digest, and those that are ``opened``; ``bounds`` on what they may cost
+- ``rack``, who is in it and how to reach them; ``origins``, what the daemon may read
+- ``budget``, what one client may hold and cause; ``slices``, turns of large requests on the event loop
+- ``counters`` and ``metrics``; ``logs`` and ``log_limits``; ``memory``, which returns what fills used
 """

@@ -3,7 +3,18 @@
     from quiver_client import DataLoader, Dataset
     loader = DataLoader(Dataset("imagenet.quiver"), batch_size=256, shuffle=True)
 
-Loaded on first use, so that the ``quiver`` command does not wait for torch.
+Loaded on first use, so that the ``quiver`` command does not wait for torch. The modules:
+
+- ``dataset`` is the description that users hold, ``session`` what one process has open for it: tiers (``tier`` is the
+  noun), which are ``embedded`` (a local folder), ``rack`` (its daemons) and ``origin_tier``
+- ``batch`` holds and verifies a batch's samples; ``fields`` makes samples or columns of it, for ``dataset`` and
+  ``collated_dataset``; ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards
+- ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
+- ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
+  does not answer, ``stats`` counts, ``failure`` describes a sample's error
+- ``process_exit`` starts threads and ends them before the interpreter; ``thread_pool`` is a pool of them, ``imports``
+  what they need imported; ``memory`` tunes malloc
+- ``indexing`` makes manifests, ``cli`` is the ``quiver`` command
 """
 
 from __future__ import annotations
