@@ -2,8 +2,9 @@
 
     cli ─► command ─► serve ─► serving ─► node ─► residency, manifests, verification, … ─► quiver (the kernel)
 
-``cli`` is the entry point, ``command`` the flags, ``config`` their validated values, and ``serve`` the daemon's life from
-start to drain. ``serving`` has everything that knows connections. ``node`` is the daemon without a network; it composes
+``cli`` is the entry point, ``command`` the flags, ``config`` their validated values, and ``serve`` the daemon's life
+from start to drain. ``serving`` has everything that knows connections. ``node`` is the daemon without a network; it
+composes
 
 - ``residency``, which turns what consumers need into fetches and evictions; ``sources``, where shards come from;
   ``verification``, which shards were verified since the start; ``disk_health``, whether the disk takes files
