@@ -16,7 +16,7 @@ import pytest
 
 from quiver.errors import Misconfigured, Unavailable
 from quiver_client import DataLoader, Dataset
-from quiver_client.loader import sampler
+from quiver_client.loader import draw_wait
 from quiver_client.origin_patience import patience_seconds
 from tests.support.data import Files, make_files, random_files, rebased
 from tests.support.origins import DRIP, HANG, HANG_IN_BODY, OK, ScriptedOrigin, Way, scripted_origin, throttle
@@ -46,7 +46,7 @@ def remote(local: Files, origin: ScriptedOrigin, tmp_path: Path) -> Files:
 @pytest.fixture(autouse=True)
 def brief_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """How long the order waits for something resident is not what this is about."""
-    monkeypatch.setattr(sampler, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(draw_wait, "PATIENCE_SECONDS", 0.5)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ BEGIN = """
 import multiprocessing, sys
 multiprocessing.set_start_method("fork", force=True)
 from quiver_client import DataLoader, Dataset
-from quiver_client.loader import sampler
+from quiver_client.loader import draw_wait
 manifest, cache = sys.argv[1:3]
 """
 LOOPS = {

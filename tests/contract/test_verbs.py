@@ -255,7 +255,7 @@ def test_a_daemon_that_knows_no_streams_is_asked_for_one_ever_more_rarely() -> N
         waits = []
         for _ in range(6):
             peer.read(read_request())
-            waits.append(peer._streams.no_stream.left_seconds)
+            waits.append(round(peer._streams.no_stream.left_seconds))
             peer._streams.no_stream.pause(0)
         assert waits == sorted(waits)
         assert waits[-1] == pytest.approx(NO_STREAM_SECONDS_MAX, abs=1)

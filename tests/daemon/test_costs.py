@@ -28,10 +28,11 @@ from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
-from quiver_cacheserver import bounds, origins
+from quiver_cacheserver import bounds
 from quiver_cacheserver.bounds import FILL_THREADS, FillMemory, check_cost, covered_bytes, open_manifest
 from quiver_cacheserver.budget import Cost, Rate
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.origins import allowed
 from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.residency import datasets as datasets_module
 from quiver_cacheserver.residency.fills import Fills
@@ -448,7 +449,7 @@ def test_origins_that_are_open_keep_manifests_of_bounded_bytes(
     one = node.origins.of(first)
     assert node.origins.of(second) is not one
     assert node.origins.of(first) is one
-    monkeypatch.setattr(origins, "OPEN_BYTES_MAX", len(first.content))
+    monkeypatch.setattr(allowed, "OPEN_BYTES_MAX", len(first.content))
     third = Manifest.open(second.path)
     node.origins._open.pop(second.digest)
     node.origins.of(third)
