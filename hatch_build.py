@@ -69,5 +69,5 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
                 why = done.stderr.strip()
         except OSError as error:
             why = str(error)
-        self.app.display_warning(f"{source.name} is not compiled; Python does the same, more slowly: {why}")
+        self.app.display_warning(f"{source.name} is not built; Python does the same, more slowly: {why}")
         return False
