@@ -141,8 +141,8 @@ def show(console: Console, epochs: list[Epoch], dataset_bytes: int) -> None:
         rate, share = f"{e.samples / e.seconds:,.0f}", f"{e.origin_bytes / dataset_bytes:.2f}"
         table.add_row(str(e.number), f"{e.accuracy:.1%}", rate, *tiers, share, e.note)
     console.print(table)
-    console.print("From host, rack, origin: bytes that the training processes read. Origin ÷ dataset: bytes that")
-    console.print("daemons and training processes together read from the origin, divided by the size of the training data.")
+    console.print("From host, rack, origin: bytes that the training processes read. Origin ÷ dataset: bytes that the")
+    console.print("daemons and training processes read from the origin, divided by the size of the training data.")
 
 
 def run(console: Console, folder: Path) -> float:
