@@ -1,4 +1,4 @@
-# Each target works from a fresh clone: what it needs it makes. Only Python 3.11 or newer, pip, make and gcc must be there.
+# Each target works from a fresh clone: it makes what it needs. It requires only Python 3.11 or newer, pip, make and gcc.
 
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -12,8 +12,8 @@ EVERYTHING := $(EXTRAS),$(BENCH)
 BENCH_STAMP := $(VENV)/.bench
 MDS := $(VENV)/mds
 PYTEST_ARGS ?= -n 2 --dist loadfile
-# What the extras $(1) ask for, a line each. pip builds what comes as source only (a test tool does) in isolation, with a
-# build backend of its own; the project itself is built by what is pinned and installed, and is the only one that is.
+# The requirements of the extras $(1), one per line. pip builds packages that have no wheel (one test tool has none) in
+# isolation, each with its own build backend; only the project itself is built with the pinned, installed backend.
 REQUIREMENTS = $(PYTHON) -c 'import sys, tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	extras = [project["optional-dependencies"][name] for name in sys.argv[1].split(",")]; \
 	print(*project["dependencies"], *sum(extras, []), sep="\n")' $(1)
@@ -23,10 +23,10 @@ PROJECT := --no-deps --no-build-isolation -e .
 .DELETE_ON_ERROR:
 .PHONY: help install check format test demo bench imports build constraints clean
 
-help:  ## Say what there is to make
+help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-install: $(STAMP)  ## Create .venv with everything in it; again only when the requirements or the native code change
+install: $(STAMP)  ## Create .venv and install everything; repeated only if the requirements or the native code change
 
 $(STAMP): pyproject.toml constraints.txt hatch_build.py client/quiver_client/native/pieces.c
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer found; name one with PYTHON=..." >&2; exit 1; }
@@ -37,29 +37,29 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py client/quiver_client/nat
 	@$(PIP) install $(PROJECT)
 	@touch $@
 
-check: $(STAMP)  ## Lint, formatting, types, and which package may import which
+check: $(STAMP)  ## Check lint, formatting, types, and which package may import which
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-format: $(STAMP)  ## Format, and mend what can be mended by machine
+format: $(STAMP)  ## Format, and fix what ruff can fix
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-test: $(STAMP)  ## Run the tests, two files at a time; PYTEST_ARGS='-k ring -x' chooses
+test: $(STAMP)  ## Run the tests, two files at a time; PYTEST_ARGS='-k ring -x' selects some
 	$(BIN)/pytest $(PYTEST_ARGS)
 
-demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which dies on the way
+demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which is killed during training
 	@$(BIN)/python examples/demo.py
 
-bench: $(BENCH_STAMP)  ## Measure this beside what people use today; BENCH_ARGS=--quick only shows that it runs
+bench: $(BENCH_STAMP)  ## Compare Quiver with other systems; BENCH_ARGS=--quick only checks that the bench runs
 	$(BIN)/python -m bench all --python mds=$(MDS)/bin/python $(BENCH_ARGS)
 
-# The peers' packages; one of them in an environment of its own (pyproject.toml says why). Its servers, memcached,
-# redis-server and nginx, come from the system's packages; what is not there is listed in the report.
+# The packages of the compared systems; one of them in an environment of its own (pyproject.toml says why). The servers
+# memcached, redis-server and nginx are the system's packages; the report lists those that are not installed.
 $(BENCH_STAMP): $(STAMP)
-	@echo "Installing what is compared, which takes a few minutes ..."
+	@echo "Installing the compared systems, which takes a few minutes ..."
 	@$(call REQUIREMENTS,$(BENCH)) >$(VENV)/bench.txt
 	@$(PIP) install -c constraints.txt -r $(VENV)/bench.txt
 	@$(BIN)/python -m venv $(MDS)
@@ -69,14 +69,14 @@ $(BENCH_STAMP): $(STAMP)
 		|| echo "make: the packages of MDS cannot be installed here; the report will say so" >&2
 	@touch $@
 
-imports: $(STAMP)  ## Say which part of the code imports which, and draw it into dist/imports.svg
+imports: $(STAMP)  ## List which part of the code imports which, and draw the graph to dist/imports.svg
 	@mkdir -p dist
 	@$(BIN)/python -m bench.imports --svg dist/imports.svg
 
 build: $(STAMP)  ## Build the wheel into dist/
 	$(BIN)/python -m hatchling build --target wheel
 
-constraints:  ## Resolve every extra in a clean environment and pin what comes out
+constraints:  ## Resolve every extra in a clean environment and pin the result
 	@set -e; clean=$$(mktemp -d); trap 'rm -rf "$$clean"' EXIT; \
 	torch=$$(grep '^torch==' constraints.txt); mds=$$(grep '^mosaicml-streaming==' constraints.txt); \
 	$(PYTHON) -m venv "$$clean"; \
@@ -87,6 +87,6 @@ constraints:  ## Resolve every extra in a clean environment and pin what comes o
 	    | LC_ALL=C sort -f; } >"$$clean/constraints.txt"; \
 	cp "$$clean/constraints.txt" constraints.txt
 
-clean:  ## Remove what was made, .venv included
+clean:  ## Remove everything that was built, .venv included
 	rm -rf $(VENV) .ci/machine dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

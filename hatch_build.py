@@ -1,7 +1,7 @@
-"""Builds ``quiver_client/native/pieces.c``, the one piece of native code, where there is a C compiler.
+"""Compiles ``quiver_client/native/pieces.c``, the only native code, if there is a C compiler.
 
-Where there is none, or it fails, what is installed is Python alone: it does the same, slower. ``QUIVER_NATIVE=0`` does
-not try.
+Without a compiler, or if it fails, only Python is installed, which does the same more slowly. With ``QUIVER_NATIVE=0``
+nothing is compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FLAGS = ("-O3", "-std=c11", "-Wall", "-Wextra", "-shared", "-fPIC", "-fvisibilit
 
 
 class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
-    """An editable install has the library beside its source; a wheel has it in its place, and says for what machine."""
+    """An editable install keeps the library beside its source; a wheel contains it and is tagged for the machine."""
 
     PLUGIN_NAME = "custom"
 
@@ -40,7 +40,7 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
         if self._compile(source, built):
             build_data["force_include"][str(built)] = f"quiver_client/native/{NAME}"
             build_data["pure_python"] = False
-            # No Python is in it: any version's interpreter on such a machine can load it.
+            # The library does not use Python's C API: any Python version on such a machine can load it.
             build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
@@ -48,11 +48,12 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
             self._scratch.cleanup()
 
     def _compile(self, source: Path, target: Path) -> bool:
-        """Build a library, in place of an older one at once; return whether that was done."""
-        if os.environ.get("QUIVER_NATIVE") == "0" or sys.platform == "darwin":  # where it may be for two architectures
+        """Compile the library, replacing an older one atomically; return whether it was compiled."""
+        # On macOS a wheel may be for two architectures.
+        if os.environ.get("QUIVER_NATIVE") == "0" or sys.platform == "darwin":
             return False
         try:
-            target.unlink(missing_ok=True)  # of an older source: none is better
+            target.unlink(missing_ok=True)  # it may be of an older source: no library is better
             asked = shlex.split(os.environ.get("CC", ""))
             compiler = next((one for one in (asked, ["cc"], ["gcc"], ["clang"]) if one and shutil.which(one[0])), None)
             if compiler is None:
@@ -68,5 +69,5 @@ class NativeHook(BuildHookInterface):  # type: ignore[type-arg]
                 why = done.stderr.strip()
         except OSError as error:
             why = str(error)
-        self.app.display_warning(f"{source.name} is not built, and Python does its work, slower: {why}")
+        self.app.display_warning(f"{source.name} is not built; Python does the same, more slowly: {why}")
         return False

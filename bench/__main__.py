@@ -1,7 +1,7 @@
-"""``python -m bench QUESTION``: how fast is this, beside what people use today, on this machine?
+"""``python -m bench QUESTION``: how fast is Quiver on this machine, compared with other systems?
 
-``python -m bench all`` asks every question and writes a JSON file for each, and the plots. ``--quick`` takes small data
-and two rounds: to see that it runs, not to read figures from.
+``python -m bench all`` runs every question and writes a JSON file for each, and the plots. ``--quick`` uses small data
+and two rounds: it checks that the bench runs; its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bench.questions.all import QUESTIONS
 from bench.questions.base import Question, Setting
 from bench.report import show, show_load, write_json
 
-SHORT = {"raw": ("mapped", "gather", "sockets")}  # the machine's limits, whatever the tier
+SHORT = {"raw": ("mapped", "gather", "sockets")}  # the machine's limits, for any tier
 OUT = Path(__file__).parent / "results"
 
 
@@ -44,17 +44,21 @@ def _pythons(context: click.Context, parameter: click.Parameter, values: tuple[s
         if peer not in PEERS or not path:
             raise click.BadParameter(f"write PEER=PATH, with a peer out of {', '.join(PEERS)}")
     paths = {peer: path for peer, _, path in pairs}
-    if "mds" in paths:  # another way to read the same
+    if "mds" in paths:  # another contender of the same package
         paths.setdefault("mds-indexed", paths["mds"])
     return paths
 
 
 OPTIONS = [
-    click.option("--quick", is_flag=True, help="Small data and two rounds: to see that it runs."),
+    click.option("--quick", is_flag=True, help="Small data and two rounds, to check that it runs."),
     click.option("--rounds", type=click.IntRange(1), default=None, help="How often each runs. [default: 5; quick: 2]"),
     click.option("--samples", type=click.IntRange(2), default=None, help="How many. [default: about 1.2 GB of them]"),
     click.option(
-        "--peers", callback=_names, default="", metavar="NAME,…", help="Only these, and ours; raw: the limits."
+        "--peers",
+        callback=_names,
+        default="",
+        metavar="NAME,…",
+        help="Only these, and Quiver; raw: the machine's limits.",
     ),
     click.option(
         "--python",
@@ -83,11 +87,11 @@ OPTIONS = [
 @click.group(help=__doc__, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 def main() -> None:
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends servers and removes folders
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds the stack, which ends servers and removes folders
 
 
 def _ask(question: Question, console: Console, out: Path, scratch: Path | None, **how: Any) -> bool:
-    """Ask one question; return whether ours could answer."""
+    """Run one question; return whether Quiver could be measured."""
     rounds = how["rounds"] or (2 if how["quick"] else 5)
     with tempfile.TemporaryDirectory(prefix="quiver-bench-", dir=scratch) as folder:
         with console.status(question.name) as status:
@@ -117,14 +121,14 @@ def _add(question: Question) -> None:
     @_options
     def command(**how: Any) -> None:
         if not _ask(question, Console(), **how):
-            raise click.ClickException("no figure could be taken; what is absent is listed above")
+            raise click.ClickException("nothing could be measured; the missing peers are listed above")
 
 
 for _question in QUESTIONS.values():
     _add(_question)
 
 
-@main.command("all", help="Ask every question, and draw the plots.")
+@main.command("all", help="Run every question, and draw the plots.")
 @_options
 def every(out: Path, **how: Any) -> None:
     from bench.plots import draw
@@ -139,7 +143,7 @@ def every(out: Path, **how: Any) -> None:
 @main.command()
 @click.option("--out", type=click.Path(path_type=Path, exists=True), default=OUT, help="Where the JSON is.")
 def plots(out: Path) -> None:
-    """Draw the plots anew from the JSON that is there."""
+    """Draw the plots again from existing JSON files."""
     from bench.plots import draw
 
     for path in draw(out):
@@ -152,7 +156,7 @@ def plots(out: Path) -> None:
     "--manifest",
     metavar="PATH",
     default="",
-    help="What to read. [default: random data, made for it, which stay in the rack until others need the room]",
+    help="What to read. [default: random data, generated; they stay in the rack until they are evicted]",
 )
 @click.option("--readers", type=click.IntRange(1), default=4, show_default=True, help="Processes that read.")
 @click.option("--seconds", type=click.FloatRange(0.1), default=30.0, show_default=True, help="How long.")
@@ -163,18 +167,20 @@ def plots(out: Path) -> None:
     default=0.0,
     metavar="MS",
     show_default=True,
-    help="How long an emulated accelerator works on a batch; 0: there is none.",
+    help="How long an emulated accelerator works on a batch; 0: no accelerator.",
 )
 @click.option("--verify", type=click.Choice(["fast", "full", "off"]), default="fast", show_default=True)
 @click.option("--size", default="1GiB", show_default=True, metavar="SIZE", help="Of the random data.")
-@click.option("--sample-size", default="110000B", show_default=True, metavar="SIZE", help="Of its samples, on average.")
-@click.option("--warm/--as-it-is", default=None, help="Read all once before. [default: only random data]")
+@click.option(
+    "--sample-size", default="110000B", show_default=True, metavar="SIZE", help="Mean size of generated samples."
+)
+@click.option("--warm/--as-it-is", default=None, help="Read everything once first. [default: only random data]")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def load(**how: Any) -> None:
-    """Read from a rack as training does, with several processes, and say how it holds.
+    """Read from a rack as training does, with several processes, and report throughput and waits.
 
     \b
-    Example: eight readers with 20 ms of work a batch, for a minute
+    Example: eight readers with 20 ms of work per batch, for a minute
       python -m bench load --cache http://node1:7717 --manifest imagenet.quiver --readers 8 --seconds 60 --step-time 20
     """
     from bench.load import Load, bring_in, put_on, synthesised

@@ -1,6 +1,6 @@
-"""Contenders side by side: each in a process of its own, and rounds that go A, B, C, A, B, C …
+"""Runs contenders side by side: each in a process of its own, in rounds of A, B, C, A, B, C …
 
-So what a machine does to one of them in a minute it does to all. While one runs, the others wait.
+So a change of the machine's speed affects all of them alike. While one runs, the others wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END_SECONDS_MAX: Final = 30.0
 
 @dataclass(frozen=True)
 class Entry:
-    """Who takes part: a peer, under the name that the report gives it, with its options."""
+    """A contender: a peer with its options, and its name in the report."""
 
     peer: str
     name: str = ""
@@ -45,7 +45,7 @@ class Entry:
 
 @dataclass
 class Result:
-    """What one contender did."""
+    """The rounds of one contender."""
 
     prepared: dict[str, Any]
     rounds: list[Round] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Result:
 
 
 class Arena:
-    """Runs contenders over one dataset. Leaving it ends them all, and their servers."""
+    """Runs contenders over one dataset. Leaving the context ends all of them and their servers."""
 
     def __init__(self, data: Data, batch_size: int, folder: Path, pythons: Mapping[str, str]) -> None:
         self.data, self.batch_size = data, batch_size
@@ -78,7 +78,7 @@ class Arena:
             process.end()
 
     def add(self, entry: Entry) -> None:
-        """Start a contender and make it ready. One that cannot run is listed in ``absent``, with the reason."""
+        """Start and prepare a contender. One that cannot run is listed in ``absent``, with the reason."""
         name = entry.shown
         python = self._pythons.get(entry.peer, sys.executable)
         folder = self._folder / name.replace(" ", "-").replace("/", "-")
@@ -101,7 +101,7 @@ class Arena:
         return pids
 
     def run(self, rounds: int, step_seconds: float = 0.0) -> None:
-        """Let each contender run that often, taking turns."""
+        """Run each contender this many times, in turns."""
         for _ in range(rounds):
             for name in list(self.results):
                 self.once(name, step_seconds)
@@ -114,9 +114,9 @@ class Arena:
             self._drop(name, str(error))
 
     def check_same_bytes(self) -> None:
-        """Take out who did not deliver the bytes of the data; mark who delivered them in an order of its own.
+        """Remove contenders that delivered other bytes than those of the data; mark those that used another order.
 
-        Those who decode deliver something else, and are compared with the first of them.
+        Contenders that decode deliver other bytes; they are compared with the first of them.
         """
         one_size = self.data.sample_bytes if self.data.kind == "tokens" else None
         content, ordered = digests_of(([self.data.sample(at)] for at in self.data.order.tolist()), one_size)
@@ -126,7 +126,7 @@ class Arena:
                 content, ordered = first["content"], first["ordered"]
             result.prepared["same_order"] = result.prepared["ordered"] == ordered
             if result.prepared["content"] != content:
-                self._drop(name, "it delivered other bytes than those of the data")
+                self._drop(name, "it delivered bytes that differ from the data")
 
     def _drop(self, name: str, reason: str) -> None:
         self.absent[name] = reason
@@ -136,7 +136,7 @@ class Arena:
 
 
 class _Process:
-    """The process of one contender, and of all that it starts: a process group."""
+    """The process group of one contender: its process and all that it starts."""
 
     def __init__(self, python: str, log: Path) -> None:
         self._log = log
@@ -168,7 +168,7 @@ class _Process:
         return told
 
     def end(self) -> None:
-        """End it by ending its input; what is left of its group after a while is killed."""
+        """End it by closing its input; kill processes of its group that remain after a while."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None

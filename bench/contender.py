@@ -4,7 +4,7 @@
     {"do": "round", "step_seconds": …}                                                   → a Round
     {"do": "servers"}                                                                    → its servers' process ids
 
-It ends, and its servers with it, when its input ends: whatever becomes of the process that asked.
+It ends, with its servers, when its input ends: also if the process that started it is killed.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ TURNS: Final = 3
 
 
 class Contender:
-    """A peer, the way of it that proved to be the fastest, and the consumer."""
+    """A peer, its fastest way, and the consumer."""
 
     def __init__(self, name: str, work: Work) -> None:
         self.work = work
         self.peer: Peer = peer(name)(work)
         self.way = self.peer.ways[0]
         sizes = work.data.offsets[1:] - work.data.offsets[:-1]
-        most = int(np.sort(sizes)[-work.batch_size :].sum())  # of any batch: some take an order of their own
+        most = int(
+            np.sort(sizes)[-work.batch_size :].sum()
+        )  # the largest possible batch: some peers read in another order
         decoded_bytes = work.options.get("decoded_bytes", 0) * work.batch_size
         self._consumer = Consumer(max(most, decoded_bytes))
 
     def prepare(self) -> dict[str, Any]:
-        """Make everything ready and warm, and choose the way."""
+        """Prepare and warm up everything, and choose the fastest way."""
         self.peer.check()
         self.peer.prepare()
         tried, failed = self._try_ways()
@@ -69,9 +71,9 @@ class Contender:
         }
 
     def _try_ways(self) -> tuple[dict[str, float], dict[str, str]]:
-        """Return the best that each way moves, where there are several, and why some do not go at all.
+        """Return the best throughput of each way, if there are several, and why others failed.
 
-        They take turns, as contenders do; the first turn only warms them up.
+        The ways take turns, as contenders do; the first turn only warms them up.
         """
         tried: dict[str, float] = {}
         failed: dict[str, str] = {}
@@ -85,7 +87,7 @@ class Contender:
                     failed[way] = f"{type(error).__name__}: {error}"[:300]
                     tried.pop(way, None)
                     continue
-                if turn and done.bytes:  # nothing: there are fewer files than workers
+                if turn and done.bytes:  # 0 if there are fewer files than workers
                     tried[way] = max(tried.get(way, 0.0), done.bytes_a_second)
         if failed and not tried:
             raise CannotRun("; ".join(failed.values()))
@@ -99,13 +101,13 @@ class Contender:
 
 
 def main() -> None:
-    # What libraries print must not be taken for an answer, so the answers go where standard output went.
+    # Answers go to the original standard output; what libraries print goes elsewhere and is not mistaken for an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     # And no thread may wait inside sys.stdin, whose lock a fork would inherit.
     commands = os.dup(0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all of the terminal: who asked us will end us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of the terminal; our parent will end us
     torch.set_num_threads(1)
     contender: Contender | None = None
     try:
@@ -135,7 +137,7 @@ def main() -> None:
 
 
 def _lines(commands: int) -> Iterator[bytes]:
-    """Yield the commands. Once they end, a peer that hangs may do so for a while only, and its servers with it."""
+    """Yield the commands. Once they end, a peer that hangs is killed after a while, with its servers."""
     coming: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

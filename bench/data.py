@@ -1,8 +1,8 @@
-"""The data that questions are asked of: random bytes that nothing can compress, and the one order of a run.
+"""The data of the questions: random bytes, which do not compress, and one order per run.
 
 A folder holds all samples back to back in ``samples.bin`` (what raw readers map or send), ``offsets.npy``, and
-``order.npy``: the seeded permutation that every contender is handed. Other forms are made from it when somebody asks:
-one file a sample (plain files, nginx, and what ``quiver index`` reads), or a Parquet file of tokens.
+``order.npy``: the seeded permutation that every contender gets. Other forms are derived on demand: one file per sample
+(plain files, nginx, and the source of ``quiver index``), or a Parquet file of tokens.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 Kind = Literal["blobs", "tokens", "jpeg"]
-SPREAD: Final = 0.4  # blobs are of the mean size, give or take that share, so that nothing is aligned by luck
+SPREAD: Final = 0.4  # sizes vary by this share around the mean, so that nothing is aligned by chance
 FILES_A_FOLDER: Final = 1000
-TOKENS: Final = 1024  # int32 each: 4 KiB a sample
+TOKENS: Final = 1024  # int32 each: 4 KiB per sample
 ROWS_A_GROUP: Final = 4096
 SHARD_BYTES: Final = "32MiB"
 
 
 @dataclass(frozen=True)
 class Data:
-    """Where one dataset is. Small: goes to every contender as JSON."""
+    """Where one dataset is. Passed to every contender as JSON."""
 
     folder: Path
     kind: Kind
     count: int
-    sample_bytes: int  # the mean; of tokens the size of each
+    sample_bytes: int  # the mean; for tokens the exact size of each
 
     def encode(self) -> dict[str, Any]:
         return asdict(self) | {"folder": str(self.folder)}
@@ -55,7 +55,7 @@ class Data:
 
     @cached_property
     def order(self) -> npt.NDArray[np.int64]:
-        """The samples in the order in which all read them: ``(count,)``."""
+        """The samples in the order in which every contender reads them: ``(count,)``."""
         loaded: npt.NDArray[np.int64] = np.load(self.folder / "order.npy")
         return loaded
 
@@ -71,11 +71,11 @@ class Data:
         return bytes(_mapped(self.blob)[begin:end])
 
     def batches(self, size: int) -> list[list[int]]:
-        """Return the order, cut into batches of sample numbers."""
+        """Return the order as batches of sample numbers."""
         return [self.order[at : at + size].tolist() for at in range(0, self.count, size)]
 
     def files(self) -> Path:
-        """Return the folder of one file a sample, made if it is not there."""
+        """Return the folder with one file per sample; make it if it does not exist."""
         folder = self.folder / "files"
         done = self.folder / "files.done"
         if not done.exists():
@@ -88,7 +88,7 @@ class Data:
         return folder
 
     def rebased(self, base: str, target: Path) -> Path:
-        """Return a manifest that says that the files are under another URL: copied to ``target``, with that header."""
+        """Copy the manifest to ``target``, with another base URL in its header; return the path."""
         import msgspec
         import pyarrow as pa
 
@@ -104,7 +104,7 @@ class Data:
         return target
 
     def manifest(self) -> Path:
-        """Return the dataset's manifest, made if it is not there: of the Parquet file of tokens, else of the files."""
+        """Return the manifest of the Parquet file of tokens, else of the files; make it if it does not exist."""
         path = self.folder / "data.quiver"
         if not path.exists():
             from quiver_client import index
@@ -118,7 +118,7 @@ class Data:
 
 @functools.lru_cache
 def _mapped(path: Path) -> memoryview:
-    """Map a file: a million samples are not a million opened files."""
+    """Map a file, so that reading a million samples does not open a million files."""
     with path.open("rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))
 
@@ -142,7 +142,7 @@ def make_data(folder: Path, kind: Kind, count: int, sample_bytes: int, seed: int
 
 
 def tokens_file(data: Data) -> Path:
-    """Return a folder with the samples as a Parquet column: a list of fixed length, or bytes where that is not read."""
+    """Return a folder with the samples as a Parquet column: fixed-length lists, or bytes if Quiver reads no lists."""
     folder = data.folder / "parquet"
     if folder.exists():
         return folder
@@ -184,7 +184,7 @@ def _sizes(rng: np.random.Generator, data: Data) -> npt.NDArray[np.int64]:
 
 
 def _picture(rng: np.random.Generator) -> bytes:
-    """Return a JPEG of 500 × 375 as a camera would make it: soft colours and some noise, about 110 kB."""
+    """Return a JPEG of 500 × 375 that resembles a photograph: soft colours and some noise, about 110 kB."""
     from PIL import Image
 
     soft = Image.fromarray(rng.integers(0, 256, (24, 32, 3), np.uint8)).resize((500, 375), Image.Resampling.BICUBIC)

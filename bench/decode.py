@@ -1,4 +1,4 @@
-"""From a JPEG to a tensor, as the contenders that decode share it."""
+"""JPEG to tensor, shared by all contenders that decode."""
 
 from __future__ import annotations
 

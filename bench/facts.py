@@ -1,4 +1,4 @@
-"""What must be known of a machine and a moment to read a figure that was taken there."""
+"""Facts about the machine and the moment of a measurement, without which its figures cannot be read."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""How fast is indexing, and how much does it remember?
+"""How fast is indexing, and how much memory does it take?
 
 Question 1: at what rate are 5,000 files of 110 kB indexed, against a plain loop in one process that reads and
-BLAKE3-hashes the same files? Expected: at least half of it, and above it where there is a second core. Both are
-measured in turn, in one process, so that the page cache and a busy machine treat them alike; the ratio is by round.
+BLAKE3-hashes the same files? Expected: at least half of it, and more with a second core. Both are
+measured alternately, in one process, so that the page cache and a busy machine affect both; the ratio is by round.
 
-Question 2: by how many bytes a sample does the peak of resident memory grow? Expected: under 200. Each source is
-indexed by a fresh process, a small one and a large one; the slope between the two is the cost of a sample, free of what
-the process and its buffers cost anyway.
+Question 2: by how many bytes per sample does the peak of resident memory grow? Expected: under 200. A fresh process
+indexes each source, a small one and a large one; the slope between the two is the cost of a sample, without the
+constant cost of the process and its buffers.
 
     python -m bench.indexing [--files 5000] [--bytes 110000] [--rounds 5] [--samples 300000]     prints JSON
 """
@@ -30,7 +30,7 @@ from typing import Any
 PEAK = """
 import pathlib, re, sys
 from quiver_client.indexing import index
-def peak():  # not getrusage: its figure starts at the parent's, which a fork hands down
+def peak():  # not getrusage: its figure starts at the parent's, which a fork inherits
     return re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]
 before = peak()
 report = index(sys.argv[1], sys.argv[2])

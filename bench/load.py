@@ -1,6 +1,6 @@
-"""The load that training puts on a rack: processes that read batches through ``quiver_client.DataLoader`` for a while.
+"""The load of training on a rack: processes that read batches through ``quiver_client.DataLoader`` for a while.
 
-Behind ``python -m bench load``, which operators point at their own rack, and behind the questions about many readers.
+It serves ``python -m bench load``, which operators run against their own rack, and the questions about many readers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from quiver_client.batch import Verify
 
 START_SECONDS_MAX: Final = 120.0
-LATE_SECONDS_MAX: Final = 120.0  # past the end: a batch may still be on its way
+LATE_SECONDS_MAX: Final = 120.0  # past the end: a batch may still be in flight
 ERRORS_SHOWN: Final = 5
 
 
@@ -43,7 +43,7 @@ class Load:
 
 @dataclass
 class Reader:
-    """What one reader had."""
+    """What one reader measured."""
 
     bytes: int = 0
     samples: int = 0
@@ -57,7 +57,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What all had together."""
+    """What all readers measured together."""
 
     bytes_a_second: float
     samples_a_second: float
@@ -75,7 +75,7 @@ class Outcome:
 
 
 def put_on(load: Load) -> Outcome:
-    """Let the readers read together, and say what they had. They start together once all are ready."""
+    """Run the readers and return what they measured. They start together once all are ready."""
     context = multiprocessing.get_context("spawn")
     start = context.Barrier(load.readers + 1)
     told: Any = context.Queue()
@@ -84,7 +84,7 @@ def put_on(load: Load) -> Outcome:
         for process in processes:
             process.start()
         readers: list[Reader] = []
-        with contextlib.suppress(threading.BrokenBarrierError):  # one ended before it began: none of them will tell
+        with contextlib.suppress(threading.BrokenBarrierError):  # one ended before the start: none of them will report
             start.wait(START_SECONDS_MAX)
         deadline = time.monotonic() + load.seconds + LATE_SECONDS_MAX
         while len(readers) < load.readers:
@@ -94,7 +94,7 @@ def put_on(load: Load) -> Outcome:
                 silent = not any(process.is_alive() for process in processes)
                 if silent or time.monotonic() > deadline:
                     missing = load.readers - len(readers)
-                    readers += [Reader(errors=["a reader ended, or hung, without a word"]) for _ in range(missing)]
+                    readers += [Reader(errors=["a reader ended, or hung, without a report"]) for _ in range(missing)]
     finally:
         for process in processes:
             process.join(1.0)
@@ -105,14 +105,14 @@ def put_on(load: Load) -> Outcome:
 
 
 def synthesised(folder: Path, total_bytes: int, sample_bytes: int) -> Path:
-    """Make a dataset of random bytes on this machine; return its manifest. The readers bring it into the rack."""
+    """Make a dataset of random bytes on this machine; return its manifest. The readers cause the rack to fill it."""
     from bench.data import make_data
 
     return make_data(folder / "load", "blobs", max(total_bytes // sample_bytes, 1), sample_bytes).manifest()
 
 
 def bring_in(cache: str, manifest: str) -> None:
-    """Read everything once, so that what is measured after that is the rack and not its origin."""
+    """Read everything once, so that the measurement is of the rack and not of its origin."""
     from quiver_client import Dataset
 
     dataset = Dataset(manifest, cache, verify="off")
@@ -124,7 +124,7 @@ def bring_in(cache: str, manifest: str) -> None:
 
 
 def _read(load: Load, number: int, start: Any, told: Any) -> None:
-    """Be one reader: open everything, wait for the others, read until the time is over, tell."""
+    """Run one reader: open everything, wait for the others, read until the deadline, report."""
     from quiver.errors import QuiverError
     from quiver_client import DataLoader, Dataset
 
@@ -178,7 +178,7 @@ def _pass(loader: Any, reader: Reader, consumer: Consumer, accelerator: Accelera
 
 
 def _buffer(value: Any) -> memoryview:
-    """Return a field's bytes, whether it is handed out as bytes, as an array or as a tensor, or is lacking."""
+    """Return a field's bytes, whether it is bytes, an array, a tensor or absent."""
     if value is None:
         return memoryview(b"")
     return memoryview(value.numpy() if hasattr(value, "numpy") else value).cast("B")

@@ -1,4 +1,4 @@
-"""What the order and the state of a loader cost at 1.3 million samples, without any byte being read.
+"""What the order and the state of a loader cost at 1.3 million samples. No sample is read.
 
     python bench/loader.py [--samples 1300000] [--shards 4500]
 
@@ -62,13 +62,13 @@ def main() -> None:
 
         size = len(pickle.dumps(save()))
         print(
-            f"{count} samples, {ranks} rank{'s' * (ranks > 1)}{', dealt anew' * bool(done.any())}:"
+            f"{count} samples, {ranks} rank{'s' * (ranks > 1)}{', dealt again' * bool(done.any())}:"
             f" epoch begun in {began * 1000:.0f} ms,"
             f" a batch of {BATCH} drawn and consumed in {median(batches) * 1e6:.0f} us,"
             f" state of {size / 1000:.1f} kB saved in {timed(save):.2f} ms"
         )
         if ranks == 1:
-            print(f"  and made fit for any number of ranks in {timed(lambda: merge_states([save()]), 3):.0f} ms")
+            print(f"  and merged for any number of ranks in {timed(lambda: merge_states([save()]), 3):.0f} ms")
 
 
 if __name__ == "__main__":

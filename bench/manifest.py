@@ -1,13 +1,13 @@
-"""Does opening a large manifest, and planning a batch against it, cost nothing that a training job would notice?
+"""Do opening a large manifest and planning a batch with it cost so little that a training job does not notice?
 
 Expected: a manifest of 1,300,000 samples opens, all of it read and checked against its checksums, in under 150 ms, and
-takes as much memory as its file, once for all workers, forked or spawned: what another process is passed opens in a few
-milliseconds. A plan of 256 random indices, grouped by owner in a ring of 30, takes
-under 300 µs. Run it with
+takes as much memory as its file, once for all workers, forked or spawned: a process that is passed the manifest
+opens it in a few milliseconds. A plan of 256 random indices, grouped by owner in a ring of 30, takes under 300 µs. Run
+it with
 
     python bench/manifest.py [--samples 1300000] [--members 30]
 
-It writes the manifest to a temporary folder (about 200 bytes a sample) and prints JSON.
+It writes the manifest to a temporary folder (about 200 bytes per sample) and prints JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ OPENS = 7
 
 
 def write_large(path: Path, samples: int) -> None:
-    """Write a manifest as ImageNet's would be: one JPEG a sample, a label, 110 kB on average."""
+    """Write a manifest as ImageNet's would be: one JPEG per sample, a label, 110 kB on average."""
     rng = np.random.default_rng(0)
     keys = pa.array([f"n{i // 1300:08d}/n{i // 1300:08d}_{i:08d}.JPEG" for i in range(samples)], pa.large_utf8())
     digests = rng.integers(0, 256, (samples, 32), np.uint8)
@@ -74,13 +74,13 @@ def write_large(path: Path, samples: int) -> None:
 
 
 def private_bytes() -> int:
-    """Return what this process alone holds: what would be freed if it ended (USS)."""
+    """Return the memory that only this process uses, which would be freed if it ended (USS)."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 def passed_to_another(fd: int, digest: Digest) -> dict[str, float]:
-    """Return what it takes a process of its own to have a manifest that it is passed."""
+    """Return the time and memory that another process needs to open a manifest that is passed to it."""
     command = [sys.executable, __file__, "--passed", str(fd), str(digest)]
     ran = subprocess.run(command, check=True, capture_output=True, text=True, pass_fds=[fd])
     told: dict[str, float] = json.loads(ran.stdout)

@@ -1,6 +1,6 @@
-"""What is measured of one round: the same consumer for all, the waits, and the CPU of a process and its children.
+"""The measurement of one round: the same consumer for all, the waits, and the CPU of a process and its children.
 
-Knows neither Quiver nor any peer, so that every contender is measured by the same lines.
+It knows neither Quiver nor any peer, so that the same code measures every contender.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import xxhash
 from bench.accelerator import Accelerator
 
 Buffer = Any  # bytes, a memoryview of bytes, or an array of uint8
-Batch = Sequence[Buffer]  # one buffer a sample, or several samples back to back in one
+Batch = Sequence[Buffer]  # one buffer per sample, or several samples back to back in one
 LARGE_BYTES: Final = 1 << 18
 TICKS_A_SECOND: Final = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass over the data came to. ``cpu_seconds`` counts the reader and all of its children, servers too."""
+    """The result of one pass over the data. ``cpu_seconds`` counts the reader and all of its children, servers too."""
 
     seconds: float
     samples: int
@@ -45,14 +45,14 @@ class Round:
 
 
 class Consumer:
-    """Copies each byte of each batch into one tensor that is there from the start: what a training loop does at least.
+    """Copies each byte of each batch into one preallocated tensor: the least that a training loop does.
 
-    A small buffer is copied by a slice assignment, which costs 0.1 µs besides the bytes; a large one by numpy, which
-    lets other threads run meanwhile.
+    A small buffer is copied by a slice assignment, whose overhead is 0.1 µs; a large one by numpy, which releases the
+    GIL.
     """
 
     def __init__(self, batch_bytes_max: int) -> None:
-        import torch  # here, so that the command line, which only asks, starts without it
+        import torch  # imported here, so that the command line starts without it
 
         self.tensor = torch.zeros(batch_bytes_max, dtype=torch.uint8)
         self._array = self.tensor.numpy()
@@ -94,9 +94,9 @@ def measure(
 
 
 def digests_of(batches: Iterable[Batch], sample_bytes: int | None) -> tuple[str, str]:
-    """Return the digest of what is delivered, whatever its order, and the digest of it in its order.
+    """Return a digest of the delivered samples that ignores their order, and one that does not.
 
-    ``sample_bytes``: the size of every sample where they are all equal: then several may come in one buffer.
+    ``sample_bytes``: the size of each sample if all are equal; then one buffer may contain several.
     """
     total, ordered = 0, xxhash.xxh3_64()
     for batch in batches:
@@ -123,7 +123,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def cpu_seconds() -> dict[int, float]:
-    """Return user and system seconds of this process (under 0), of its children that ended (1), and of each alive."""
+    """Return user and system seconds of this process (under 0), of its ended children (1), and of each child alive."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = {0: time.process_time(), 1: ended.ru_utime + ended.ru_stime}
     for pid in children_of(os.getpid()):

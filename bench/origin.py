@@ -1,9 +1,9 @@
-"""An origin of limited bandwidth and latency that counts what it sends: HTTP with byte ranges, for the benches.
+"""An origin of limited bandwidth and added latency that counts the bytes it sends: HTTP with byte ranges.
 
 python -m bench.origin FOLDER PORT
 GET /<file>                          a file, or a range of it
-GET /-/limit/<bytes a second>/<ms>   limit all answers together, and delay each (0: not at all)
-GET /-/sent                          the bytes sent since the last time this was asked
+GET /-/limit/<bytes per second>/<ms>   limit all answers together, and delay each (0: no limit, no delay)
+GET /-/sent                          the bytes sent since the last such request
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHUNK_BYTES = 16 << 10
 
 
 class Origin:
-    """Serves one folder. The limit is a queue for the line: chunks of all answers take turns."""
+    """Serves one folder. The bandwidth limit is a queue: chunks of all answers take turns."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,7 +1,7 @@
-"""How long it takes to plan a batch, in a process of its own: ``python -m bench.planning PEERS SAMPLES`` prints JSON.
+"""How long planning a batch takes, in a process of its own: ``python -m bench.planning PEERS SAMPLES`` prints JSON.
 
-The manifest's tables are made in memory, as a manifest of that size has them; columns that a plan does not read are one
-row, repeated. The ring is asked of a server, as a client asks for it.
+The manifest's tables are made in memory, with the size of a real one; columns that a plan does not read are one row,
+repeated. The ring comes from a server, as for a client.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PLANS: Final = 600
 
 
 def synthetic(samples: int) -> Manifest:
-    """Return a manifest as of that many pictures, shuffled into shards of 32 MiB."""
+    """Return a manifest of this many pictures, shuffled into shards of 32 MiB."""
     shards = -(-samples // SAMPLES_A_SHARD)
     rng = np.random.default_rng(0)
     one = np.zeros((1, 1), np.uint64)
@@ -64,7 +64,7 @@ def synthetic(samples: int) -> Manifest:
 
 
 def measure(manifest: Manifest, members: Members) -> dict[str, float]:
-    """Return µs a batch: planned and given to owners, for shards met the first time and for shards known."""
+    """Return the µs to plan a batch and group it by owner, for shards planned for the first time and for known ones."""
     rng = np.random.default_rng(1)
     batches = [rng.integers(0, len(manifest.tables.blob_of), BATCH) for _ in range(PLANS)]
     choose = getattr(members, "choices", members.ranked)
@@ -76,7 +76,7 @@ def measure(manifest: Manifest, members: Members) -> dict[str, float]:
             choose(np.unique(plan.shards))
             taken.append(1e6 * (time.perf_counter() - begun))
     return {
-        "first_us": median(times["first"][:20]),  # later ones meet shards again
+        "first_us": median(times["first"][:20]),  # later batches contain known shards
         "known_us": median(times["known"]),
         "known_p99_us": float(np.quantile(times["known"], 0.99)),
     }

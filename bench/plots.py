@@ -1,4 +1,4 @@
-"""Plots from the JSON that questions left behind: what is not there is not drawn."""
+"""Plots from the questions' JSON files. A plot whose file is missing is skipped."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _read(out: Path, question: str) -> Told | None:
 
 def _where(told: Told) -> str:
     facts = told["facts"]
-    quick = ", quick: not to be read figures from" if told["configuration"]["quick"] else ""
+    quick = ", quick: its figures mean nothing" if told["configuration"]["quick"] else ""
     return f"{facts['cpu']}, {facts['cores']} cores, {facts['date'][:10]}, {facts['commit'][:8]}{quick}"
 
 

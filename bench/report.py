@@ -1,4 +1,4 @@
-"""An answer for people, as a table on the terminal, and for programs, as one JSON file a question."""
+"""Reports: for people a table on the terminal, for programs one JSON file per question."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Server processes of a bench: on free ports of the loopback, waited for until they answer, ended for certain."""
+"""Server processes of a bench: on free loopback ports, awaited until they answer, and always ended."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def program(name: str) -> str:
 
 
 def _end_with_parent() -> None:
-    """Ask the kernel for SIGTERM once the thread that started this process is gone, however it went."""
+    """Have the kernel send SIGTERM once the thread that started this process has ended, however it ended."""
     _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -80,7 +80,7 @@ class Server:
         return self.log_path.read_text(errors="replace")
 
     def wait_for_port(self, port: int) -> None:
-        """Return once it accepts connections. Raises ``CannotRun``."""
+        """Return once it accepts connections. Raises ``CannotRun`` if it does not."""
         while True:
             try:
                 socket.create_connection((LOOPBACK, port), 1.0).close()
@@ -89,13 +89,13 @@ class Server:
                 self.pause()
 
     def wait_for_line(self, pattern: re.Pattern[str]) -> str:
-        """Return the first group of the line that says that it serves."""
+        """Return the first group of the output line that announces that it serves."""
         while not (found := pattern.search(self.log)):
             self.pause()
         return found[1]
 
     def pause(self) -> None:
-        """Wait a moment for a start to go on. Raises ``CannotRun`` when it does not."""
+        """Wait a moment for the server to start. Raises ``CannotRun`` if it has exited."""
         if not hasattr(self, "_deadline"):
             self._deadline = time.monotonic() + START_SECONDS_MAX
         if self._process.poll() is not None or time.monotonic() > self._deadline:
@@ -115,7 +115,7 @@ class Server:
 def quiver_rack(
     folder: Path, origin: Path | str, capacity_bytes: int, *flags: str, count: int = SERVERS
 ) -> Iterator[tuple[list[str], list[Server]]]:
-    """Run daemons with a ring that is given; yield their URLs and processes. ``{node}`` in a flag is the daemon's."""
+    """Run daemons with a static ring; yield their URLs and processes. ``{node}`` in a flag is the daemon's."""
     ports = free_ports(count)
     peers = ",".join(f"http://{LOOPBACK}:{port}" for port in ports)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIVER_")}

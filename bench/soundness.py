@@ -1,13 +1,14 @@
 """Is substitution sound: do batches look like a uniform shuffle's, and does a network learn as much from them?
 
-The very modules of the loader (``quiver.substitution``, the loader's ``Epoch`` and ``Layout``, ``quiver.residency``,
-and ``quiver.layout`` for the shards) on a clock that ticks once a batch: no threads, no bytes, every draw seeded. One
-cache fetches and evicts for all consumers; a fetched shard arrives ``FILL_TICKS`` later, ``FILLS`` are under way at
-most, and no more than the cache share is held, nor less than two shards. Not simulated: batches drawn ahead of the
+The loader's own modules (``quiver.substitution``, the loader's ``Epoch`` and ``ShardLayout``, ``quiver.residency``,
+and ``quiver.layout`` for the shards) run on a clock that ticks once per batch: no threads, no bytes, every draw seeded.
+One cache fetches and evicts for all consumers; a fetched shard arrives ``FILL_TICKS`` later, at most ``FILLS`` are in
+progress, and the cache holds at most its share, and at least two shards. Not simulated: batches drawn ahead of the
 training loop, and several daemons.
 
-Expected: never a duplicate or an omission; under ``mixed`` labels that no test can tell from a uniform shuffle's, and
-an order that one can tell by how often samples meet; under ``sequential`` batches of few classes, and a warning.
+Expected: never a duplicate or an omission; under ``mixed`` labels that no test can distinguish from a uniform
+shuffle's, and an order that differs in how often samples share a batch; under ``sequential`` batches of few classes,
+and a warning.
 
     python -m bench.soundness [--write docs/substitution.md] [--json FILE] [--seeds 20]      two to three minutes
 """
@@ -57,19 +58,19 @@ FILLS: Final = 2
 PATIENCE_TICKS: Final = 20
 PERCENTILES: Final = (5, 25, 50, 75, 95, 99)
 CLASSES: Final = (10, 100)
-MARGIN: Final = 1.0  # percentage points of accuracy, stated before anything was run
-FEW: Final = 4  # shards at once, to show what the loader's number for sequential layout is good for
+MARGIN: Final = 1.0  # percentage points of accuracy, chosen before any run
+FEW: Final = 4  # shards at once, to show the effect of the loader's number for the sequential layout
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is simulated. ``seeds`` and ``passes``: of the training of the digits."""
+    """The size of the simulation. ``seeds`` and ``passes`` are those of the training on the digits."""
 
     shards: int = 256
-    samples: int = 128  # a shard, on average
+    samples: int = 128  # per shard, on average
     batch: int = 128
-    epochs: int = 8  # of each of so many
-    layouts: int = 4  # that are made up, each with labels of its own
+    epochs: int = 8  # per layout and case
+    layouts: int = 4  # random layouts, each with its own labels
     seeds: int = 20
     passes: int = 30
     uniform_runs: int = 400
@@ -77,7 +78,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the tables. ``larger``: a batch, ``fewer``: the number of shards, both as factors of the scale's."""
+    """A row of the tables. ``larger`` multiplies the scale's batch size, ``fewer`` divides its number of shards."""
 
     name: str
     cached: float
@@ -107,12 +108,12 @@ CASES: Final = MIXED + OTHERS + SEQUENTIAL
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """An epoch that was taken: its samples in the order taken, the batches' ends, what was resident as it began."""
+    """One epoch of a consumer: its samples in order, the ends of batches, and the resident samples at the start."""
 
     rows: Ints
     ends: Ints
     resident: Ints  # samples
-    direct: int  # samples that were read from the origin, past the cache
+    direct: int  # samples read from the origin, bypassing the cache
 
     @property
     def batches(self) -> list[Ints]:
@@ -120,7 +121,7 @@ class Pass:
 
 
 class Consumer:
-    """A job of one rank, as the loader's sampler is one."""
+    """A job of one rank, with the behaviour of the loader's sampler."""
 
     def __init__(self, number: int, deal: Deal, layout: ShardLayout, lookahead: int | None) -> None:
         self.number, self.deal, self.layout, self._lookahead = number, deal, layout, lookahead
@@ -153,7 +154,7 @@ class Consumer:
         )
 
     def learn(self, seen: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        """As ``quiver_client.needs_reporter`` does it."""
+        """Learn what is resident, as ``quiver_client.needs_reporter`` does."""
         resident = seen > 0
         new = resident & ~self._view.resident
         arrived = self._view.arrived
@@ -163,7 +164,7 @@ class Consumer:
         self._view = View(resident, np.where(resident, seen - 1, 0).astype(np.uint8), arrived)
 
     def step(self, held: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
-        """Take a batch, unless it has to be waited for."""
+        """Take a batch, unless the draw has to wait."""
         if not self._taken:
             self._resident = np.flatnonzero(self._view.resident[self.layout.shard_of])
         entries = self._epoch.choose(self.deal.batch_size, self._view, self._lookahead)
@@ -244,7 +245,7 @@ class Cache:
 
 
 def place(layout: placing.Layout, samples: int, per_shard: int, seed: int, drained_at_once: int) -> ShardLayout:
-    """Lay samples in shards as indexing does, by digests made up from the seed."""
+    """Place samples in shards as indexing does, with digests derived from the seed."""
     digests = np.random.default_rng([seed, 1]).integers(0, 256, (samples, 32), np.uint8)
     # Shards come out at about three quarters (mixed) and half (sequential) of the limit.
     limit = int(per_shard * (SAMPLE_BYTES + placing.ROW_BYTES) * (1.35 if layout == "mixed" else 2.0))
@@ -258,7 +259,7 @@ def place(layout: placing.Layout, samples: int, per_shard: int, seed: int, drain
 
 
 def take(case: Case, layout: ShardLayout, batch: int, epochs: int, seed: int) -> tuple[list[Consumer], float]:
-    """Let the consumers take whole epochs; the second begins half an epoch later. Return them, and bytes fetched."""
+    """Run the consumers over complete epochs, the second half an epoch later; return them and the fetched bytes."""
     cache = Cache(layout, case.cached, batch, seed)
     lookahead = None if case.lookahead is None else case.lookahead * batch
     samples = len(layout.shard_of)
@@ -275,25 +276,25 @@ def take(case: Case, layout: ShardLayout, batch: int, epochs: int, seed: int) ->
     return consumers, cache.fetched_bytes
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Ordered:
-    """What a case's order is like, from its second epoch on where it depends on the one before."""
+    """Properties of a case's order; those that depend on the previous epoch are from the second epoch on."""
 
     name: str
     epochs: int
     duplicates: int
     omissions: int
-    origin: float  # bytes read from it, in datasets an epoch and consumer
-    direct: float  # of which past the cache
-    spearman: float  # of the orders of consecutive epochs, the mean
+    origin: float  # bytes read from the origin ÷ dataset, per epoch and consumer
+    direct: float  # the part that bypassed the cache
+    spearman: float  # rank correlation of the orders of consecutive epochs, mean
     spearman_worst: float  # the one farthest from 0
-    met_again: float  # of the samples that a sample shares a batch with, how many it met in the epoch before
+    met_again: float  # share of a sample's batch mates that were its batch mates in the previous epoch
     met_again_by_chance: float
-    resident: float  # share of samples that began an epoch resident
-    position: float  # their mean place in the epoch, 0 to 1
+    resident: float  # share of samples that are resident when an epoch begins
+    position: float  # the mean position of those samples in the epoch, 0 to 1
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,7 @@ class Alarms:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Of the digits, in percent; differences are by seed, against no substitution."""
+    """Test accuracy on the digits, in percent; differences are paired by seed, relative to no substitution."""
 
     name: str
     seeds: int
@@ -373,20 +374,20 @@ def measure_order(case: Case, consumers: Sequence[Consumer], fetched_bytes: floa
 
 
 def _met_again(before: Ints, now: Ints) -> float:
-    """Of all pairs in one batch now ``(samples,)``, return the share that were in one batch before."""
+    """Return the share of all pairs in one batch ``now (samples,)`` that were in one batch ``before``."""
     both = np.unique(before * (int(now.max()) + 1) + now, return_counts=True)[1]
     alone = np.bincount(now)
     return float((both * (both - 1)).sum() / (alone * (alone - 1)).sum())
 
 
 def labels_of(layout: placing.Layout, samples: int, classes: int, seed: int) -> Ints:
-    """Return a label by sample: in their order where the layout keeps it, as folders of classes have them."""
+    """Return a label per sample: sorted, as in folders of classes, if the layout keeps the order."""
     labels = np.random.default_rng([seed, classes]).integers(0, classes, samples)
     return np.sort(labels) if layout == "sequential" else labels
 
 
 def divergences(labels: Ints, batches: Iterable[Ints]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Return of each batch Pearson's chi-squared of its labels against all of them, by its degrees of freedom."""
+    """Return, per batch, Pearson's chi-squared of its labels against all labels ÷ its degrees of freedom."""
     counts = np.bincount(labels)
     shares = counts / counts.sum()
     found = []
@@ -397,7 +398,7 @@ def divergences(labels: Ints, batches: Iterable[Ints]) -> np.ndarray[Any, np.dty
 
 
 def measure_labels(case: Case, runs: Sequence[Sequence[Consumer]], classes: int, seed: int) -> Labelled:
-    """``runs``: the consumers by layout."""
+    """Compare the labels of batches with a uniform shuffle's. ``runs``: the consumers by layout."""
     found, by_chance = [], []
     epochs = warned = 0
     for run, consumers in enumerate(runs):
@@ -437,7 +438,7 @@ def warns(labels: Ints, batches: Iterable[Ints]) -> bool:
 
 
 def measure_alarms(scale: Scale, seed: int) -> list[Alarms]:
-    """Count false alarms: uniform shuffles, of labels that are evenly spread and of some that are not."""
+    """Count false alarms: warnings about uniform shuffles, of balanced and of unbalanced labels."""
     samples = scale.shards * scale.samples
     deal = Deal(samples, seed, True, 0, 1, scale.batch, False)
     chance = np.random.default_rng([seed, 3])
@@ -455,7 +456,7 @@ def measure_alarms(scale: Scale, seed: int) -> list[Alarms]:
 
 
 def measure_accuracy(scale: Scale) -> list[Accuracy]:
-    """Train on the digits: by seed, the same first weights and another layout, whatever is substituted."""
+    """Train on the digits. Each seed gives the same initial weights and the same layout to every case."""
     pixels, digits = load_digits(return_X_y=True)
     train_x, test_x, train_y, test_y = train_test_split(
         (pixels / 16).astype(np.float32), digits, test_size=0.25, random_state=0, stratify=digits
@@ -635,20 +636,20 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def shape(text: str) -> list[str]:
-    """Return what of the numbers' block does not depend on the numbers: heads, and the rows' names."""
+    """Return the parts of the numbers' block that do not depend on the numbers: heads, and the rows' names."""
     rows = [line for line in text.splitlines() if line.startswith("|")]
     heads = [rows[at - 1].split("; uniform")[0] for at, row in enumerate(rows) if row.startswith("| ---")]
     return heads + [row.split("|")[1].strip() for row in rows]
 
 
 def block(document: str) -> str:
-    """Return what stands between the two comments."""
+    """Return the text between the two comments."""
     return document.split(BEGIN)[1].split(END, maxsplit=1)[0].strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", type=Path, help="the document whose numbers are to be replaced")
+    parser.add_argument("--write", type=Path, help="the document whose numbers to replace")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--seeds", type=int, default=Scale.seeds, help="of the training of the digits")
     parser.add_argument("--seed", type=int, default=0, help="of everything else")

@@ -1,9 +1,9 @@
-"""Small hot reads, timed, while another process scans shards that are warm, cold, or cold and not verified yet.
+"""Times small hot reads while another process scans shards that are warm, cold, or cold and not verified yet.
 
-Cold is meant: not in memory, and read from disk during the scan. The kernel drops no page that somebody has mapped, and
-a daemon keeps mapped what it has served. So each measurement has a daemon of its own, started on a folder that is
-filled already and that no process has mapped; a cold shard is scanned once, and the measurement is as long as that one
-pass. How much was not in memory is counted page by page (``mincore``), and what was read is the daemon's own account.
+Cold means: not in memory, and read from disk during the scan. The kernel drops no page that a process has mapped, and
+a daemon keeps the files mapped that it has served. So each measurement has its own daemon, started on a folder that is
+already filled and that no process has mapped; a cold shard is scanned once, and the measurement lasts for that one
+pass. ``mincore`` counts page by page what was not in memory; the daemon counts what was read.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from quiver.peer import PeerClient
 
 Scan = Literal["none", "warm", "cold", "unverified"]
 SCANS: Final[tuple[Scan, ...]] = get_args(Scan)
-ONCE: Final = ("cold", "unverified")  # after one pass nothing of it is cold
+ONCE: Final = ("cold", "unverified")  # after one pass nothing is cold any more
 SCAN_BATCH: Final = 64
 HOT_SHARD: Final = 0
 HOT_SAMPLES: Final = 16
-PAUSE_SECONDS: Final = 0.002  # between two hot reads: to see the wait, not to make it
+PAUSE_SECONDS: Final = 0.002  # between two hot reads, so that they observe the delay and do not cause it
 START_SECONDS_MAX: Final = 60.0
 PASS_SECONDS_MAX: Final = 300.0
-STRAY_SHARE_MAX: Final = 0.05  # of what is scanned: in memory when it should be cold, or not in it when warm
+STRAY_SHARE_MAX: Final = (
+    0.05  # share of the scanned bytes that may be in memory although cold, or not in memory although warm
+)
 _LIBC: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class Signals(NamedTuple):
-    """Between the one who scans and the one who reads hot samples."""
+    """Events between the scanner and the reader of hot samples."""
 
-    ready: Any  # the one is
-    go: Any  # so is the other
-    ended: Any  # the scan has, or is to
+    ready: Any  # the scanner is ready
+    go: Any  # the reader is ready too
+    ended: Any  # the scan has ended, or shall end
 
 
 class Shelf:
-    """A filled folder of one daemon, which is started on it anew for each measurement.
+    """The filled folder of one daemon, which is started again for each measurement.
 
-    One daemon, so that all that the scan reads is in the way of the hot reads.
+    There is one daemon, so that all reads of the scan compete with the hot reads.
     """
 
     def __init__(self, folder: Path, origin: Path, manifest: Path, capacity_bytes: int) -> None:
@@ -65,18 +67,18 @@ class Shelf:
     def daemon(self) -> Iterator[tuple[str, Server]]:
         self._starts += 1
         folder = self._folder / f"start{self._starts}"
-        data = ("--data-dir", str(self._folder / "data"))  # given twice: the last one counts
+        data = ("--data-dir", str(self._folder / "data"))  # given twice: the last one applies
         with quiver_rack(folder, self._origin, self._capacity_bytes, *data, count=1) as ((url,), (server,)):
             yield url, server
 
     def measure(self, scan: Scan, seconds: float) -> dict[str, float]:
-        """Return what hot reads and the daemon's loop took beside a scan, in ms. Raises ``CannotRun``."""
+        """Return the latencies of hot reads and of the daemon's loop during a scan, in ms. Raises ``CannotRun``."""
         with self.daemon() as (url, server):
             daemon = PeerClient(url)
-            # A daemon verifies a shard before its first use: it reads the file then, and maps nothing.
+            # A daemon verifies a shard before its first use: it then reads the file without mapping it.
             verified = self._digests if scan != "unverified" else [self._digests[HOT_SHARD]]
             if not all(map(daemon.has_shard, verified)):
-                raise CannotRun("the daemon lacks a shard that was brought in")
+                raise CannotRun("the daemon lacks a shard that was filled")
             daemon.close()
             files = self._scanned()
             if scan in ONCE:
@@ -99,7 +101,7 @@ class Shelf:
 
 
 def latencies(cache: str, manifest: str, seconds: float, scan: Scan) -> dict[str, float]:
-    """Return p50, p99 and the most, in ms, of reading one hot sample and of asking the daemon's event loop."""
+    """Return p50, p99 and maximum, in ms, of reading one hot sample and of an answer of the daemon's event loop."""
     context = multiprocessing.get_context("spawn")
     signals = Signals(context.Event(), context.Event(), context.Event())
     if scan == "none":
@@ -109,7 +111,7 @@ def latencies(cache: str, manifest: str, seconds: float, scan: Scan) -> dict[str
     scanner.start()
     try:
         if not signals.ready.wait(START_SECONDS_MAX):
-            raise CannotRun("the one who scans does not start")
+            raise CannotRun("the scanning process does not start")
         taken = _hot(cache, manifest, PASS_SECONDS_MAX if scan in ONCE else seconds, signals)
         signals.ended.set()
         scanner.join(START_SECONDS_MAX)
@@ -123,7 +125,7 @@ def latencies(cache: str, manifest: str, seconds: float, scan: Scan) -> dict[str
 
 
 def _hot(cache: str, manifest: str, seconds: float, signals: Signals) -> dict[str, float]:
-    """Read hot samples for so long, or until the scan has ended, and ask the loop for a sign of life after each."""
+    """Read hot samples for ``seconds``, or until the scan has ended; after each, probe the daemon's event loop."""
     from quiver_client import Dataset
 
     dataset = Dataset(manifest, cache)
@@ -156,13 +158,13 @@ def _quantiles(name: str, taken: list[float]) -> dict[str, float]:
 
 
 def _scan(cache: str, manifest: str, once: bool, signals: Signals, told: Any) -> None:
-    """Read all shards but the hot one, shard by shard: once, or over and over until it is ended."""
+    """Read all shards but the hot one, shard by shard: once, or repeatedly until stopped."""
     from quiver_client import Dataset
 
     try:
         dataset = Dataset(manifest, cache, verify="off")
         rows = _cold_rows(dataset.manifest)
-        dataset[hot_rows(dataset.manifest)[0]]  # connected, before it counts
+        dataset[hot_rows(dataset.manifest)[0]]  # connects before the measurement
         lengths = dataset.manifest.tables.lengths[:, 0]
         signals.ready.set()
         signals.go.wait(START_SECONDS_MAX)
@@ -182,7 +184,7 @@ def _scan(cache: str, manifest: str, once: bool, signals: Signals, told: Any) ->
 
 
 def hot_rows(manifest: Any) -> list[int]:
-    """Return samples of one shard, which the scan leaves alone."""
+    """Return samples of one shard, which the scan does not read."""
     return np.flatnonzero(_shards(manifest) == HOT_SHARD)[:HOT_SAMPLES].tolist()  # type: ignore[no-any-return]
 
 
@@ -198,7 +200,7 @@ def _shards(manifest: Any) -> Any:
 
 
 def drop(files: list[Path]) -> None:
-    """Ask the kernel to forget these files' pages. It keeps those that are mapped, or not on disk yet."""
+    """Ask the kernel to drop these files' pages. It keeps pages that are mapped, or not on disk yet."""
     for path in files:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -208,7 +210,7 @@ def drop(files: list[Path]) -> None:
 
 
 def absent_bytes(path: Path) -> int:
-    """Return how much of a file is not in memory, without bringing any of it in."""
+    """Return how many bytes of a file are not in memory, without reading any of them."""
     size_bytes = path.stat().st_size
     if not size_bytes:
         return 0
@@ -220,13 +222,13 @@ def absent_bytes(path: Path) -> int:
         )
         del view
     if failed:
-        raise CannotRun(f"what of {path} is in memory cannot be told: {os.strerror(ctypes.get_errno())}")
+        raise CannotRun(f"cannot determine which pages of {path} are in memory: {os.strerror(ctypes.get_errno())}")
     missing = pages & 1 == 0
-    beyond = len(pages) * mmap.PAGESIZE - size_bytes  # of the last page
+    beyond = len(pages) * mmap.PAGESIZE - size_bytes  # the part of the last page past the end
     return int(missing.sum()) * mmap.PAGESIZE - (beyond if missing[-1] else 0)
 
 
 def read_from_disk(server: Server) -> int:
-    """Return how many bytes a process has had read from disk, for itself or by touching what it has mapped."""
+    """Return how many bytes were read from disk for a process, by its reads or by its page faults."""
     found = re.search(r"^read_bytes: (\d+)", Path(f"/proc/{server.pid}/io").read_text(), re.MULTILINE)
     return int(found[1]) if found else 0

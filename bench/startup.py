@@ -1,10 +1,10 @@
-"""How long does a daemon with 100,000 resident shards take until it serves?
+"""How long does a daemon with 100,000 resident shards take to start serving?
 
-Expected: under 5 s from its start to a shard's first byte, verification of that shard included. Run it with
+Expected: under 5 s from its start to a shard's first byte, including verification of that shard. Run it with
 
     python bench/startup.py [--shards 100000]
 
-It writes that many small real shards to a temporary folder, starts a real daemon on it and prints JSON.
+It writes as many small shards to a temporary folder, starts a daemon on it and prints JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quiver.store.inventory import file_of
 
 
 def write_shards(root: Path, count: int) -> Digest:
-    """Write real shards of one small sample each, straight under their names; return one of the names."""
+    """Write shards of one small sample each, directly under their names; return one of the names."""
     Store.open(root, 1 << 40, shared=True).close()
     name = Digest(bytes(32))
     for number in range(count):
@@ -42,7 +42,7 @@ def write_shards(root: Path, count: int) -> Digest:
 
 
 def drop_caches() -> bool:
-    """Let the scan meet a cold directory cache, where that is allowed."""
+    """Drop the directory cache, if permitted, so that the scan starts cold; return whether it was dropped."""
     try:
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3")

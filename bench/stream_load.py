@@ -1,8 +1,8 @@
-"""Readers that cost little: one process with many streams to a daemon (docs/protocol.md), of which some read at once.
+"""Readers that cost little CPU: one process with many streams to a daemon (docs/protocol.md), some of which read.
 
 A training process spends more on a batch than the daemon that serves it, and 2,000 of them do not fit on a machine of
-two cores. Here each answer's head and statuses are checked and the bytes are dropped in the kernel (``MSG_TRUNC``), so
-that what is measured is the daemon. That the bytes are right is for tests, and for the questions with real readers.
+two cores. Here the process checks each answer's head and statuses and has the kernel discard the bytes (``MSG_TRUNC``),
+so that the figures are the daemon's. Tests, and the questions with real readers, check the bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.data import Data
 
-BATCHES: Final = 16  # different requests; each reader begins with another one
+BATCHES: Final = 16  # different requests; each reader begins with a different one
 PIECE_BYTES: Final = 1 << 20
 CONNECT_SECONDS: Final = 60.0
 UPGRADE: Final = b"GET /v1/stream HTTP/1.1\r\nHost: bench\r\nConnection: Upgrade\r\nUpgrade: quiver-read\r\n\r\n"
@@ -34,7 +34,7 @@ HEAD: Final = struct.Struct("<4sIQ")
 
 @dataclass(frozen=True)
 class Request:
-    """A read as it goes over the wire, and what its answer is to be."""
+    """An encoded read, and the expected answer."""
 
     frame: bytes
     ranges: int
@@ -42,7 +42,7 @@ class Request:
 
 
 def requests_of(data: Data, batch_size: int, count: int = BATCHES) -> list[Request]:
-    """Return reads of the first batches of a dataset's order, from one daemon that has all of it."""
+    """Return reads of the first batches of a dataset's order, for one daemon that holds the whole dataset."""
     from quiver.manifest import Manifest
     from quiver.plan import plan_batch
     from quiver.wire import RANGE, ReadRequest
@@ -87,7 +87,7 @@ class Reader:
                 select.select([], [self.sock], [])
 
     def take(self, buffer: bytearray) -> None:
-        """Receive once, so that no stream is preferred here; ask for the next batch at the end of one."""
+        """Receive once, so that all streams are treated alike; at the end of a batch, request the next."""
         if self._had < len(self._head):
             self._had += self._received(self.sock.recv_into(self._head[self._had :]))
             if self._had == len(self._head):
@@ -115,7 +115,7 @@ class Reader:
 
 
 def connect(url: str, count: int) -> list[socket.socket]:
-    """Open streams, all at once."""
+    """Open streams concurrently."""
     address = urlsplit(url).hostname, urlsplit(url).port
     opened = []
     for _ in range(count):
@@ -134,7 +134,7 @@ def connect(url: str, count: int) -> list[socket.socket]:
 
 
 def run(url: str, requests: Sequence[Request], idle: int, reading: int, seconds: float) -> dict[str, Any]:
-    """Read for a while with some streams, while others are connected; return what each reader had."""
+    """Read for a while with some streams, while others are idle; return the figures of each reader."""
     opened = connect(url, idle + reading)
     readers = {sock.fileno(): Reader(sock, requests, at) for at, sock in enumerate(opened[:reading])}
     poller = select.epoll()
@@ -167,7 +167,7 @@ def run(url: str, requests: Sequence[Request], idle: int, reading: int, seconds:
 def put_on_streams(
     url: str, data: Data, batch_size: int, reading: int, seconds: float, idle: int = 0
 ) -> dict[str, float]:
-    """``run`` in a process of its own."""
+    """Call ``run`` in a process of its own."""
     command = [sys.executable, "-m", "bench.stream_load", url, str(data.folder), str(batch_size)]
     command += [str(idle), str(reading), str(seconds)]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
@@ -179,7 +179,7 @@ def put_on_streams(
 
 @contextlib.contextmanager
 def connected(url: str, count: int) -> Iterator[None]:
-    """Have so many idle streams open."""
+    """Keep this many idle streams open."""
     opened = connect(url, count)
     try:
         yield

@@ -1,8 +1,8 @@
-"""`make demo`: train on real images through a rack of three daemons, one of which is killed on the way.
+"""`make demo`: train on real images through a rack of three daemons, one of which is killed during training.
 
-Scikit-learn's handwritten digits are written as PNG files in class folders, indexed where they lie, and read by a stock
-torch DataLoader through the daemons. The table shows that the origin is read once and never again, and that a dead
-daemon costs a little reading and no sample.
+The demo writes scikit-learn's handwritten digits as PNG files in class folders, indexes them in place, and reads them
+with a stock torch DataLoader through the daemons. The table shows that the origin is read only once, and that killing a
+daemon causes a few more origin reads and loses no sample.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TIERS = ("host", "rack", "origin")
 
 @dataclass
 class Epoch:
-    """What one pass over the training data showed."""
+    """The results of one pass over the training data."""
 
     number: int
     accuracy: float = 0.0
@@ -65,7 +65,7 @@ def decode(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:
 
 
 def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torch.Tensor, int, dict[str, int]]:
-    """Stack a batch, and send along what this worker's reader has counted so far."""
+    """Stack a batch, and add the worker's id and its counters so far."""
     worker = get_worker_info()
     assert worker is not None
     images, labels = zip(*samples, strict=True)
@@ -73,7 +73,7 @@ def collate(samples: list[tuple[torch.Tensor, int]]) -> tuple[torch.Tensor, torc
 
 
 def loader(manifest: Path, cache: str, *, shuffle: bool) -> DataLoader[Any]:
-    """A stock DataLoader: the dataset is the one line that changes."""
+    """Return a stock DataLoader; only its dataset is Quiver's."""
     dataset = Dataset(manifest, cache=cache, transform=decode)
     return DataLoader(
         dataset, batch_size=BATCH, shuffle=shuffle, num_workers=2, persistent_workers=True, collate_fn=collate
@@ -88,7 +88,7 @@ def network() -> nn.Module:
 
 
 class Trainer:
-    """The training loop that a user has already, and the counters beside it."""
+    """An ordinary training loop, with counters."""
 
     def __init__(self, train: DataLoader[Any], test: DataLoader[Any], daemons: list[Daemon]) -> None:
         self.train, self.test, self.daemons = train, test, daemons
@@ -126,7 +126,7 @@ class Trainer:
         return {tier: sum(stats[f"bytes_{tier}"] for stats in self.workers.values()) for tier in TIERS}
 
     def _origin_bytes(self) -> int:
-        """Bytes read from the origin for the training data: by the daemons for anybody, and by the workers."""
+        """Return the bytes read from the origin so far, by the daemons and by the training workers."""
         daemons = sum(daemon.status()["origin_read_bytes"] for daemon in self.daemons)
         return daemons + self._tiers()["origin"]
 
@@ -141,8 +141,8 @@ def show(console: Console, epochs: list[Epoch], dataset_bytes: int) -> None:
         rate, share = f"{e.samples / e.seconds:,.0f}", f"{e.origin_bytes / dataset_bytes:.2f}"
         table.add_row(str(e.number), f"{e.accuracy:.1%}", rate, *tiers, share, e.note)
     console.print(table)
-    console.print("From host, rack, origin: bytes that the training processes read. Origin ÷ dataset: what daemons and")
-    console.print("training processes together read from the origin, over the bytes of the training data.")
+    console.print("From host, rack, origin: bytes that the training processes read. Origin ÷ dataset: bytes that the")
+    console.print("daemons and training processes read from the origin, divided by the size of the training data.")
 
 
 def run(console: Console, folder: Path) -> float:
@@ -150,13 +150,13 @@ def run(console: Console, folder: Path) -> float:
     write_digits(folder)
     for split in ("train", "test"):
         report = index(folder / split, folder / f"{split}.quiver", shard_bytes="8KiB")
-        console.print(f"indexed {split}: {report.samples} samples in {report.shards} shards, where they lie")
+        console.print(f"indexed {split} in place: {report.samples} samples in {report.shards} shards")
     with run_rack(folder, [folder / "train", folder / "test"]) as daemons:
         console.print(f"etcd and {len(daemons)} daemons are up; training for {EPOCHS} epochs")
         cache = ",".join(daemon.url for daemon in daemons)
         train = loader(folder / "train.quiver", cache, shuffle=True)
         trainer = Trainer(train, loader(folder / "test.quiver", cache, shuffle=False), daemons)
-        trainer.accuracy()  # the test split is brought in before what training reads is counted
+        trainer.accuracy()  # fills the test split, so that the counters below see only training's reads
         victims = {KILL_IN_EPOCH: daemons[1]}
         epochs = [trainer.epoch(number, victims.get(number)) for number in range(1, EPOCHS + 1)]
         show(console, epochs, train.dataset.manifest.total_bytes)  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="quiver-demo-") as folder:
             accuracy = run(console, Path(folder))
     except KeyboardInterrupt:
-        console.print("stopped; everything that was started is stopped too")
+        console.print("stopped, with all processes that the demo started")
         return 130
     if accuracy < ACCURACY_WANTED:
         console.print(f"accuracy {accuracy:.1%} is below {ACCURACY_WANTED:.0%}")

@@ -1,4 +1,4 @@
-"""A rack on this machine: a real etcd and some daemons, started as an operator starts them, and stopped for sure."""
+"""A rack on this machine: a real etcd and several daemons, started as an operator starts them, and always stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Daemon:
     last: dict[str, int]
 
     def status(self) -> dict[str, int]:
-        """Return its numbers; the last ones known once it is dead."""
+        """Return the daemon's counters, or the last known ones if it does not answer."""
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/v1/status", timeout=5) as answer:
             self.last = json.load(answer)
         return self.last
@@ -37,7 +37,7 @@ class Daemon:
 
 @contextlib.contextmanager
 def run_rack(folder: Path, origins: list[Path], count: int = 3) -> Iterator[list[Daemon]]:
-    """Yield running daemons, all in one ring; leave no process behind."""
+    """Yield running daemons, all in one ring; stop every process at the end."""
     with contextlib.ExitStack() as stack:
         etcd_port, peer_port, *ports = _free_ports(count + 2)
         etcd = f"http://127.0.0.1:{etcd_port}"
@@ -67,7 +67,7 @@ def _etcd_command(folder: Path, client: str, peer: str) -> list[str]:
 
 
 def _start(stack: contextlib.ExitStack, log: Path, command: list[str]) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, so that Ctrl-C reaches this program alone, which then stops it."""
+    """Start a process in its own session, so that Ctrl-C reaches only this program, which then stops the process."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
     stack.callback(_stop, process)
@@ -91,7 +91,7 @@ def _wait_for(url: str, good: object) -> None:
             if good(answer.read()):  # type: ignore[operator]
                 return
         time.sleep(0.05)
-    raise SystemExit(f"demo: {url} is not ready after {READY_SECONDS:.0f} s; its log is beside the data")
+    raise SystemExit(f"demo: {url} is not ready after {READY_SECONDS:.0f} s; see its log next to the data")
 
 
 def _free_ports(count: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""Those whose data plane is compared: one module each, behind the one interface of ``bench.peers.base``."""
+"""The systems whose data planes are compared: one module each, with the interface of ``bench.peers.base``."""

@@ -1,4 +1,4 @@
-"""Fetching batches ahead in one thread: for clients that do not do it themselves, so that none lacks it."""
+"""Fetches batches ahead in one thread, for clients that do not prefetch by themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BATCHES: Final = 2  # as many as a torch DataLoader prefetches
 
 
 def ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches, of which the next ones are fetched meanwhile."""
+    """Yield the batches while a thread fetches the next ones."""
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(BATCHES)
     closed = threading.Event()
 

@@ -1,4 +1,4 @@
-"""What a contender is: it makes its own form of the data, and hands out batches in the order that all are given."""
+"""The interface of a contender: it converts the data to its own format, and hands out batches in the given order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.servers import CannotRun, program
 
 @dataclass(frozen=True)
 class Work:
-    """What a contender is handed: the data, how much of it makes a batch, a folder of its own, and its options."""
+    """The task of a contender: the data, the batch size, a folder of its own, and its options."""
 
     data: Data
     batch_size: int
@@ -27,19 +27,19 @@ class Work:
 class Peer:
     """One contender. Construct it, ``prepare``, take ``batches`` as often as wanted, ``close``.
 
-    ``batches`` is one pass: every sample once, in ``work.data.order`` unless the way that is taken cannot do that. A
-    batch is a sequence of buffers, of one sample each or of several back to back.
+    ``batches`` is one pass: every sample once, in ``work.data.order`` unless the way cannot do that. A
+    batch is a sequence of buffers, each of one sample or of several back to back.
 
-    ``ways``: settings between which only a trial on this machine can decide (which client library, how many workers).
-    Each is tried before anything is measured, and the fastest is what is measured.
+    ``ways``: settings whose speed depends on the machine (which client library, how many workers). Each is tried before
+    the measurement, and the fastest is measured.
     """
 
     name: ClassVar[str]
-    extra: ClassVar[str] = ""  # what to install for its packages
+    extra: ClassVar[str] = ""  # the extra that installs its packages
     packages: ClassVar[tuple[str, ...]] = ()
     programs: ClassVar[tuple[str, ...]] = ()
     ways: ClassVar[tuple[str, ...]] = ("",)
-    settings: ClassVar[str] = ""  # what else is set, and why: for the report
+    settings: ClassVar[str] = ""  # other settings, for the report
 
     def __init__(self, work: Work) -> None:
         self.work = work
@@ -57,17 +57,17 @@ class Peer:
             program(name)
 
     def prepare(self) -> None:
-        """Make its form of the data and start its servers: not measured."""
+        """Convert the data and start the servers; not measured."""
 
     def before_round(self) -> None:
-        """Make it again as it was before the first round: not measured."""
+        """Restore the state from before the first round; not measured."""
 
     def batches(self, way: str) -> Iterable[Batch]:
         """Return one pass over the data."""
         raise NotImplementedError
 
     def server_pids(self) -> list[int]:
-        """Return its servers' processes."""
+        """Return the process ids of its servers."""
         return []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Plain files on local disk, one a sample, through torch's own DataLoader: the simplest that people have."""
+"""Plain files on local disk, one per sample, through torch's own DataLoader: the simplest setup."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FilesDataset(torch.utils.data.Dataset[Any]):
 
 
 class Files(Peer):
-    """In this process, or with two workers; which is faster is tried."""
+    """In this process, or with two workers; a trial finds the faster."""
 
     name = "files"
     ways = ("num_workers=0", "num_workers=2")
-    settings = "one file a sample, opened unbuffered and read by one call; torch DataLoader"
+    settings = "one file per sample, opened unbuffered and read by one call; torch DataLoader"
 
     def prepare(self) -> None:
         self.data.files()
@@ -50,10 +50,10 @@ class Files(Peer):
 
 
 class DecodedFiles(Peer):
-    """Pictures decoded to tensors by two workers that stay."""
+    """Two persistent workers decode pictures to tensors."""
 
     name = "files-decoded"
-    settings = "torch DataLoader, two workers that stay, JPEG decoded by Pillow, default collate"
+    settings = "torch DataLoader, two persistent workers, JPEG decoded by Pillow, default collate"
 
     def prepare(self) -> None:
         self.data.files()

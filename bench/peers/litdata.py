@@ -26,7 +26,7 @@ class LitData(Peer):
     def check(self) -> None:
         home = str(self.work.folder)
         os.environ.update(DATA_OPTIMIZER_CACHE_FOLDER=f"{home}/cache", DATA_OPTIMIZER_DATA_CACHE_FOLDER=f"{home}/data")
-        os.environ.update(LITDATA_DISABLE_VERSION_CHECK="1", HOME=home)  # it keeps its own files in the home folder
+        os.environ.update(LITDATA_DISABLE_VERSION_CHECK="1", HOME=home)  # it writes files to the home folder
         super().check()
 
     def prepare(self) -> None:
@@ -52,7 +52,7 @@ class LitData(Peer):
 
         dataset = litdata.StreamingDataset(str(self.work.folder / "chunks"), shuffle=False, drop_last=False)
         workers = int(way.removeprefix("num_workers="))
-        collate = _copies if workers else list  # it gives views of its chunks, which cannot come from another process
+        collate = _copies if workers else list  # it returns views of its chunks, which cannot cross processes
         loader: Any = litdata.StreamingDataLoader(
             dataset, batch_size=self.work.batch_size, num_workers=workers, collate_fn=collate
         )
@@ -60,8 +60,8 @@ class LitData(Peer):
 
 
 class LitDataIndexed(LitData):
-    """The chunks are in the data's own order, and each sample is asked for by its number: an order that can be another
-    one in every epoch, as ours is.
+    """The chunks are in the data's own order, and each sample is read by its number, so that the order can differ from
+    epoch to epoch, as Quiver's does.
     """
 
     name = "litdata-indexed"
@@ -80,7 +80,7 @@ class LitDataIndexed(LitData):
 
 
 class _ByNumber(torch.utils.data.Dataset[Any]):
-    """Its samples without its own order, which it has as an iterable dataset."""
+    """The samples by number; as an iterable dataset it would impose its own order."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -1,4 +1,4 @@
-"""The machine's limit on one host: slices of one mapped file, and one numpy gather out of it."""
+"""The machine's limit on one host: slices of one mapped file, and one numpy gather from it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quiver_client import native
 
 
 class MappedSlices(Peer):
-    """A loop that cuts views out of a mapped file. Nothing is looked up, checked or planned."""
+    """A loop that takes slices of a mapped file. It looks up, checks and plans nothing."""
 
     name = "mapped"
     settings = "views of one mapped file, populated; offsets as Python integers made beforehand"
@@ -37,10 +37,10 @@ class MappedSlices(Peer):
 
 
 class MappedVerified(MappedSlices):
-    """The same loop, and a thread that hashes each batch before it: what reading each byte once more takes here."""
+    """The same loop, with a thread that hashes each batch first: the cost of reading each byte twice here."""
 
     name = "mapped-verified"
-    settings = "mapped, and one thread ahead that compares the XXH3 of a batch's samples by one native call"
+    settings = "mapped; one thread ahead verifies the XXH3 of a batch's samples by one native call"
 
     def check(self) -> None:
         super().check()
@@ -60,7 +60,7 @@ class MappedVerified(MappedSlices):
             checked = ahead.submit(self._is_right, self._numbers[0])
             for batch, following in zip(super().batches(way), chain(self._numbers[1:], [None]), strict=True):
                 if not checked.result():
-                    raise ValueError("bytes that changed while they were read")
+                    raise ValueError("the bytes changed while they were read")
                 if following is not None:
                     checked = ahead.submit(self._is_right, following)
                 yield batch
@@ -76,10 +76,10 @@ class MappedVerified(MappedSlices):
 
 
 class MappedGather(Peer):
-    """One ``numpy.take`` a batch out of a mapped array of samples that are all of one size."""
+    """One ``numpy.take`` per batch from a mapped array of samples of one size."""
 
     name = "gather"
-    settings = "numpy.take(mapped, rows, axis=0) a batch; rows as arrays made beforehand"
+    settings = "one numpy.take(mapped, rows, axis=0) per batch; rows as arrays made beforehand"
 
     def prepare(self) -> None:
         shape = self.data.count, self.data.sample_bytes // 4

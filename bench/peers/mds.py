@@ -27,8 +27,8 @@ class Mds(Peer):
     name = "mds"
     extra = "bench-mds"
     packages = ("streaming",)
-    # In workers it hung or failed beside newer versions of filelock; in one process it is the faster one in any case.
-    settings = "MDSWriter, 64 MiB a shard in the order of reading, no compression, no hashes; local= and no remote"
+    # With workers it hung or failed with newer versions of filelock; one process is faster in any case.
+    settings = "MDSWriter, shards of 64 MiB in the order of reading, no compression, no hashes; local= and no remote"
 
     def check(self) -> None:
         _without_torchvision()
@@ -64,12 +64,12 @@ class Mds(Peer):
 
 
 class MdsIndexed(Mds):
-    """The shards are in the data's own order, and each sample is asked for by its number: an order that can be another
-    one in every epoch, as ours is.
+    """The shards are in the data's own order, and each sample is read by its number, so that the order can differ from
+    epoch to epoch, as Quiver's does.
     """
 
     name = "mds-indexed"
-    settings = "MDSWriter, 64 MiB a shard, no compression, no hashes; dataset[i] in the order of reading"
+    settings = "MDSWriter, shards of 64 MiB, no compression, no hashes; dataset[i] in the order of reading"
 
     def laid_out(self) -> list[int]:
         return list(range(self.data.count))
@@ -85,7 +85,7 @@ class MdsIndexed(Mds):
 
 
 class _ByNumber(torch.utils.data.Dataset[Any]):
-    """Its samples without its own order, which it has as an iterable dataset."""
+    """The samples by number; as an iterable dataset it would impose its own order."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -102,9 +102,9 @@ def _contents(samples: list[dict[str, bytes]]) -> Batch:
 
 
 def _without_torchvision() -> None:
-    """Put an empty torchvision in place where there is none, or none that fits this torch.
+    """Install an empty torchvision module if there is none that works with this torch.
 
-    The package imports it at its start, for datasets of pictures that are not asked for here.
+    The package imports it on import, for image datasets that this bench does not use.
     """
     try:
         import torchvision  # type: ignore[import-not-found] # noqa: F401

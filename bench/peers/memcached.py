@@ -1,4 +1,4 @@
-"""memcached, three of them, by ``get_multi``."""
+"""Three memcached servers, read by ``get_multi``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bench.peers.base import Peer
 from bench.servers import LOOPBACK, SERVERS, CannotRun, Server, free_ports, program
 
 ITEM_BYTES_MAX = 8 << 20
-# Slabs hold items of up to a quarter more than what is in them; and the two clients do not agree on which server a key
+# A slab item may be a quarter larger than its content; and the two clients disagree on which server a key
 # belongs to, so that two thirds of the data are stored twice.
-ROOM = 2.6  # of the data
+ROOM = 2.6  # memory ÷ data
 GetMulti = Callable[[list[str]], dict[str, bytes]]
 
 
 class Memcached(Peer):
-    """Whichever of the two C clients is faster here, in its text or binary protocol, with or without a thread ahead."""
+    """The faster of two C clients, with the text or binary protocol, with or without a thread that fetches ahead."""
 
     name = "memcached"
     extra = "bench-memcached"
@@ -32,7 +32,7 @@ class Memcached(Peer):
         "pylibmc, binary, fetching ahead",
         "libmc, fetching ahead",
     )
-    settings = "three servers of one thread each, no eviction, TCP_NODELAY, no compression, one get_multi a batch"
+    settings = "three servers of one thread each, no eviction, TCP_NODELAY, no compression, one get_multi per batch"
 
     def prepare(self) -> None:
         import pylibmc
@@ -56,7 +56,7 @@ class Memcached(Peer):
         for number in self.data.order.tolist():
             key, content = str(number), self.data.sample(number)
             if not self._text.set(key, content) or not self._libmc.set(key, content):
-                raise CannotRun("memcached did not take the data")
+                raise CannotRun("memcached did not store all of the data")
 
     def batches(self, way: str) -> Iterable[Batch]:
         client, _, rest = way.partition(", ")

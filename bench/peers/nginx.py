@@ -1,4 +1,4 @@
-"""nginx in front of a folder of files, one request a sample over connections that stay."""
+"""nginx in front of a folder of files, one request per sample over persistent connections."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ END: Final = b"\r\n\r\n"
 
 
 class Nginx(Peer):
-    """Requests are pipelined over several connections by a client of raw sockets that copies nothing.
+    """A client on raw sockets pipelines requests over several connections and copies nothing.
 
-    Nothing faster is to be had in Python: http.client and pycurl parse each answer and copy its body.
+    It is the fastest client in Python: http.client and pycurl parse each answer and copy its body.
     """
 
     name = "nginx"
@@ -56,8 +56,10 @@ class Nginx(Peer):
         "sendfile, 8 connections, fetching ahead",
         "buffers, 8 connections, fetching ahead",
     )
-    # tcp_nopush is off: it sends a packet that is not full between any two answers of a pipeline.
-    settings = "three workers, open_file_cache over all files; pipelined GETs, one a sample; output buffers of 256 KiB"
+    # tcp_nopush is off: with it nginx sends a partial packet between any two answers of a pipeline.
+    settings = (
+        "three workers, open_file_cache over all files; pipelined GETs, one per sample; output buffers of 256 KiB"
+    )
 
     def __init__(self, work: Work) -> None:
         super().__init__(work)

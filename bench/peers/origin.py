@@ -1,4 +1,4 @@
-"""A first epoch: straight from the origin, and through a rack that is empty."""
+"""A first epoch: directly from the origin, and through an empty rack."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from bench.peers.base import Peer
 from bench.peers.quiver import ROOM, has_views
 from bench.servers import SERVERS, quiver_rack
 
-# As many requests at once as the daemons of the rack make together (quiver.origin.remote): the same concurrency.
+# As many concurrent requests as the daemons of the rack make together (quiver.origin.remote).
 REQUESTS_AT_ONCE: Final = 32 * SERVERS
 
 
 class Origin(Peer):
-    """Each sample by one request for its object, as many at once as the rack's daemons have, batches fetched ahead.
+    """One request per sample, with the concurrency of the rack's daemons; batches are fetched ahead.
 
-    Option ``origin``: the URL under which the data's files are served.
+    Option ``origin``: the base URL of the data's files.
     """
 
     name = "origin"
     extra = "s3"
     packages = ("obstore",)
-    settings = f"obstore, one GET a sample, {REQUESTS_AT_ONCE} at once, fetching ahead"
+    settings = f"obstore, one GET per sample, {REQUESTS_AT_ONCE} at once, fetching ahead"
 
     def prepare(self) -> None:
         from obstore.store import HTTPStore
@@ -62,9 +62,9 @@ class Origin(Peer):
 
 
 class QuiverCold(Peer):
-    """Every round through three daemons that have just started and hold nothing; the loader may substitute.
+    """Every round reads through three daemons that have just started and are empty; the loader may substitute.
 
-    That the order is its own is the point: it takes what is there while the rest comes in.
+    Its own order is the point: it reads resident samples while the daemons fill the others.
     """
 
     name = "quiver-cold"

@@ -1,4 +1,4 @@
-"""Quiver itself, by the fastest of its public ways: ``quiver_client.DataLoader`` with ``num_workers=0``."""
+"""Quiver itself, by its fastest public API: ``quiver_client.DataLoader`` with ``num_workers=0``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bench.measure import Batch
 from bench.peers.base import Peer
 from bench.servers import CannotRun, Server, quiver_rack
 
-ROOM = 2  # capacity over the data
+ROOM = 2  # capacity ÷ data
 
 
 class Quiver(Peer):
-    """The tier is the subclass's. Options: ``verify`` and ``views`` (``copy=False``, where this Quiver has it)."""
+    """A subclass chooses the tier. Options: ``verify`` and ``views`` (``copy=False``, if this Quiver has it)."""
 
     packages = ("quiver_client", "blake3")
     extra = "client,server"
@@ -33,7 +33,7 @@ class Quiver(Peer):
             raise CannotRun("this Quiver's Dataset has no copy=False")
 
     def cache(self) -> str:
-        """Return ``cache=`` of the tier, its daemons started."""
+        """Start the tier's daemons and return its ``cache=``."""
         raise NotImplementedError
 
     def prepare(self) -> None:
@@ -44,7 +44,7 @@ class Quiver(Peer):
         self.closing.callback(dataset.close)
         field = dataset.manifest.header.blobs[0]
         self._field = field.name
-        # An array of a fixed shape is stacked by the loader's own collate; bytes are handed over as they are.
+        # The loader's own collate stacks arrays of a fixed shape; bytes are passed through.
         more: dict[str, Any] = {} if getattr(field, "is_array", False) else {"collate_fn": _contents(field.name)}
         self._loader = DataLoader(
             dataset, self.work.batch_size, sampler=self.data.order.tolist(), substitute=False, **more
@@ -95,7 +95,7 @@ class QuiverHostBytes(QuiverHost):
 
 class QuiverSocket(Quiver):
     name = "quiver-socket"
-    settings = f"{Quiver.settings}, one daemon on this host that passes open files over its Unix socket, views"
+    settings = f"{Quiver.settings}, one daemon on this host that passes open files over a Unix socket, views"
 
     def check(self) -> None:
         super().check()
@@ -123,12 +123,12 @@ class QuiverRackBytes(QuiverRack):
 
 class QuiverDecoded(QuiverHostBytes):
     name = "quiver-decoded"
-    settings = "stock torch DataLoader, two workers that stay, embedded cache, JPEG decoded by Pillow in transform="
+    settings = "stock torch DataLoader, two persistent workers, embedded cache, JPEG decoded by Pillow in transform="
 
     def prepare(self) -> None:
         dataset = self.dataset(_decode_field)
         self.closing.callback(dataset.close)
-        for begin in range(0, len(dataset), 256):  # bring everything in: what is asked is the warm cache
+        for begin in range(0, len(dataset), 256):  # fill everything: the question is about a warm cache
             dataset.__getitems__(range(begin, min(begin + 256, len(dataset))))
         self._loader_decoded = torch.utils.data.DataLoader(
             dataset,
@@ -146,12 +146,12 @@ class QuiverDecoded(QuiverHostBytes):
 
 
 def _contents(field: str) -> Callable[[list[dict[str, Any]]], Batch]:
-    """Return a collate function that takes the samples' bytes as they came."""
+    """Return a collate function that passes the samples' bytes through."""
     return lambda samples: [sample[field] for sample in samples]
 
 
 def has_views() -> bool:
-    """Say whether this Quiver hands out views of what it has mapped or received."""
+    """Whether this Quiver can hand out views of mapped or received bytes."""
     from quiver_client import Dataset
 
     return "copy" in inspect.signature(Dataset).parameters

@@ -1,4 +1,4 @@
-"""Redis, three of them, by ``MGET``."""
+"""Three Redis servers, read by ``MGET``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bench.servers import LOOPBACK, SERVERS, CannotRun, Server, free_ports, prog
 
 
 class Redis(Peer):
-    """One ``MGET`` a server and batch; all are sent before an answer is read. redis-py with hiredis."""
+    """One ``MGET`` per server and batch; all are sent before an answer is read. redis-py with hiredis."""
 
     name = "redis"
     extra = "bench-redis"
@@ -49,7 +49,7 @@ class Redis(Peer):
             connection = self._connections[number % SERVERS]
             connection.send_command("SET", number, self.data.sample(number))
             if connection.read_response() != b"OK":
-                raise CannotRun("Redis did not take the data")
+                raise CannotRun("Redis did not store all of the data")
 
     def batches(self, way: str) -> Iterable[Batch]:
         plain = self._plain()

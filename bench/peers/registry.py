@@ -1,4 +1,4 @@
-"""All contenders by name. A module is imported when its contender is wanted, and not before: its packages may lack."""
+"""All contenders by name. A module is imported when its contender runs, since its packages may be missing."""
 
 from __future__ import annotations
 

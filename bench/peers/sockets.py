@@ -1,7 +1,7 @@
 """The machine's limit between processes: ``sendfile`` (or ``writev``) → ``recv_into``, over TCP, and nothing else.
 
-Three server processes map or open the same file; each is asked for a third of a batch's samples, by one message of
-ranges over one connection, and answers with their bytes back to back.
+Three server processes map or open the same file; the client requests a third of a batch's samples from each, by one
+message of ranges over one connection, and each answers with their bytes back to back.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _COUNT: Final = struct.Struct("<I")
 
 
 class Sockets(Peer):
-    """One ``recv_into`` buffer a server and batch; views of it are handed out, in the order that was asked for.
+    """One ``recv_into`` buffer per server and batch, handed out as views in the requested order.
 
-    Of samples that are all of one size the three buffers are handed out whole, in the order of the servers.
+    If all samples have one size, the three buffers are handed out whole, in the order of the servers.
     """
 
     name = "sockets"
@@ -62,7 +62,7 @@ class Sockets(Peer):
 
     def close(self) -> None:
         for connection in (one for connections in self._connections.values() for one in connections):
-            connection.close()  # and the server ends
+            connection.close()  # which ends the server
         for process in self._processes:
             process.join(10)
         super().close()

@@ -1,1 +1,1 @@
-"""What is asked: one module a question, each with the reach that is wanted. ``bench.questions.all`` lists them."""
+"""The questions, with the value that each should reach. ``bench.questions.all`` lists them."""

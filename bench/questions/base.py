@@ -1,4 +1,4 @@
-"""A question, the setting in which it is asked, and its answer: figures, and ratios between them taken in one run."""
+"""A question, its setting, and its answer: figures, and ratios between figures of one run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.measure import Round
 
 BATCH: Final = 256
 SAMPLE_BYTES: Final = 110_000
-COUNT: Final = 11_264  # 1.24 GB: stays in the page cache of a small machine, and is far beyond what CPUs cache
+COUNT: Final = 11_264  # 1.24 GB: fits the page cache of a small machine, and is far larger than CPU caches
 COUNT_QUICK: Final = 1_280
 TOKENS_BATCH: Final = 1024
 TOKENS_COUNT: Final = 131_072  # 537 MB
@@ -26,13 +26,13 @@ Sense = Literal["≥", "≤"]
 
 @dataclass(frozen=True)
 class Setting:
-    """How a question is asked."""
+    """How a question is measured."""
 
-    folder: Path  # temporary, and of this question alone
+    folder: Path  # temporary, used only by this question
     quick: bool = False
     rounds: int = 5
-    samples: int | None = None  # how many; None: as the question has it
-    peers: frozenset[str] | None = None  # who takes part; ours do anyway, unless some of them are named; None: all
+    samples: int | None = None  # None: the question's default
+    peers: frozenset[str] | None = None  # contenders; Quiver's always run unless some of them are named; None: all
     pythons: Mapping[str, str] = field(default_factory=dict)  # peer -> the interpreter that has its packages
     say: Callable[[str], None] = lambda text: None
 
@@ -48,7 +48,7 @@ class Setting:
 
     @contextmanager
     def arena(self, data: Data, batch_size: int, entries: Sequence[Entry]) -> Iterator[Arena]:
-        """Make contenders ready over one dataset, proved to deliver the same bytes."""
+        """Prepare contenders over one dataset, and check that they deliver the same bytes."""
         with Arena(data, batch_size, self.folder / f"contenders-{data.folder.name}", self.pythons) as arena:
             for entry in filter(self.takes_part, entries):
                 self.say(f"making {entry.shown} ready")
@@ -59,7 +59,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One figure over another; ``value`` is the median of the rounds' own ratios where there are rounds."""
+    """One figure divided by another; ``value`` is the median of the rounds' ratios if there are rounds."""
 
     name: str
     value: float
@@ -84,7 +84,7 @@ class Ratio:
 
 @dataclass
 class Answer:
-    """What came out. ``contenders`` and ``more`` are as the JSON has them."""
+    """The results. ``contenders`` and ``more`` have the form of the JSON."""
 
     ratios: list[Ratio] = field(default_factory=list)
     contenders: dict[str, Result] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A name for the command line, the question in words, and how it is answered."""
+    """A name for the command line, the question in words, and the function that answers it."""
 
     name: str
     asks: str
@@ -112,7 +112,7 @@ class Question:
 
 
 def compare(setting: Setting, data: Data, batch_size: int, entries: Sequence[Entry]) -> Answer:
-    """Let contenders run side by side."""
+    """Run contenders side by side."""
     answer = Answer()
     with setting.arena(data, batch_size, entries) as arena:
         for at in range(setting.rounds):
@@ -123,7 +123,7 @@ def compare(setting: Setting, data: Data, batch_size: int, entries: Sequence[Ent
 
 
 def fastest(answer: Answer, names: Sequence[str]) -> str | None:
-    """Return who of these moves most."""
+    """Return the contender with the highest throughput."""
     there = [name for name in names if name in answer.contenders]
     return max(there, key=lambda name: answer.contenders[name].median("bytes_a_second"), default=None)
 
@@ -131,7 +131,7 @@ def fastest(answer: Answer, names: Sequence[str]) -> str | None:
 def speed_ratio(
     answer: Answer, name: str, ours: Sequence[str], theirs: Sequence[str], reach: float | None = None, **more: Any
 ) -> None:
-    """Add the fastest of ours ÷ the fastest of theirs, round by round; nothing if either is absent."""
+    """Add the fastest of ``ours`` ÷ the fastest of ``theirs``, by round; nothing if either is absent."""
     one, other = fastest(answer, ours), fastest(answer, theirs)
     if one is None or other is None:
         return
@@ -140,6 +140,6 @@ def speed_ratio(
 
 
 def per_round(answer: Answer, one: str, other: str, figure: Callable[[Round], float]) -> tuple[float, ...]:
-    """Return a figure of one over that of another, which ran beside it, for each round."""
+    """Return, for each round, a figure of one contender divided by that of another."""
     pairs = zip(answer.contenders[one].rounds, answer.contenders[other].rounds, strict=True)
     return tuple(figure(ours) / figure(theirs) if figure(theirs) else math.inf for ours, theirs in pairs)

@@ -1,4 +1,4 @@
-"""What the tiers deliver to the loop, beside what people use today and beside the machine's limit."""
+"""What the tiers deliver to the loop, compared with other systems and with the machine's limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ from bench.questions.base import (
 HOST = ("quiver", "quiver-bytes", "quiver-socket")
 RACK = ("quiver-rack", "quiver-rack-bytes")
 ON_DISK = ("webdataset", "litdata", "mds", "files")
-ANY_ORDER = ("litdata-indexed", "mds-indexed", "files")  # what can be read in another order every epoch, as ours can
+ANY_ORDER = (
+    "litdata-indexed",
+    "mds-indexed",
+    "files",
+)  # readers whose order can differ from epoch to epoch, as Quiver's does
 SERVED = ("memcached", "redis", "nginx")
 FIGURES = ("wait_p50_ms", "wait_p99_ms", "utilisation", "bytes_a_second")
 
@@ -74,7 +78,7 @@ def cpu(setting: Setting) -> Answer:
         best = min(there, key=lambda name: answer.contenders[name].median("cpu_seconds"))
         each = per_round(answer, best, "memcached", lambda done: done.cpu_seconds / done.bytes)
         total = {name: _cpu_per_gb(answer, name) for name in (best, "memcached")}
-        # Of all rounds together: the kernel counts CPU in hundredths of a second.
+        # Over all rounds together: the kernel counts CPU in hundredths of a second.
         value = total[best] / total["memcached"]
         answer.ratios.append(Ratio(f"CPU seconds per GB ({best} ÷ memcached)", value, 0.5, "≤", each=each))
         answer.more["cpu_seconds_per_gb"] = total
@@ -108,10 +112,10 @@ def verify(setting: Setting) -> Answer:
 
 
 def wait(setting: Setting) -> Answer:
-    """Accelerators that want 1, 2 and 4 GB/s."""
+    """Accelerators that consume 1, 2 and 4 GB/s."""
     data = setting.data()
     steps = [BATCH * SAMPLE_BYTES / rate for rate in (1e9, 2e9, 4e9)]
-    beside = {"trial_step_seconds": steps[1]}  # a way that fetches ahead shows its worth only beside some work
+    beside = {"trial_step_seconds": steps[1]}  # fetching ahead helps only if the loop also works
     contenders = [Entry(name, options=beside) for name in (*HOST, *RACK, *ON_DISK, *SERVED)]
     answer = Answer()
     with setting.arena(data, BATCH, contenders) as arena:
@@ -140,7 +144,7 @@ QUESTIONS = (
     Question("rack", "110 kB samples from three daemons over TCP: how much faster than other servers?", rack),
     Question("small", "4 kB samples in batches of 1,024: how close to one numpy gather, and to raw sockets?", small),
     Question("decode", "A stock DataLoader that decodes JPEG in two workers: as fast as from plain files?", decode),
-    Question("cpu", "How much CPU does a GB cost, client and daemons together, beside memcached?", cpu),
+    Question("cpu", "How much CPU does a GB cost, client and daemons together, compared with memcached?", cpu),
     Question("verify", "What does verification of every sample cost?", verify),
     Question("wait", "How long does a training step wait for its batch, and how busy is the accelerator?", wait),
 )

@@ -1,4 +1,4 @@
-"""What grows with the rack, the dataset and the sample, and what must not."""
+"""Which costs grow with the rack, the dataset and the sample, and which must not."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def sizes(setting: Setting) -> Answer:
 
 QUESTIONS = (
     Question("plan", "Does planning a batch take as long with 1,000 peers, and with 130 million samples?", plan),
-    Question("sizes", "How does throughput go with the size of a sample, from 1 kB to 4 MB?", sizes),
+    Question("sizes", "How does throughput depend on the size of a sample, from 1 kB to 4 MB?", sizes),
 )

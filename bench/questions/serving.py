@@ -1,4 +1,4 @@
-"""What a rack is like to those who share it: many readers, one who scans cold shards, its memory, its first epoch."""
+"""How a rack behaves when shared: many readers, a scan of cold shards, memory, a first epoch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ORIGIN_LATENCY_MS: Final = 10
 def warm_rack(setting: Setting, data: Data) -> Iterator[tuple[str, list[Server]]]:
     """Run three daemons that hold the data; yield ``cache=`` and the daemons."""
     with quiver_rack(setting.folder / "rack", data.folder, 2 * data.total_bytes + (256 << 20)) as (urls, servers):
-        setting.say("bringing the data into the rack")
+        setting.say("filling the rack with the data")
         bring_in(",".join(urls), str(data.manifest()))
         yield ",".join(urls), servers
 
@@ -60,7 +60,7 @@ def readers(setting: Setting) -> Answer:
 
 
 def stall(setting: Setting) -> Answer:
-    """One daemon, so that the scan is wholly in the way of the hot reads. ``bench.stall`` says what cold is."""
+    """One daemon, so that the scan and the hot reads compete fully. ``bench.stall`` defines cold."""
     data = setting.data()
     seconds = 1.0 if setting.quick else 6.0
     answer = Answer(configuration={"samples": data.count, "seconds": seconds, "scan_batch": SCAN_BATCH})
@@ -91,7 +91,7 @@ def stall(setting: Setting) -> Answer:
 
 
 def _felt(scan: Scan, taken: list[dict[str, float]]) -> Iterator[Ratio]:
-    """Say what was felt beside one kind of scan, and how cold it was."""
+    """Yield the latencies of hot reads during one kind of scan, and how cold the scanned shards were."""
     middle = {name: median(one[name] for one in taken) for name in taken[0]}
     note = f"p50 {middle['p50_ms']:.2f} ms"
     if scan != "none":
@@ -124,7 +124,7 @@ def memory(setting: Setting) -> Answer:
 
 
 def cold(setting: Setting) -> Answer:
-    """Twice: an origin of the bandwidth and latency that an object store gives a rack, and one without a limit."""
+    """Twice: an origin with the bandwidth and latency of an object store as a rack sees it, and one without a limit."""
     data = setting.data()
     data.files()
     data.manifest()
@@ -173,7 +173,7 @@ def fast_origin(folder: Path, data: Data) -> Iterator[str]:
 
 
 class Sampler:
-    """Watches the memory of processes and keeps the peaks."""
+    """Samples the memory of processes and keeps the peaks."""
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
@@ -199,7 +199,7 @@ class Sampler:
 
 
 def own_memory(pid: int) -> dict[str, int]:
-    """Return the bytes of a process that are no file's, and those that nobody else has mapped (files' among them)."""
+    """Return a process's anonymous bytes, and its private bytes, including those of files that only it has mapped."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     kib = {name: int(value) for name, value in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
     return {
@@ -209,8 +209,8 @@ def own_memory(pid: int) -> dict[str, int]:
 
 
 QUESTIONS = (
-    Question("cold", "A first epoch through an empty rack: how close to reading the origin straight?", cold),
+    Question("cold", "A first epoch through an empty rack: how close to reading the origin directly?", cold),
     Question("memory", "What memory does a daemon take, beyond the page cache, while it serves at full rate?", memory),
     Question("readers", "Many readers and three daemons: does throughput hold, and is it shared evenly?", readers),
-    Question("stall", "What does a reader of hot samples feel of another one who scans cold shards?", stall),
+    Question("stall", "How much does a scan of cold shards delay a reader of hot samples?", stall),
 )

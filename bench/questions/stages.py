@@ -1,4 +1,4 @@
-"""Where the time of a batch goes: the stages of one thread that makes batches, without anything beside it."""
+"""Where the time of a batch goes: the stages of one thread that makes batches, with nothing else running."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS: Final[tuple[tuple[str, Any, str], ...]] = (
 
 @contextlib.contextmanager
 def stopwatches(clock: Clock) -> Iterator[None]:
-    """Add to the clock the seconds spent in each part, none of which is inside another."""
+    """Add to the clock the seconds spent in each part; parts do not nest."""
 
     def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(work)

@@ -153,7 +153,7 @@ def test_who_delivers_other_bytes_is_taken_out_and_who_delivers_them_in_another_
             "right": True,
             "turned round": False,
         }
-        assert arena.absent == {"short": "it delivered other bytes than those of the data"}
+        assert arena.absent == {"short": "it delivered bytes that differ from the data"}
 
 
 def test_a_round_counts_what_the_consumer_copied_and_how_long_the_accelerator_worked() -> None:

@@ -1,4 +1,4 @@
-"""The picture of imports."""
+"""The graph of imports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from bench.imports import House, drawn
+from bench.imports import ImportGraph, as_svg
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +30,7 @@ def make_checkout(root: Path, modules: dict[str, str]) -> Path:
     return root
 
 
-def test_a_circle_is_named_also_where_only_a_type_checker_sees_it(tmp_path: Path) -> None:
+def test_a_cycle_is_listed_also_if_it_exists_only_for_type_checkers(tmp_path: Path) -> None:
     checkout = make_checkout(
         tmp_path,
         {
@@ -40,11 +40,11 @@ def test_a_circle_is_named_also_where_only_a_type_checker_sees_it(tmp_path: Path
         },
     )
     told = survey("--root", str(checkout))
-    assert "circle: quiver.one <-> quiver.two\n" in told
-    assert "1 circles" in told
+    assert "cycle: quiver.one <-> quiver.two\n" in told
+    assert "1 cycles" in told
 
 
-def test_rooms_stand_above_what_they_import(tmp_path: Path) -> None:
+def test_components_are_in_layers_above_what_they_import(tmp_path: Path) -> None:
     checkout = make_checkout(
         tmp_path,
         {
@@ -54,14 +54,14 @@ def test_rooms_stand_above_what_they_import(tmp_path: Path) -> None:
         },
     )
     told = survey("--root", str(checkout), "--svg", str(tmp_path / "picture.svg"))
-    floors = {line.split()[0]: at for at, line in enumerate(told.splitlines()) if line.startswith("    ")}
-    assert floors["quiver_client.reader"] < floors["quiver.store"] < floors["quiver.low"]
-    assert "circle:" not in told
+    layers = {line.split()[0]: at for at, line in enumerate(told.splitlines()) if line.startswith("    ")}
+    assert layers["quiver_client.reader"] < layers["quiver.store"] < layers["quiver.low"]
+    assert "cycle:" not in told
     assert (tmp_path / "picture.svg").read_text().count("<rect") == 6
 
 
-def test_an_arrow_is_drawn_only_where_no_longer_way_leads() -> None:
+def test_an_arrow_is_omitted_if_a_longer_path_exists() -> None:
     arrows = Counter({("quiver.a", "quiver.b"): 1, ("quiver.b", "quiver.c"): 1, ("quiver.a", "quiver.c"): 2})
-    house = House(dict.fromkeys(("quiver.a", "quiver.b", "quiver.c"), 10), arrows, [])
-    assert house.needed_arrows() == [("quiver.a", "quiver.b"), ("quiver.b", "quiver.c")]
-    assert drawn(house).count("<line") == 2
+    graph = ImportGraph(dict.fromkeys(("quiver.a", "quiver.b", "quiver.c"), 10), arrows, [])
+    assert graph.needed_arrows() == [("quiver.a", "quiver.b"), ("quiver.b", "quiver.c")]
+    assert as_svg(graph).count("<line") == 2

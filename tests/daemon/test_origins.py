@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -24,59 +22,37 @@ from quiver.wire import RANGE, RangeStatus, ReadRequest
 from quiver_cacheserver.origins.allowed import Origins
 from tests.support.daemon import Daemon
 from tests.support.data import make_files, rewritten
+from tests.support.http_server import Request, http_server, send_head, send_status
 
 SERIAL = itertools.count()
 UP = "../../secret/"
 
 
 class Web:
-    """A web server: ``/allowed/`` is what an operator may mean, and everything else answers as willingly."""
+    """A web server that serves every path; operators allow only what is below ``/allowed/``."""
 
     def __init__(self) -> None:
         self.content: dict[str, bytes] = {}
         self.asked: list[str] = []
-        web = self
+        self.url = ""
+        self.host = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    @contextmanager
+    def serving(self) -> Iterator[Web]:
+        with http_server(self._answer) as self.url:
+            self.host = self.url.removeprefix("http://")
+            yield self
 
-            def log_message(self, format: str, *args: object) -> None:
-                pass
-
-            def do_HEAD(self) -> None:
-                self.do_GET()
-
-            def do_GET(self) -> None:
-                web.asked.append(self.path)
-                where, _, name = self.path.rpartition("/")
-                if where.startswith("/allowed/redirect"):
-                    self.send_response(int(where.removeprefix("/allowed/redirect")[:3]))
-                    self.send_header("Location", f"{web.url if where.endswith('far') else ''}/secret/{name}")
-                    self.send_header("Content-Length", "0")
-                    self.end_headers()
-                    return
-                data = web.content.get(name, b"")
-                self.send_response(206 if data else 404)
-                self.send_header("Content-Range", f"bytes 0-{len(data) - 1}/{len(data)}")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(data)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.host = f"127.0.0.1:{self._server.server_port}"
-        self.url = f"http://{self.host}"
-        self._thread = Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
-
-    def __enter__(self) -> Web:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+    def _answer(self, request: Request) -> None:
+        self.asked.append(request.path)
+        where, _, name = request.path.rpartition("/")
+        if where.startswith("/allowed/redirect"):
+            location = f"{self.url if where.endswith('far') else ''}/secret/{name}"
+            send_status(request, int(where.removeprefix("/allowed/redirect")[:3]), {"Location": location})
+        elif data := self.content.get(name):
+            request.wfile.write(send_head(request, data))
+        else:
+            send_status(request, 404)
 
 
 class World:
@@ -149,7 +125,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         (ok / name).symlink_to(target)
     (top / "alias").symlink_to(ok)
     with ExitStack() as stack:
-        web = stack.enter_context(Web())
+        web = stack.enter_context(Web().serving())
         origins = [ok, f"{web.url}/allowed", top / "alias"]
         daemon = stack.enter_context(Daemon(top / "node", origins=origins))
         yield World(top, web, daemon)

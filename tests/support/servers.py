@@ -1,4 +1,4 @@
-"""Servers that tests put in a daemon's or an origin's place: one that counts what is read, one that says anything."""
+"""Servers in place of an origin or a daemon: one counts what is read, one sends whatever bytes a test chooses."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+
+from tests.support.http_server import Request, http_server, object_name, send_head, send_status
 
 
 class CountingOrigin:
-    """An HTTP origin with byte ranges. Counts requests and bytes by path; can be told to answer otherwise."""
+    """An HTTP origin with byte ranges. It counts requests by path, and bytes; a test may fail or pause it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = ""
         self.requests: Counter[str] = Counter()
         self.bytes_sent = 0
-        self.status: int | None = None  # answer everything with this
+        self.status: int | None = None  # if set, answer every request with it
         self.lock = threading.Lock()
         self.open = threading.Event()  # cleared: requests wait until it is set
         self.open.set()
@@ -35,67 +35,40 @@ class CountingOrigin:
 @contextlib.contextmanager
 def counting_origin(folder: Path) -> Iterator[CountingOrigin]:
     origin = CountingOrigin(folder)
+    with http_server(lambda request: _answer(origin, request)) as url:
+        origin.url = f"{url}/"
+        try:
+            yield origin
+        finally:
+            origin.open.set()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
 
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def do_GET(self) -> None:
-            origin.open.wait(60)
-            name = unquote(urlsplit(self.path).path).lstrip("/")
-            path = origin.folder / name
-            if origin.status is not None or not path.is_file():
-                self.send_response(origin.status or 404)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-                return
-            data = path.read_bytes()
-            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-            start, end = (int(asked[1]), min(int(asked[2]) + 1, len(data))) if asked else (0, len(data))
-            body = data[start:end]
-            self.send_response(206 if asked else 200)
-            if asked:
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
-            self.send_header("Content-Length", str(len(body)))
-            self.send_header("ETag", f'"{len(data)}"')
-            self.send_header("Last-Modified", "Wed, 01 Jan 2025 00:00:00 GMT")
-            self.end_headers()
-            if self.command == "GET":
-                with origin.lock:
-                    origin.requests[name] += 1
-                    origin.bytes_sent += len(body)
-                self.wfile.write(body)
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    origin.url = f"http://127.0.0.1:{server.server_port}/"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
-        yield origin
-    finally:
-        origin.open.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+def _answer(origin: CountingOrigin, request: Request) -> None:
+    origin.open.wait(60)
+    name = object_name(request)
+    path = origin.folder / name
+    if origin.status is not None or not path.is_file():
+        send_status(request, origin.status or 404)
+        return
+    body = send_head(request, path.read_bytes())
+    if request.command == "GET":
+        with origin.lock:
+            origin.requests[name] += 1
+            origin.bytes_sent += len(body)
+        request.wfile.write(body)
 
 
 Answer = Callable[[socket.socket, bytes], None]
-"""Gets the connection and a request (head and body) and does to it what it likes."""
+"""Gets the connection and a request (head and body), and sends any bytes, or none."""
 
 
 class HostileServer:
-    """A server that reads requests properly and answers as it is told."""
+    """A server that parses requests correctly and answers each by a function of the test, on the raw socket."""
 
     def __init__(self, answer: Answer) -> None:
         self.answer = answer
         self.requests: list[bytes] = []
-        self.gone = threading.Event()  # set at the end: who drips or hangs waits on it
+        self.gone = threading.Event()  # set at the end: answers that hang or send slowly wait for it
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._threads: list[threading.Thread] = []
         self._connections: list[socket.socket] = []
@@ -153,6 +126,6 @@ def _request(connection: socket.socket) -> bytes:
 
 
 def ok(body: bytes, *headers: str, length: int | None = None, status: str = "200 OK") -> bytes:
-    """Return a whole answer."""
+    """Return a complete answer, head and body."""
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body) if length is None else length}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
