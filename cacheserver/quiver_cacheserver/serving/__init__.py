@@ -4,6 +4,7 @@
 ``listening``     accepts connections; their deadlines until they are streams
 ``requests``      what a route asks of its connection: the client, the deadline, the body
 ``reads``         answering a batched read, and ``POST /v1/read``
+``absence``       what a request is told of shards that are not resident
 ``streams``       ``GET /v1/stream``: the same reads on connections of their own
 ``verbs``         ``POST /v1/fill``, ``/v1/forgo``, ``/v1/recheck``
 ``transfers``     whole shards and manifests: ``PUT``, ``GET``, ``HEAD``
