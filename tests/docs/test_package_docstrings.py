@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOP_PACKAGES = ("quiver", "client/quiver_client", "cacheserver/quiver_cacheserver")
-# These packages are still being changed elsewhere, modules included; whoever finishes one removes its line.
+# These packages are still being changed elsewhere, modules included; the change that completes one removes its line.
 TO_DO = {
     "quiver": "its modules are being split and renamed",
     "client/quiver_client": "its reading path is being split and renamed",
