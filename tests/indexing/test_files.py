@@ -151,7 +151,7 @@ def test_equal_samples_are_stored_once(tmp_path: Path) -> None:
     [
         (lambda d: {"source": d / "missing"}, NotFound, "there is no .*missing; check"),
         (lambda d: {"source": (d / "empty").mkdir() or d / "empty"}, NotFound, "empty holds no objects"),
-        (lambda d: {"source": "ftp://host/x"}, Misconfigured, "scheme 'ftp' is not known"),
+        (lambda d: {"source": "ftp://host/x"}, Misconfigured, "scheme 'ftp' is unknown"),
         (lambda d: {"output": d}, Misconfigured, "is a folder; name a file"),
         (lambda d: {"output": d / "no" / "m.quiver"}, NotFound, "there is no folder .*no; make it first"),
         (lambda d: {"output": "s3://b/m.quiver"}, Misconfigured, "must be a local file"),
