@@ -1,4 +1,4 @@
-"""What many tests share: a small dataset, and racks that no test hurts."""
+"""Fixtures that many tests share: a small dataset, and racks that no test modifies."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; children would inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Two workers take a file at a time. The one that is taken last is waited for, so the longest are taken first, from the
-# one of a minute down to those of ten seconds; pytest-xdist itself would begin with those of most tests.
+# Two workers run a file at a time. The run ends with the last file, so the slowest files run first, from the
+# one of a minute down to those of ten seconds; pytest-xdist itself would begin with the files of most tests.
 LONGEST: Final = (
     *("client/test_handoff_tier.py", "end_to_end/test_jobs.py", "client/test_faults.py", "client/test_dataset.py"),
     *("client/test_origin_patience.py", "client/test_forks.py", "daemon/test_limits.py", "trainers/test_lightning.py"),
@@ -44,26 +44,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the caches and settings of whoever runs it."""
+    """No test reads or writes the caches and settings of the user who runs it."""
     monkeypatch.delenv("QUIVER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """150 samples in about twenty shards. Not to be changed by a test."""
+    """150 samples in about twenty shards. Tests must not change them."""
     return make_files(tmp_path_factory.mktemp("files"), random_files(150))
 
 
 @pytest.fixture(scope="session")
 def rack(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Daemon]]:
-    """Three daemons that may read ``files``. Not to be killed by a test."""
+    """Three daemons that may read ``files``. Tests must not stop them."""
     with rack_of(3, tmp_path_factory.mktemp("rack"), origins=[files.folder]) as daemons:
         yield daemons
 
 
 @pytest.fixture(scope="session")
 def lone(files: Files, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon alone that may read ``files``. Not to be killed by a test."""
+    """A single daemon that may read ``files``. Tests must not stop it."""
     with Daemon(tmp_path_factory.mktemp("lone") / "data", origins=[files.folder]) as daemon:
         yield daemon

@@ -1,6 +1,6 @@
-"""Who holds which shard. ``tests/golden/ring.json`` pins it: a change there moves every shard of every rack.
+"""Which member owns which shard. ``tests/golden/ring.json`` pins it: a change there moves every shard of every rack.
 
-To write the vectors anew, on purpose: ``python -m tests.test_ring``.
+To rewrite the vectors, on purpose: ``python -m tests.test_ring``.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ RACKS = {
 }
 
 
-def owners_by_the_book(ring: Ring, digest: Digest) -> list[str]:
-    """Weighted rendezvous hashing as the papers put it, with the library's hash: slow, and another's code."""
+def reference_owners(ring: Ring, digest: Digest) -> list[str]:
+    """Weighted rendezvous hashing as in the papers, with the xxhash library: slow and independent of our code."""
 
     def draw(member: Member) -> float:
         seed = xxhash.xxh3_64_intdigest(member.id.encode())
@@ -64,13 +64,13 @@ def owners_by_the_book(ring: Ring, digest: Digest) -> list[str]:
 
 
 def vectors() -> list[dict[str, Any]]:
-    """Compute what the golden file holds."""
+    """Compute the content of the golden file."""
     return [
         {
             "rack": name,
             "members": [[member.id, member.weight, member.state] for member in ring.members],
             "replicas": ring.replicas,
-            "owners": {str(digest): owners_by_the_book(ring, digest) for digest in map(Digest, shards)},
+            "owners": {str(digest): reference_owners(ring, digest) for digest in map(Digest, shards)},
         }
         for name, ring in RACKS.items()
         for shards in [[bytes(32), b"\xff" * 32, *(bytes(row) for row in digests(48, name))]]
@@ -143,7 +143,7 @@ def test_after_a_join_only_the_new_member_takes_and_the_previous_owner_is_runner
 
 
 @given(WEIGHTS.filter(lambda weights: len(weights) > 1), st.data())
-def test_after_a_leave_only_the_shards_of_who_left_move(weights: list[float], data: st.DataObject) -> None:
+def test_after_a_leave_only_the_shards_of_that_member_move(weights: list[float], data: st.DataObject) -> None:
     shards = digests(300)
     before = Ring.of("r", members(*weights))
     left = data.draw(st.sampled_from(before.members))
@@ -162,10 +162,10 @@ def test_a_join_moves_one_nth(count: int) -> None:
 
 
 @given(WEIGHTS, SHARDS)
-def test_owners_are_those_of_the_book(weights: list[float], shards: list[bytes]) -> None:
+def test_owners_are_those_of_the_reference_implementation(weights: list[float], shards: list[bytes]) -> None:
     ring = Ring.of("r", members(*weights), replicas=3)
     for digest in map(Digest, shards):
-        assert [member.id for member in ring.owners(digest)] == owners_by_the_book(ring, digest)
+        assert [member.id for member in ring.owners(digest)] == reference_owners(ring, digest)
 
 
 def test_shards_are_spread_as_the_weights_are() -> None:
@@ -176,7 +176,9 @@ def test_shards_are_spread_as_the_weights_are() -> None:
 
 
 @given(WEIGHTS, SHARDS, st.data())
-def test_who_drains_owns_nothing_and_moves_only_its_own(weights: list[float], shards: list[bytes], data: Any) -> None:
+def test_a_draining_member_owns_nothing_and_only_its_shards_move(
+    weights: list[float], shards: list[bytes], data: Any
+) -> None:
     ring = Ring.of("r", members(*weights))
     drained = data.draw(st.sampled_from(ring.members))
     without = [member for member in ring.members if member != drained]
@@ -202,7 +204,7 @@ def test_a_ring_without_shards_or_members_ranks_nothing() -> None:
     assert Ring.of("r", members(1.0)).rank(digests(0), 2).shape == (0, 2)
 
 
-# What is no ring -----------------------------------------------------------------------------------------------------
+# Invalid rings -------------------------------------------------------------------------------------------------------
 
 
 def test_a_ring_with_two_members_of_one_id_or_too_many_is_refused() -> None:
@@ -215,13 +217,13 @@ def test_a_ring_with_two_members_of_one_id_or_too_many_is_refused() -> None:
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf"), 2.0**60])
-def test_a_weight_that_is_no_capacity_is_refused(weight: float) -> None:
+def test_a_weight_that_is_not_a_capacity_is_refused(weight: float) -> None:
     with pytest.raises(BadRequest, match="is not a capacity"):
         check_member(Member("a", "http://a:1", weight))
 
 
 @pytest.mark.parametrize("url", ["", "a:1", "ftp://a:1", "http://", "http://a:0", "http://a:1/x", "http://u:p@a:1"])
-def test_a_url_that_is_no_daemon_s_is_refused(url: str) -> None:
+def test_a_url_that_is_not_a_daemon_s_is_refused(url: str) -> None:
     with pytest.raises(BadRequest, match="not the URL of a daemon"):
         check_url(url)
 

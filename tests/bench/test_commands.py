@@ -1,4 +1,4 @@
-"""``python -m bench`` as people run it: a table, JSON that says what was measured, and plots."""
+"""``python -m bench`` as users run it: a table, JSON with the measurements, and plots."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """The host question, asked of two, while a third's interpreter is none."""
+    """The host question with two contenders, and a third whose interpreter does not exist."""
     out = tmp_path_factory.mktemp("out")
     arguments = [
         "host",
@@ -51,7 +51,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Complete
     return bench(*arguments, "--python", "mapped=/no/such/python"), out
 
 
-def test_a_question_gives_a_ratio_with_its_reach_as_json(
+def test_a_question_writes_a_ratio_and_its_target_as_json(
     asked: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     done, out = asked
@@ -67,7 +67,7 @@ def test_a_question_gives_a_ratio_with_its_reach_as_json(
     assert "torch" in told["facts"]["packages"]
 
 
-def test_a_question_gives_a_table_and_says_who_is_absent_and_why(
+def test_a_question_prints_a_table_and_the_absent_contenders_with_reasons(
     asked: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     done, out = asked
@@ -77,7 +77,7 @@ def test_a_question_gives_a_table_and_says_who_is_absent_and_why(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is in the extra bench")
-def test_plots_are_drawn_of_the_answers_that_are_there(
+def test_plots_are_drawn_for_existing_answers(
     asked: tuple[subprocess.CompletedProcess[str], Path],
 ) -> None:
     _, out = asked
@@ -125,20 +125,20 @@ def test_a_server_ends_with_the_process_that_started_it_even_if_that_is_killed(t
 
 
 def _gone(pid: int) -> bool:
-    """Say whether a process has ended; whether it was reaped by then is up to the machine's first process."""
+    """Whether a process has ended. When it is reaped depends on the machine's init process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:
         return True
 
 
-def test_a_peer_that_is_unknown_is_named() -> None:
+def test_the_error_names_an_unknown_peer() -> None:
     done = bench("host", "--peers", "files,floppies")
     assert done.returncode == 2
     assert "no peer 'floppies'" in done.stderr
 
 
-def test_who_delivers_other_bytes_is_taken_out_and_who_delivers_them_in_another_order_is_marked(
+def test_a_contender_with_other_bytes_is_removed_and_one_with_another_order_is_marked(
     tmp_path: Path,
 ) -> None:
     data = make_data(tmp_path / "data", "blobs", 6, 1_000)
@@ -165,14 +165,14 @@ def test_a_round_counts_what_the_consumer_copied_and_how_long_the_accelerator_wo
     assert 0.004 <= done.utilisation * done.seconds <= done.seconds
 
 
-def test_what_of_a_file_is_not_in_memory_is_counted_by_pages(tmp_path: Path) -> None:
+def test_pages_of_a_file_that_are_not_in_memory_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
-        file.truncate(64 * mmap.PAGESIZE + 10)  # a hole, which nobody has read
+        file.truncate(64 * mmap.PAGESIZE + 10)  # a hole, which no process has read
         assert absent_bytes(path) == 64 * mmap.PAGESIZE + 10
         os.pwrite(file.fileno(), b"x" * 3 * mmap.PAGESIZE, 0)
     assert absent_bytes(path) == 61 * mmap.PAGESIZE + 10
-    assert absent_bytes(path) == 61 * mmap.PAGESIZE + 10, "counting brings nothing in"
+    assert absent_bytes(path) == 61 * mmap.PAGESIZE + 10, "counting reads nothing into memory"
 
 
 def test_a_ratio_is_taken_between_rounds_that_ran_side_by_side() -> None:
@@ -191,5 +191,5 @@ def test_a_ratio_is_taken_between_rounds_that_ran_side_by_side() -> None:
     (Ratio("a", 4.9, 5.0), False), (Ratio("a", 5.0, 5.0), True), (Ratio("a", 0.6, 0.5, "≤"), False),
     (Ratio("a", 0.5, 0.5, "≤"), True), (Ratio("a", 1.0), None),
 ])  # fmt: skip
-def test_a_reach_is_met_or_not_or_there_is_none(ratio: Ratio, met: bool | None) -> None:
+def test_a_target_is_met_or_missed_or_absent(ratio: Ratio, met: bool | None) -> None:
     assert ratio.met is met

@@ -13,8 +13,8 @@ from bench.peers.base import Peer, Work
 from bench.peers.registry import PEERS, peer
 from bench.servers import CannotRun
 
-# Those that need another form of data, or a rack of their own for every round, and one that only copies what another
-# has: the questions run them.
+# Contenders that need another form of data, or a rack of their own for every round, and one that only copies another:
+# the questions run them.
 ELSEWHERE = {"gather", "origin", "quiver-cold", "quiver-decoded", "files-decoded", "quiver-rack-bytes"}
 
 
@@ -29,7 +29,7 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Data:
 
 
 def running(name: str, data: Data, folder: Path) -> Peer:
-    """Return a contender that is ready; skip the test with the reason if it cannot run here."""
+    """Return a prepared contender; skip the test with the reason if it cannot run here."""
     found = peer(name)(Work(data, 8, folder / "work"))
     try:
         found.check()
@@ -43,13 +43,13 @@ def expected(data: Data) -> tuple[str, str]:
     return digests_of(([data.sample(at)] for at in data.order.tolist()), None)
 
 
-# What other people's packages leave open is theirs.
+# Resources that other packages leak are not our fault.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("name", sorted(PEERS.keys() - ELSEWHERE))
 def test_a_peer_delivers_the_bytes_of_the_data_in_their_order(name: str, blobs: Data, tmp_path: Path) -> None:
     found = running(name, blobs, tmp_path)
     try:
-        # Ways with workers have an order of their own, and start processes; the first is without.
+        # Ways with workers change the order and start processes; the first way has none.
         assert digests_of(found.batches(found.ways[0]), None) == expected(blobs)
     finally:
         found.close()
@@ -64,7 +64,7 @@ def test_samples_of_one_size_are_the_same_however_they_are_stacked(name: str, to
         found.close()
 
 
-def test_fetching_ahead_passes_on_what_goes_wrong() -> None:
+def test_fetching_ahead_passes_on_errors() -> None:
     from bench.peers.ahead import ahead
 
     def failing() -> object:
@@ -77,7 +77,7 @@ def test_fetching_ahead_passes_on_what_goes_wrong() -> None:
         next(coming)
 
 
-def test_a_package_that_is_not_there_is_a_reason_that_names_what_to_install(
+def test_a_missing_package_is_a_reason_that_says_what_to_install(
     blobs: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
@@ -85,7 +85,7 @@ def test_a_package_that_is_not_there_is_a_reason_that_names_what_to_install(
         peer("redis")(Work(blobs, 8, tmp_path)).check()
 
 
-def test_a_program_that_is_not_there_is_a_reason(blobs: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_is_a_reason(blobs: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer("nginx"), "programs", ("no-such-server",))
     with pytest.raises(CannotRun, match="no program no-such-server on PATH"):
         peer("nginx")(Work(blobs, 8, tmp_path)).check()

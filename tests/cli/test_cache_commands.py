@@ -1,4 +1,4 @@
-"""``quiver verify``, ``warm`` and ``status`` as programs, on a daemon, a folder and the origin itself."""
+"""``quiver verify``, ``warm`` and ``status`` as programs, with a daemon, a folder and the origin itself."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def quiver(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Files:
-    """A dataset that a test may spoil."""
+    """A dataset that a test may damage."""
     return make_files(tmp_path, random_files(30, seed=8), name="own", shard_bytes="64KiB")
 
 
-def test_a_wrong_bit_in_a_manifest_is_found_by_verify(own: Files, tmp_path: Path) -> None:
+def test_verify_detects_a_wrong_bit_in_a_manifest(own: Files, tmp_path: Path) -> None:
     whole = bytearray(own.manifest.read_bytes())
     labels = own.opened().tables.scalars["label"].to_numpy().tobytes()
     assert whole.count(labels) == 1
@@ -69,7 +69,7 @@ def test_a_dataset_is_warmed_once_and_then_verified_from_the_cache(own: Files, t
         assert set(told["members"][0]) >= {"id", "url", "state", "resident_bytes", "capacity_bytes"}
 
 
-def test_wrong_bytes_in_a_cache_are_named_and_replaced(own: Files, tmp_path: Path) -> None:
+def test_wrong_bytes_in_a_cache_are_reported_and_replaced(own: Files, tmp_path: Path) -> None:
     with Daemon(tmp_path / "d", origins=[own.folder]) as daemon:
         assert quiver("warm", own.manifest, "--cache", daemon.url).returncode == 0
         victim = daemon.files()[0]
@@ -82,7 +82,7 @@ def test_wrong_bytes_in_a_cache_are_named_and_replaced(own: Files, tmp_path: Pat
         assert again.returncode == 0, again.stdout
 
 
-def test_what_the_origin_lost_is_named_and_only_that(own: Files) -> None:
+def test_verify_names_exactly_what_the_origin_lost(own: Files) -> None:
     first, second = sorted(own.content)[:2]
     (own.folder / first).unlink()
     (own.folder / second).write_bytes(bytes(len(own.content[second])))
@@ -91,7 +91,7 @@ def test_what_the_origin_lost_is_named_and_only_that(own: Files) -> None:
     assert sorted(entry["key"] for entry in json.loads(found.stdout)["lost"]) == [first, second]
 
 
-def test_what_cannot_be_brought_in_makes_warm_fail(own: Files, tmp_path: Path) -> None:
+def test_warm_fails_if_a_shard_cannot_be_filled(own: Files, tmp_path: Path) -> None:
     (own.folder / sorted(own.content)[0]).unlink()
     failed = quiver("warm", own.manifest, "--cache", f"file://{tmp_path}/cache")
     assert failed.returncode == 1
@@ -99,7 +99,7 @@ def test_what_cannot_be_brought_in_makes_warm_fail(own: Files, tmp_path: Path) -
     assert len(failed.stderr.splitlines()) == 1
 
 
-def test_a_member_that_cannot_be_reached_is_named_and_makes_status_fail(tmp_path: Path) -> None:
+def test_status_names_an_unreachable_member_and_fails(tmp_path: Path) -> None:
     gone = f"http://127.0.0.1:{free_ports(1)[0]}"
     with Daemon(tmp_path / "d", "--peers", gone) as daemon:
         told = quiver("status", "--cache", daemon.url)
@@ -133,7 +133,7 @@ def test_a_daemon_that_never_reached_etcd_says_so_in_its_status(tmp_path: Path) 
         (["verify", "/nowhere.quiver"], 1, "no manifest at /nowhere.quiver"),
     ],
 )
-def test_wrong_use_and_failures_are_one_line(own: Files, arguments: list[str], status: int, says: str) -> None:
+def test_usage_errors_and_failures_are_one_line(own: Files, arguments: list[str], status: int, says: str) -> None:
     done = quiver(*[own.manifest if argument == "M" else argument for argument in arguments])
     assert done.returncode == status
     assert says in done.stderr
@@ -150,7 +150,7 @@ main()
 """
 
 
-def test_warm_says_of_a_disk_that_refuses_that_it_is_the_disk(own: Files, tmp_path: Path) -> None:
+def test_warm_says_that_the_disk_refuses_files(own: Files, tmp_path: Path) -> None:
     environment = {**clean_environment(), "XDG_CACHE_HOME": str(tmp_path)}
     arguments = ["warm", str(own.manifest), "--cache", f"file://{tmp_path}/cache"]
     failed = subprocess.run(
@@ -167,7 +167,7 @@ def test_warm_says_of_a_disk_that_refuses_that_it_is_the_disk(own: Files, tmp_pa
     assert "no room" not in failed.stderr
 
 
-def test_warm_says_of_a_capacity_that_is_too_small_that_it_is_that(own: Files, tmp_path: Path) -> None:
+def test_warm_says_that_the_capacity_is_too_small(own: Files, tmp_path: Path) -> None:
     largest = int(own.opened().tables.shard_sizes.max())
     failed = quiver("warm", own.manifest, "--cache", f"file://{tmp_path}/cache?capacity={largest * 2}")
     assert failed.returncode == 1
@@ -190,7 +190,7 @@ def test_warm_names_a_lost_sample_and_caches_the_rest_of_its_shard(own: Files, t
     assert len([path for path in (tmp_path / "cache" / "partial").rglob("*") if path.is_file()]) == 1
 
 
-def test_warm_says_of_a_daemon_that_could_not_fill_why(own: Files, tmp_path: Path) -> None:
+def test_warm_says_why_a_daemon_could_not_fill(own: Files, tmp_path: Path) -> None:
     (own.folder / sorted(own.content)[0]).unlink()
     with Daemon(tmp_path / "data", origins=[own.folder]) as daemon:
         failed = quiver("warm", own.manifest, "--cache", daemon.url)

@@ -41,7 +41,7 @@ def test_the_version_says_whether_there_is_native_code() -> None:
     assert "in Python" in quiver("--version", QUIVER_NATIVE="0").stdout
 
 
-def test_index_then_info_in_words_and_in_json(tmp_path: Path, images: Path) -> None:
+def test_index_then_info_as_text_and_as_json(tmp_path: Path, images: Path) -> None:
     output = tmp_path / "m.quiver"
     done = quiver("index", images, "-o", output)
     assert done.returncode == 0
@@ -88,7 +88,7 @@ def test_index_reports_in_json_with_its_warnings(tmp_path: Path) -> None:
     assert "b" in done.stderr
 
 
-def test_options_come_from_the_environment_and_flags_win(tmp_path: Path, images: Path) -> None:
+def test_options_come_from_the_environment_and_flags_take_precedence(tmp_path: Path, images: Path) -> None:
     wished = {"QUIVER_INDEX_FORMAT": "files", "QUIVER_INDEX_LAYOUT": "sequential"}
     quiver("index", images, "-o", tmp_path / "m.quiver", "--layout", "mixed", **wished)
     header = Manifest.open(tmp_path / "m.quiver").header
@@ -108,7 +108,7 @@ def test_options_come_from_the_environment_and_flags_win(tmp_path: Path, images:
         (["inspect"], "No such command 'inspect'"),
     ],
 )
-def test_wrong_use_is_one_line_and_exit_status_2(arguments: list[str], says: str) -> None:
+def test_a_usage_error_is_one_line_and_exit_status_2(arguments: list[str], says: str) -> None:
     done = quiver(*arguments)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
@@ -142,7 +142,7 @@ def test_every_help_has_an_example(command: list[str]) -> None:
     assert "Example" in done.stdout
 
 
-def test_the_bare_command_shows_its_help_and_counts_as_wrong_use() -> None:
+def test_the_bare_command_shows_its_help_and_is_a_usage_error() -> None:
     done = quiver()
     assert done.returncode == 2
     assert "Commands:" in done.stderr
@@ -162,7 +162,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_with_status_130_and_leaves_nothing(tmp_path: Path) -> None:
     source = write_tree(tmp_path / "d", {"x": b"1"})
-    # Raised where Ctrl-C finds a run that takes long: while a worker is reading.
+    # Raised where Ctrl-C usually interrupts a long run: while a worker reads.
     command = (
         "import os, signal; from quiver_client.indexing import reading; whole = reading.hash_object\n"
         "def slow(*a): os.kill(os.getpid(), signal.SIGINT); return whole(*a)\n"

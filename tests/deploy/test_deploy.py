@@ -1,4 +1,4 @@
-"""What stands in deploy/ is read here by the programs and types that will read it there."""
+"""Parses the files of deploy/ with the programs and types that will read them in production."""
 
 import os
 import re
@@ -23,7 +23,7 @@ DAEMONS = {name: service for name, service in COMPOSE["services"].items() if nam
 
 
 def unit_settings() -> dict[str, list[str]]:
-    """The unit's settings; a key may stand there more than once."""
+    """The unit's settings; a key may occur more than once."""
     settings: dict[str, list[str]] = {}
     for line in (DEPLOY / "quiver-cacheserver.service").read_text().splitlines():
         if "=" in line and not line.startswith("#"):
@@ -33,13 +33,13 @@ def unit_settings() -> dict[str, list[str]]:
 
 
 def uncommented(key_pattern: str) -> str:
-    """The example TOML with the keys that match in force, though they are commented out there."""
+    """The example TOML with the matching keys uncommented."""
     text = (DEPLOY / "quiver-cacheserver.toml").read_text()
     return re.sub(rf"^#(?=(?:{key_pattern}) = )", "", text, flags=re.MULTILINE)
 
 
 def config_of(environment: dict[str, str]) -> Config:
-    """The configuration of a container, as its QUIVER_* variables give it."""
+    """The configuration of a container, from its QUIVER_* variables."""
     given = {name.removeprefix("QUIVER_").lower().replace("_", "-"): value for name, value in environment.items()}
     given["capacity"] = re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", given["capacity"])
     return check(msgspec.convert(given, Config, strict=False))
@@ -50,7 +50,7 @@ def seconds(text: str) -> float:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed here")
-def test_systemd_accepts_the_unit_without_a_word(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit_without_a_warning(tmp_path: Path) -> None:
     unit = (DEPLOY / "quiver-cacheserver.service").read_text()
     program = unit_settings()["ExecStart"][0].split()[0]
     installed = tmp_path / "quiver-cacheserver.service"
@@ -62,7 +62,7 @@ def test_systemd_accepts_the_unit_without_a_word(tmp_path: Path) -> None:
         check=False,
         env={**os.environ, "SYSTEMD_LOG_LEVEL": "warning"},
     )
-    # Unknown keys and bad values are only warned of: the exit status is 0 for them.
+    # systemd only warns about unknown keys and bad values: the exit status is 0.
     assert (verified.returncode, verified.stdout, verified.stderr) == (0, "", "")
 
 
@@ -83,28 +83,28 @@ def test_the_data_folder_of_the_example_is_the_one_that_the_unit_makes() -> None
 
 
 @pytest.mark.parametrize("discovery", ["etcd", "peers"])
-def test_the_example_is_a_configuration_with_every_key_in_force(discovery: str) -> None:
+def test_the_example_is_valid_with_every_key_uncommented(discovery: str) -> None:
     config = tomllib.loads(uncommented("[a-z-]+"))
-    del config["etcd" if discovery == "peers" else "peers"]  # they exclude one another
+    del config["etcd" if discovery == "peers" else "peers"]  # they exclude each other
     check(msgspec.convert(config, Config))
 
 
-def test_the_example_as_it_stands_is_a_configuration() -> None:
+def test_the_example_is_valid_unchanged() -> None:
     check(msgspec.convert(tomllib.loads(uncommented("^")), Config))
 
 
-def test_the_example_explains_every_flag_and_no_other() -> None:
+def test_the_example_explains_exactly_the_flags() -> None:
     assert set(tomllib.loads(uncommented("[a-z-]+"))) == set(FLAGS)
 
 
-def test_the_example_shows_the_defaults_where_it_names_one() -> None:
+def test_the_defaults_that_the_example_shows_are_the_real_ones() -> None:
     config = tomllib.loads(uncommented("[a-z-]+"))
     assert {key: config[key] for key in ("replicas", "drain-seconds", "log-level")} == {
         key: FLAGS[key].default for key in ("replicas", "drain-seconds", "log-level")
     }
 
 
-def test_the_compose_file_keeps_to_the_schema_of_the_compose_specification() -> None:
+def test_the_compose_file_is_valid_by_the_compose_specification() -> None:
     checked = subprocess.run(
         [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", DEPLOY / "compose.yaml"],
         capture_output=True,
@@ -114,7 +114,7 @@ def test_the_compose_file_keeps_to_the_schema_of_the_compose_specification() -> 
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_three_daemons_share_an_etcd_and_a_rack_and_nothing_else() -> None:
+def test_three_daemons_share_only_an_etcd_and_a_rack() -> None:
     configs = [config_of(service["environment"]) for service in DAEMONS.values()]
     assert len(configs) == 3
     assert {(config.etcd, config.rack) for config in configs} == {("http://etcd:2379", "compose")}
@@ -139,7 +139,7 @@ def test_every_service_has_a_health_check_a_volume_and_an_image_to_build(name: s
     assert re.search(rf"^FROM \S+ AS {build['target']}$", dockerfile, re.MULTILINE)
 
 
-def test_the_dockerfile_copies_what_is_there_and_not_ignored() -> None:
+def test_the_dockerfile_copies_only_files_that_exist_and_are_not_ignored() -> None:
     dockerfile = (DEPLOY / "Dockerfile").read_text()
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     sources = [source for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for source in line.split()]

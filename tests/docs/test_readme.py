@@ -1,4 +1,4 @@
-"""What the README shows is run: its Python as it stands, its commands as well, with addresses and paths put in."""
+"""Runs the code of the README: its Python unchanged, and its commands with addresses and paths of the test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CLI = [sys.executable, "-c", "from quiver_client.cli import main; main()"]
 
 @pytest.fixture(scope="module")
 def rack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A folder with images, as README calls it, and the address of a rack that may read it."""
+    """A folder with images, named as in the README, and the address of a rack that may read it."""
     folder = tmp_path_factory.mktemp("readme")
     random = np.random.default_rng(0)
     for label in ("cat", "dog"):
@@ -48,7 +48,7 @@ def put_in(text: str, folder: Path, url: str) -> str:
 def test_the_commands_of_the_readme_run(rack: tuple[Path, str]) -> None:
     folder, url = rack
     assert {line.split()[1] for line in COMMANDS} == {"index", "status", "warm", "verify"}
-    (folder / "imagenet.quiver").unlink()  # the first of them makes it
+    (folder / "imagenet.quiver").unlink()  # the first command makes it
     for line in COMMANDS:
         words = shlex.split(put_in(line, folder, url))
         ran = subprocess.run([*CLI, *words[1:]], cwd=folder, capture_output=True, text=True, check=False)
@@ -88,7 +88,7 @@ def test_every_flag_that_the_readme_names_exists() -> None:
     assert {flag for flag in named if flag not in helps} == set()
 
 
-def test_every_file_that_the_documents_link_to_is_there() -> None:
+def test_every_file_that_the_documents_link_to_exists() -> None:
     root = Path(__file__).parents[2]
     for page in [root / "README.md", root / "CHANGELOG.md", *root.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):

@@ -1,4 +1,4 @@
-"""What ``docs/substitution.md`` claims, at a small scale, and that its tables are those which the script writes."""
+"""The claims of ``docs/substitution.md``, at a small scale, and that the script writes its tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def results() -> Results:
     return measure(Scale(shards=64, samples=32, batch=32, epochs=3, layouts=1, seeds=2, passes=2, uniform_runs=5))
 
 
-def test_every_sample_is_taken_exactly_once_an_epoch(results: Results) -> None:
+def test_every_sample_is_taken_exactly_once_per_epoch(results: Results) -> None:
     assert [(it.name, it.duplicates, it.omissions) for it in results.orders] == [(case.name, 0, 0) for case in CASES]
     assert all(it.epochs >= results.scale.epochs for it in results.orders)
 

@@ -1,4 +1,4 @@
-"""The S3 server of the indexing tests serves these as well."""
+"""Reuses the S3 server of the indexing tests."""
 
 from __future__ import annotations
 

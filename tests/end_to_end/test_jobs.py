@@ -1,4 +1,4 @@
-"""Real jobs in processes of their own, through real daemons that hold a part: one is killed, one stands still."""
+"""Real jobs in processes of their own, with real daemons that hold a part of the data: some are killed or stopped."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ JOB = textwrap.dedent("""
 
 
 class Job:
-    """A training process that writes down what it was given."""
+    """A training process that logs the samples that it received."""
 
     def __init__(self, files: Files, rack: list[Daemon], log: Path, *, epochs: int = 2, step: float = 0.01) -> None:
         self.log = log
@@ -62,7 +62,7 @@ class Job:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    """480 samples in about sixty shards; a sample's name says its length."""
+    """480 samples in about sixty shards; a sample's name contains its length."""
     content = random_files(480, seed=5, low=6_000, high=8_000)
     named = {f"{serial:04}-{len(data)}-x": data for serial, data in enumerate(content.values())}
     return make_files(tmp_path_factory.mktemp("jobs"), named, shard_bytes="64KiB", layout="mixed")
@@ -96,14 +96,12 @@ def test_two_jobs_read_through_a_cache_that_holds_a_third(files: Files, daemons:
         stats = job.lines()[-1]["stats"]
         assert stats["substitutions"] > 0  # type: ignore[index]
         assert stats["corruptions"] == 0  # type: ignore[index]
-    # How well they share depends on the machine, and is measured in bench/. That nothing is read in vain does not.
+    # How well they share depends on the machine, and bench/ measures it. That no byte is read needlessly does not.
     assert origin_bytes(daemons) < 0.9 * 4 * files.total_bytes()
-    until(lambda: sum(daemon.metric("quiver_consumers") for daemon in daemons) == 0, what="they took their needs back")
+    until(lambda: sum(daemon.metric("quiver_consumers") for daemon in daemons) == 0, what="they withdrew their needs")
 
 
-def test_a_job_that_is_killed_and_one_that_stands_still_hold_nobody_up(
-    files: Files, daemons: list[Daemon], tmp_path: Path
-) -> None:
+def test_a_killed_job_and_a_stopped_one_delay_no_other(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
     killed = Job(files, daemons, tmp_path / "killed.log", epochs=9)
     still = Job(files, daemons, tmp_path / "still.log", epochs=9)
     going = Job(files, daemons, tmp_path / "going.log", epochs=3)
@@ -115,7 +113,7 @@ def test_a_job_that_is_killed_and_one_that_stands_still_hold_nobody_up(
         until(
             lambda: max(daemon.metric("quiver_consumers") for daemon in daemons) <= 1,
             LEASE_SECONDS + 10,
-            "what they needed is let go of",
+            "their needs expire",
         )
         assert time.monotonic() - stopped_at < LEASE_SECONDS + 8
         until(going.ended, 60)
@@ -123,14 +121,14 @@ def test_a_job_that_is_killed_and_one_that_stands_still_hold_nobody_up(
         exactly_once(going, files, 3)
         taken = len(still.lines())
         still.script.signal(signal.SIGCONT)
-        until(lambda: len(still.lines()) > taken + 80, 60, "it goes on where it stood")
+        until(lambda: len(still.lines()) > taken + 80, 60, "it continues where it was stopped")
         exactly_once(still, files, 1)
     finally:
         for job in (killed, still, going):
             job.script.kill()
 
 
-def test_a_job_goes_on_while_a_daemon_dies(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
+def test_a_job_continues_when_a_daemon_is_killed(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
     job = Job(files, daemons, tmp_path / "job.log")
     until(lambda: len(job.lines()) > 20, 60)
     daemons[1].kill()
@@ -144,7 +142,7 @@ def test_a_job_goes_on_while_a_daemon_dies(files: Files, daemons: list[Daemon], 
     daemons[1].wait_until_serving()
 
 
-def test_jobs_put_into_the_rack_what_its_daemons_may_not_read(files: Files, tmp_path: Path) -> None:
+def test_jobs_upload_shards_whose_origin_the_daemons_may_not_read(files: Files, tmp_path: Path) -> None:
     capacity = int(CACHED * files.total_bytes() / 3) + files.manifest.stat().st_size
     with rack_of(3, tmp_path / "rack", capacity=str(capacity)) as rack:
         jobs = [Job(files, rack, tmp_path / f"{'job' + 'x' * number}.log") for number in range(2)]
@@ -160,12 +158,14 @@ def test_jobs_put_into_the_rack_what_its_daemons_may_not_read(files: Files, tmp_
         read = sum(each["bytes_origin"] for each in stats)  # type: ignore[index]
         uploads = sum(each["uploads"] for each in stats)  # type: ignore[index]
         assert uploads > 60, "each shard at least once"
-        assert read < 0.9 * 4 * files.total_bytes(), "and not once a job and epoch"
+        assert read < 0.9 * 4 * files.total_bytes(), "and not once per job and epoch"
 
 
 # -- ending -----------------------------------------------------------------------------------------------------------
 
-END_SECONDS_MAX = 4.0  # it takes 2 where nothing else runs; a lease is 10, and a request waits 5 for a silent daemon
+END_SECONDS_MAX = (
+    4.0  # it takes 2 on an idle machine; a lease is 10, and a request waits 5 for a daemon that does not answer
+)
 READER = textwrap.dedent("""
     import select, sys, time
     from quiver_client import DataLoader, Dataset
@@ -184,11 +184,11 @@ READER = textwrap.dedent("""
 
 
 class Reader:
-    """A process that reads ahead and takes nothing: until it is interrupted, told to close, or its script is over."""
+    """A process that reads ahead and consumes nothing, until it is interrupted, told to close, or its script ends."""
 
     def __init__(self, manifest: Path, cache: str, fields: str) -> None:
         arguments = [sys.executable, "-c", READER, str(manifest), cache, fields]
-        # Not a pipe: the process that reads a remote origin has its end too, and may end later.
+        # Not a pipe: the process that reads a remote origin inherits its end, and may end later.
         self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed on exit
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
         self.process: subprocess.Popen[str] = subprocess.Popen(arguments, text=True, stderr=self._said, **pipes)
@@ -215,7 +215,7 @@ class Reader:
         return float(self.process.stdout.readline())
 
     def ends(self, how: str) -> None:
-        """Interrupt it, or let its script come to its end; and see that it goes at once, and quietly."""
+        """Interrupt it, or let its script end; check that the process ends at once and prints nothing."""
         begun = time.monotonic()
         if how == "interrupted":
             self.process.send_signal(signal.SIGINT)
@@ -239,7 +239,7 @@ class Reader:
 
 @pytest.mark.parametrize("how", ["interrupted", "over"])
 @pytest.mark.parametrize("stopped", [0, 1, 3])
-def test_a_job_ends_at_once_and_takes_its_needs_back_from_the_daemons_that_answer(
+def test_a_job_ends_at_once_and_withdraws_its_needs_from_the_daemons_that_answer(
     files: Files, daemons: list[Daemon], how: str, stopped: int
 ) -> None:
     with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
@@ -256,7 +256,7 @@ def test_a_job_ends_at_once_and_takes_its_needs_back_from_the_daemons_that_answe
                 daemon.signal(signal.SIGCONT)
 
 
-def test_closing_a_loader_waits_for_no_daemon_that_stands_still(files: Files, daemons: list[Daemon]) -> None:
+def test_closing_a_loader_does_not_wait_for_a_stopped_daemon(files: Files, daemons: list[Daemon]) -> None:
     with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
         reader.reads()
         until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))

@@ -1,4 +1,4 @@
-"""A dataset in S3, trained on by a script of its own: manifest and data by URL, embedded and through a rack."""
+"""A training script on a dataset in S3: manifest and data by URL, with an embedded cache and through a rack."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def content(bucket: Bucket, tmp_path: Path) -> dict[str, bytes]:
-    """A class-folder dataset in the bucket, and its manifest beside it."""
+    """A class-folder dataset in the bucket, with its manifest."""
     content = random_files(60, low=500, high=20_000)
     for name, data in content.items():
         bucket.put(f"train/{name}", data)
@@ -69,7 +69,7 @@ def test_an_embedded_cache_is_filled_from_s3_in_a_job_that_forks(
     assert right(train(tmp_path, f"s3://{bucket.name}/m.quiver", cache, start_method), content)
 
 
-def test_a_rack_reads_s3_once_and_for_all(bucket: Bucket, content: dict[str, bytes], tmp_path: Path) -> None:
+def test_a_rack_reads_s3_only_once(bucket: Bucket, content: dict[str, bytes], tmp_path: Path) -> None:
     with rack_of(3, tmp_path / "rack", origins=[f"s3://{bucket.name}/train/"]) as daemons:
         for _ in range(2):
             told = train(tmp_path, f"s3://{bucket.name}/m.quiver", daemons[0].url)
@@ -79,7 +79,7 @@ def test_a_rack_reads_s3_once_and_for_all(bucket: Bucket, content: dict[str, byt
     assert read == sum(map(len, content.values()))
 
 
-def test_a_job_puts_into_the_rack_what_its_daemons_may_not_read(
+def test_a_job_uploads_shards_whose_origin_the_daemons_may_not_read(
     bucket: Bucket, content: dict[str, bytes], tmp_path: Path
 ) -> None:
     with Daemon(tmp_path / "data") as daemon:

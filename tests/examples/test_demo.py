@@ -1,4 +1,4 @@
-"""``make demo`` is what a newcomer sees first: its promises are read off its own table."""
+"""``make demo`` is what a newcomer sees first: the tests check its claims against its own table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
 
 def left_behind(folder: Path) -> list[str]:
-    """Return the commands of processes that work in the folder, and what lies in it."""
+    """Return the commands of processes that use the folder, and the files in it."""
     running = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     files = [str(path) for path in folder.iterdir() if not path.name.startswith("torchinductor")]  # torch's own
     return [command for command in running if str(folder) in command] + files
@@ -38,7 +38,7 @@ def test_the_demo_trains_through_a_rack_and_reads_the_origin_once(tmp_path: Path
     shares = [float(row[6]) for row in rows]
     assert shares[0] == 1.0
     assert shares[1:killed] == [0.0] * (killed - 1)
-    assert 0 < shares[killed] + shares[killed + 1] < 1, "what the dead daemon held is read again, and only that"
+    assert 0 < shares[killed] + shares[killed + 1] < 1, "only the dead daemon's shards are read again"
     assert shares[killed + 2 :] == [0.0] * len(shares[killed + 2 :])
     assert float(rows[-1][1]) >= 95.0
     assert left_behind(tmp_path) == []

@@ -46,7 +46,7 @@ class Ranges(Plain):
 
 
 class NoPages(Ranges):
-    """A server that lists nothing."""
+    """A server without index pages."""
 
     def list_directory(self, path: Any) -> None:
         self.send_error(403)

@@ -32,7 +32,7 @@ def number_type(dtype: str) -> pa.DataType:
 
 
 def values_of(dtype: str, *shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
-    """Return numbers of all bits, except for booleans and what is not a number."""
+    """Return random numbers from 0 to 99; for booleans, random booleans."""
     raw = np.random.default_rng(seed).integers(0, 100, shape)
     return (raw % 2 if dtype == "|b1" else raw).astype(dtype)
 
@@ -57,7 +57,7 @@ def said(manifest: Manifest, name: str) -> tuple[str, tuple[int, ...] | None, in
 
 
 def lists(rows: np.ndarray[Any, Any], dtype: str, kind: str) -> Any:
-    """Return equal rows of numbers as one of the types in which they may stand in a Parquet file."""
+    """Return equal rows of numbers in one of the types that a Parquet file may use for them."""
     flat, size = pa.array(rows.reshape(-1)), rows.shape[1]
     if kind == "fixed":
         return pa.FixedSizeListArray.from_arrays(flat, size)
@@ -98,7 +98,7 @@ def test_nested_lists_and_tensors_of_fixed_size_have_a_shape_of_several_dimensio
     assert list(read_back(manifest.path).values()) == wanted
 
 
-def test_what_is_no_array_in_c_order_is_left_out_by_name(tmp_path: Path) -> None:
+def test_a_column_that_is_not_an_array_in_c_order_is_skipped_and_named(tmp_path: Path) -> None:
     turned = pa.fixed_shape_tensor(pa.int8(), (2, 3), permutation=[1, 0])
     plain = pa.fixed_shape_tensor(pa.int8(), (2, 3), permutation=[0, 1])
     storage = pa.FixedSizeListArray.from_arrays(pa.array(range(12), pa.int8()), 6)
@@ -118,7 +118,7 @@ def test_what_is_no_array_in_c_order_is_left_out_by_name(tmp_path: Path) -> None
     ]
 
 
-def test_lists_of_several_lengths_are_an_array_of_any_length(tmp_path: Path) -> None:
+def test_lists_of_different_lengths_are_arrays_of_variable_length(tmp_path: Path) -> None:
     rows: list[list[int] | None] = [[1, 2, 3], [], None, [4], list(range(1000))]
     write(tmp_path / "t.parquet", {"tokens": pa.array(rows, pa.list_(pa.uint16()))}, row_group_size=2)
     manifest = indexed(tmp_path / "t.parquet")
@@ -133,7 +133,7 @@ def test_lists_of_several_lengths_are_an_array_of_any_length(tmp_path: Path) -> 
     [([[1, 2], None, [3, 4]], (2,)), ([[], [], None], (0,)), ([None, None], None), ([[1, 2], [], [3, 4]], None)],
     ids=str,
 )
-def test_lists_have_a_shape_if_all_that_are_there_are_as_long(
+def test_lists_have_a_shape_if_all_that_are_present_are_equally_long(
     tmp_path: Path, rows: list[list[int] | None], shape: tuple[int, ...] | None
 ) -> None:
     columns = {"tokens": pa.array(rows, pa.list_(pa.int32())), "n": list(range(len(rows)))}
@@ -163,7 +163,7 @@ def test_lists_have_a_shape_only_if_all_files_agree_on_it(tmp_path: Path) -> Non
     ],
     ids=str,
 )
-def test_files_whose_arrays_are_of_several_types_are_refused(tmp_path: Path, kind: Any, says: str) -> None:
+def test_files_whose_arrays_differ_in_type_are_refused(tmp_path: Path, kind: Any, says: str) -> None:
     write(tmp_path / "d" / "0.parquet", {"b": [b"1"], "tokens": pa.array([[1, 2]])})
     row: Any = [[[1]]] if pa.types.is_list(kind.value_type) else [[1, 2]]
     write(tmp_path / "d" / "1.parquet", {"b": [b"1"], "tokens": pa.array(row, kind)})
@@ -171,7 +171,7 @@ def test_files_whose_arrays_are_of_several_types_are_refused(tmp_path: Path, kin
         index(tmp_path / "d", tmp_path / "m.quiver")
 
 
-def test_files_whose_tensors_are_of_several_shapes_are_refused(tmp_path: Path) -> None:
+def test_files_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "d" / "0.parquet", {"t": pa.array([[1, 2]], pa.list_(pa.int8(), 2))})
     write(tmp_path / "d" / "1.parquet", {"t": pa.array([[1, 2, 3]], pa.list_(pa.int8(), 3))})
     with pytest.raises(BadRequest, match=r"1.parquet: column t is .*\[2\] in 0.parquet and here it is .*\[3\]"):
@@ -181,7 +181,7 @@ def test_files_whose_tensors_are_of_several_shapes_are_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     "kind", [pa.list_(pa.int32()), pa.list_(pa.bool_(), 3), pa.list_(pa.list_(pa.int8()))], ids=str
 )
-def test_a_row_with_a_null_inside_of_a_list_is_left_out_and_named(tmp_path: Path, kind: Any) -> None:
+def test_a_row_with_a_null_inside_a_list_is_skipped_and_named(tmp_path: Path, kind: Any) -> None:
     yes, no = (True, False) if kind.value_type == pa.bool_() else (1, 0)
     whole, torn = [no, yes, yes], [no, None, yes]
     if pa.types.is_list(kind.value_type):
@@ -207,7 +207,7 @@ def test_a_null_among_floating_point_values_is_nan(tmp_path: Path) -> None:
     assert third is None
 
 
-def test_holes_are_numbered_by_their_rows_in_the_column_whatever_chunk_they_are_in() -> None:
+def test_holes_are_numbered_by_row_of_the_column_and_not_of_the_chunk() -> None:
     chunks = [pa.array([[1], [2], [None]]), pa.array([[4], [None]])]
     values, holes = column_of(pa.table({"x": pa.chunked_array(chunks)}), "x")
     assert holes.tolist() == [2, 4]
@@ -224,7 +224,7 @@ def test_a_tensor_that_is_null_is_absent_and_one_with_a_null_inside_has_a_hole()
 
 @pytest.mark.parametrize("large", [False, True])
 def test_lists_of_equal_lists_are_arrays_of_their_shape(tmp_path: Path, large: bool) -> None:
-    """As Hugging Face writes Array2D and Array3D, and others tables of numbers."""
+    """Hugging Face writes Array2D and Array3D like this, and other tools tables of numbers."""
     of = pa.large_list if large else pa.list_
     squares = np.arange(5 * 3 * 2 * 4, dtype=np.int32).reshape(5, 3, 2, 4)
     boxes: list[Any] = [[[1.0, 2.0, 3.0, 4.0]], [], [[5.0] * 4, [6.0] * 4], None, [[7.0] * 4]]
@@ -252,7 +252,7 @@ def test_lists_of_equal_lists_are_arrays_of_their_shape(tmp_path: Path, large: b
 @pytest.mark.parametrize(
     "rows", [[[[1, 2], [3]]], [[[1, 2]], [[1, 2, 3]]], [[[1, 2]]] * 3 + [[[3]]]], ids=["row", "rows", "row groups"]
 )
-def test_lists_of_unequal_lists_are_refused_by_name_and_can_be_left_out(tmp_path: Path, rows: Any) -> None:
+def test_lists_of_unequal_lists_are_refused_by_name_and_can_be_excluded(tmp_path: Path, rows: Any) -> None:
     columns = {"bad": pa.array(rows, pa.list_(pa.list_(pa.int8()))), "good": pa.array([b"x"] * len(rows))}
     path = write(tmp_path / "t.parquet", columns, row_group_size=2)
     with pytest.raises(BadRequest, match=r"column bad is lists of lists .*--exclude bad"):
@@ -296,15 +296,15 @@ def test_slices_of_lists_of_fixed_size_are_the_bytes_of_their_rows(rows: list[An
     assert as_bytes(array)[0].to_pylist() == [None if row is None else bytes(row) for row in rows[first:]]
 
 
-def test_values_under_a_null_are_not_looked_at() -> None:
-    """Arrow lets a list that is null have values, nulls too: they are nobody's."""
+def test_values_under_a_null_are_ignored() -> None:
+    """In Arrow a null list may have values, and nulls among them: they belong to no sample."""
     values = pa.array([1, None, 3, 4], pa.int8())
     mask = pa.array([False, True, False])
     array = pa.ListArray.from_arrays(pa.array([0, 1, 3, 4], pa.int32()), values, mask=mask)
     assert as_bytes(array)[0].to_pylist() == [b"\1", None, b"\4"]
 
 
-def test_other_columns_are_no_arrays() -> None:
+def test_other_columns_are_not_arrays() -> None:
     for kind in (
         pa.int8(),
         pa.binary(),
@@ -326,7 +326,7 @@ def test_other_columns_are_no_arrays() -> None:
     layout=st.sampled_from(["mixed", "sequential"]),
 )
 @FEW
-def test_equal_values_give_equal_shards_whatever_type_of_list_they_stand_in(
+def test_equal_values_give_equal_shards_whatever_the_type_of_list(
     seed: int, count: int, size: int, dtype: str, kinds: list[str], layout: str
 ) -> None:
     rows = values_of(dtype, count, size, seed=seed)
@@ -352,7 +352,7 @@ def test_a_base_of_another_type_of_list_keeps_its_shards_and_the_shape_is_that_o
     assert len(read_back(new.path)) == 301
 
 
-def test_rows_of_arrays_stand_beside_bytes_and_scalars(tmp_path: Path) -> None:
+def test_a_sample_may_have_arrays_bytes_and_scalars(tmp_path: Path) -> None:
     tokens = values_of("<i4", 3, 2)
     columns = {"image": [b"1", None, b"3"], "tokens": lists(tokens, "<i4", "list"), "label": [1, 2, 3]}
     manifest = indexed(write(tmp_path / "t.parquet", columns))
@@ -366,7 +366,7 @@ def test_rows_of_arrays_stand_beside_bytes_and_scalars(tmp_path: Path) -> None:
 
 
 def test_a_page_of_equal_numbers_is_not_read_all_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A million equal numbers are a few bytes in the file, and a row group of them would fill the memory."""
+    """A million equal numbers are a few bytes in the file; decoding a whole row group of them would fill the memory."""
     rows = [[7] * 1000] * 200
     write(tmp_path / "t.parquet", {"tokens": pa.array(rows, pa.list_(pa.int32()))})
     monkeypatch.setattr("quiver_client.indexing.parquet.BATCH_BYTES", 40_000)
@@ -392,12 +392,12 @@ def test_a_page_of_equal_numbers_is_not_read_all_at_once(tmp_path: Path, monkeyp
     ],
     ids=["null", "short", "words", "numbers"],
 )
-def test_a_column_that_is_another_by_now_is_changed_and_not_wrong_bytes(tmp_path: Path, changed: Any) -> None:
+def test_a_column_that_was_replaced_is_reported_as_changed_and_not_as_wrong_bytes(tmp_path: Path, changed: Any) -> None:
     path = write(tmp_path / "t.parquet", {"tokens": pa.array([[1, 2], [3, 4]], pa.list_(pa.int32()))})
     index(path, tmp_path / "m.quiver")
     write(path, {"tokens": changed})
     listed = Manifest.open(tmp_path / "m.quiver")
-    now = path.stat()  # as it is listed, so that it is found out by its content and not by its size
+    now = path.stat()  # the listed size and time, so that the content reveals the change and not the size
     sizes, times = np.array([now.st_size], np.uint64), np.array([now.st_mtime_ns])
     tables = replace(listed.tables, object_sizes=sizes, object_mtimes=times)
     origin = open_origin(Manifest(listed.path, listed.header, tables))
@@ -409,7 +409,7 @@ def test_a_column_that_is_another_by_now_is_changed_and_not_wrong_bytes(tmp_path
 
 
 class Tagged(pa.ExtensionType):  # type: ignore[misc]
-    """A type of somebody else's, which a process may know or not."""
+    """An extension type of another library, which a process may or may not know."""
 
     def __init__(self) -> None:
         super().__init__(pa.list_(pa.int32()), "quiver.tests.tagged")
@@ -422,7 +422,7 @@ class Tagged(pa.ExtensionType):  # type: ignore[misc]
         return cls()
 
 
-def test_a_fill_gives_the_same_bytes_where_an_extension_type_is_known_that_was_not_when_it_was_indexed(
+def test_a_fill_gives_the_same_bytes_if_an_extension_type_became_known_after_indexing(
     tmp_path: Path,
 ) -> None:
     column = pa.ExtensionArray.from_storage(Tagged(), pa.array([[1, 2], [3, 4]], pa.list_(pa.int32())))

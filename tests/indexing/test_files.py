@@ -41,7 +41,7 @@ def test_every_file_of_a_folder_is_a_sample_whatever_its_name(tmp_path: Path) ->
     assert seen.total_bytes == seen.read_bytes == report.bytes == sum(map(len, ODD.values()))
 
 
-def test_keys_stand_in_byte_order_of_the_path(tmp_path: Path) -> None:
+def test_keys_are_in_byte_order_of_the_path(tmp_path: Path) -> None:
     index(write_tree(tmp_path / "d", ODD), tmp_path / "m.quiver")
     manifest = Manifest.open(tmp_path / "m.quiver")
     keys = [manifest.key(at) for at in range(len(manifest))]
@@ -65,7 +65,7 @@ def test_a_second_run_gives_the_same_bytes_even_with_the_manifest_inside_the_sou
     assert report.samples == 600
 
 
-def test_links_are_followed_but_not_in_circles_and_what_leads_nowhere_is_named(tmp_path: Path) -> None:
+def test_links_are_followed_without_cycles_and_broken_ones_are_named(tmp_path: Path) -> None:
     write_tree(tmp_path / "elsewhere", {"z": b"3"})
     source = write_tree(tmp_path / "d", {"x": b"1", "sub/y": b"2"})
     (source / "file").symlink_to(source / "x")
@@ -163,7 +163,7 @@ def test_equal_samples_are_stored_once(tmp_path: Path) -> None:
         (lambda d: {"format": "parquet"}, BadRequest, "no file that ends in .parquet"),
     ],
 )
-def test_what_cannot_be_indexed_is_said_and_nothing_stays_behind(
+def test_a_failure_of_indexing_is_explained_and_leaves_no_file(
     tmp_path: Path, make: object, wrong: type[QuiverError], says: str
 ) -> None:
     source = write_tree(tmp_path / "d", {"x": b"1"})
@@ -185,7 +185,7 @@ def test_a_file_that_changes_while_being_indexed_is_named(tmp_path: Path, change
     source = write_tree(tmp_path / "d", {"a": b"1234", "b": b"5678"})
 
     class Meddler(Seen):
-        def start(self, total_bytes: int) -> None:  # the listing is done, the reading not begun
+        def start(self, total_bytes: int) -> None:  # after listing and before reading
             path = source / "b"
             if change == "vanish":
                 path.unlink()
@@ -214,7 +214,7 @@ except QuiverError as error:
 
 @pytest.fixture
 def public() -> Iterator[Path]:
-    """A folder that everybody can read. Not below ``tmp_path``: pytest closes its own folders to others."""
+    """A folder that all users can read. Not below ``tmp_path``, which pytest makes private."""
     path = Path(tempfile.mkdtemp(prefix="quiver-test-"))
     path.chmod(0o755)
     yield path

@@ -1,4 +1,4 @@
-"""``.npy`` files that are samples: arrays if all of a field are of one type and shape, and plain bytes otherwise."""
+"""``.npy`` files as samples: arrays if all of a field have one type and shape, and plain bytes otherwise."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ ODD: dict[str, bytes] = {
 
 @pytest.mark.parametrize("odd", ODD.values(), ids=list(ODD))
 @pytest.mark.parametrize("place", ["0", "300", "9"])
-def test_one_odd_file_makes_all_plain_bytes_wherever_it_stands(tmp_path: Path, odd: bytes, place: str) -> None:
+def test_one_different_file_at_any_place_makes_all_plain_bytes(tmp_path: Path, odd: bytes, place: str) -> None:
     files = {f"{i}.npy": data for i, data in enumerate(tensors(20, 3, 4))}
     files |= {f"{place}.npy": odd}
     manifest = indexed(write_tree(tmp_path / "d", files))
@@ -81,7 +81,7 @@ def test_one_odd_file_makes_all_plain_bytes_wherever_it_stands(tmp_path: Path, o
     assert {key: sample["data"] for key, sample in read_back(manifest.path).items()} == files
 
 
-def test_one_odd_file_counts_also_where_another_thread_reads_it(tmp_path: Path) -> None:
+def test_one_different_file_counts_also_if_another_thread_reads_it(tmp_path: Path) -> None:
     files = {f"{i:04}.npy": data for i, data in enumerate(tensors(700, 2))}  # tasks are of 256
     assert said(indexed(write_tree(tmp_path / "good", files))) == ("<f4", (2,), 128)
     for place in ("0000", "0300", "0699"):
@@ -96,7 +96,9 @@ def test_files_of_another_name_are_plain_bytes_whatever_they_hold(tmp_path: Path
     assert said(indexed(write_tree(tmp_path / "mixed", mixed))) == OPAQUE
 
 
-def test_a_file_of_several_pieces_is_looked_at_where_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_header_of_a_file_of_several_pieces_is_in_its_first_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quiver_client.indexing.reading.PIECE_BYTES", 1000)
     files = {f"{i}.npy": data for i, data in enumerate(tensors(3, 2000))}
     assert said(indexed(write_tree(tmp_path / "d", files))) == ("<f4", (2000,), 128)
@@ -120,7 +122,7 @@ def headed(text: bytes, version: bytes = b"\1\0", length: int | None = None) -> 
 GOOD = b"{'descr': '<f4', 'fortran_order': False, 'shape': (2,), }\n"
 
 
-def test_the_header_that_the_wrong_ones_come_from_is_right() -> None:
+def test_the_header_that_the_invalid_ones_derive_from_is_valid() -> None:
     for header in (headed(GOOD), headed(GOOD, b"\2\0"), headed(GOOD.replace(b"'", b'"').replace(b", }", b"}"))):
         assert parse(header, len(header) + 8) == Array("<f4", (2,), len(header))
 
@@ -161,14 +163,14 @@ WRONG = [
 
 
 @pytest.mark.parametrize("header", WRONG, ids=map(str, range(len(WRONG))))
-def test_any_other_header_is_no_array(header: bytes) -> None:
+def test_a_file_with_an_invalid_header_is_not_an_array(header: bytes) -> None:
     for values_bytes in (0, 4, 8, 16):
         assert parse(header, len(header) + values_bytes) is None
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 127), st.integers(0, 255)), min_size=1, max_size=4))
-def test_a_header_with_wrong_bytes_is_no_array_or_one_that_numpy_reads_as_well(flips: list[tuple[int, int]]) -> None:
+def test_a_file_whose_header_has_wrong_bytes_is_an_array_only_if_numpy_reads_it(flips: list[tuple[int, int]]) -> None:
     data = bytearray(npy(np.arange(12, dtype="<i2").reshape(3, 4)))
     for at, value in flips:
         data[at] = value
@@ -200,7 +202,7 @@ def test_members_of_one_header_are_arrays(tmp_path: Path) -> None:
     assert len(read_back(manifest.path)) == 90
 
 
-def test_tars_of_one_header_each_are_plain_bytes_if_those_are_several(tmp_path: Path) -> None:
+def test_tars_with_one_header_each_are_plain_bytes_if_the_headers_differ(tmp_path: Path) -> None:
     for number in range(3):
         write_tar(tmp_path / "d" / f"{number}.tar", members(tensors(5, 2 + number // 2)))
     manifest = indexed(tmp_path / "d")
@@ -211,7 +213,9 @@ def test_tars_of_one_header_each_are_plain_bytes_if_those_are_several(tmp_path: 
 @pytest.mark.parametrize("odd", [b"", npy(np.zeros((2, 5), "<u2")), b"no array"], ids=["empty", "turned", "other"])
 @pytest.mark.parametrize("at", [0, 29])
 @pytest.mark.parametrize("tar", [0, 2])
-def test_one_odd_member_of_one_tar_makes_that_field_plain_bytes(tmp_path: Path, odd: bytes, at: int, tar: int) -> None:
+def test_one_different_member_of_one_tar_makes_that_field_plain_bytes(
+    tmp_path: Path, odd: bytes, at: int, tar: int
+) -> None:
     for number in range(3):
         depth = tensors(30, 5, 2, dtype="<u2")
         if number == tar:
@@ -222,7 +226,7 @@ def test_one_odd_member_of_one_tar_makes_that_field_plain_bytes(tmp_path: Path, 
     assert said(manifest, "npy") == ("<i8", (), 128)
 
 
-def test_samples_that_lack_the_array_or_are_torn_apart_do_not_matter(tmp_path: Path) -> None:
+def test_samples_without_the_array_or_with_interleaved_members_do_not_matter(tmp_path: Path) -> None:
     first, second, third = tensors(3, 4)
     torn = [
         ("0.npy", first),
@@ -237,7 +241,7 @@ def test_samples_that_lack_the_array_or_are_torn_apart_do_not_matter(tmp_path: P
     assert [sample["npy"] for sample in read_back(manifest.path).values()] == [first, second, None, third]
 
 
-def test_members_larger_than_the_window_are_looked_at_where_they_begin(
+def test_the_header_of_a_member_larger_than_the_window_is_read_at_its_beginning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quiver_client.indexing.webdataset.PIECE_BYTES", 8192)
@@ -250,7 +254,7 @@ def test_members_larger_than_the_window_are_looked_at_where_they_begin(
 
 
 @pytest.mark.parametrize("first_is_odd", [False, True])
-def test_a_base_lends_its_shards_and_not_what_it_says_of_the_field(tmp_path: Path, first_is_odd: bool) -> None:
+def test_shards_come_from_the_base_and_the_kind_of_the_field_does_not(tmp_path: Path, first_is_odd: bool) -> None:
     good = {f"{i}.npy": data for i, data in enumerate(tensors(200, 40))}
     odd = good | {"odd.npy": npy(np.zeros(3, "<f4"))}
     before, after = (odd, good) if first_is_odd else (good, odd)

@@ -24,7 +24,7 @@ def write(path: Path, table: pa.Table, **options: Any) -> Path:
 
 
 def images(count: int, first: int = 0) -> pa.Table:
-    """What ``datasets`` writes for an image column and a label with class names."""
+    """A table as ``datasets`` writes it for an image column and a label with class names."""
     image = [{"bytes": os.urandom(100 + i), "path": f"{first + i}.png"} for i in range(count)]
     features = {
         "image": {"_type": "Image"},
@@ -111,7 +111,7 @@ def test_row_groups_larger_than_a_batch_are_read_in_batches(tmp_path: Path, monk
     assert (tmp_path / "m.quiver").read_bytes() == (tmp_path / "whole.quiver").read_bytes()
 
 
-def test_what_cannot_be_indexed_is_said(tmp_path: Path) -> None:
+def test_a_failure_of_indexing_is_explained(tmp_path: Path) -> None:
     write(tmp_path / "t.parquet", pa.table({"n": [1, 2]}))
     with pytest.raises(BadRequest, match=r"no column of bytes, text or lists of numbers.*n: int64"):
         index(tmp_path / "t.parquet", tmp_path / "m.quiver")
@@ -125,7 +125,7 @@ def test_what_cannot_be_indexed_is_said(tmp_path: Path) -> None:
         index(tmp_path / "t.parquet", tmp_path / "m.quiver")
 
 
-def test_files_of_several_schemas_are_refused_by_name(tmp_path: Path) -> None:
+def test_files_with_different_schemas_are_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "d" / "0.parquet", pa.table({"b": [b"1"], "n": [1]}))
     for other, says in (
         ({"b": [b"1"]}, "1.parquet: column n is int64 in 0.parquet and here it is missing"),

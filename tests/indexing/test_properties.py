@@ -1,4 +1,4 @@
-"""What a manifest promises of its shards, for any content: the reason why two users share them."""
+"""Properties of a manifest's shards for any content, by which two users share shards."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_with_a_base_every_old_shard_is_kept_and_only_new_samples_get_new_ones(
         assert {key: sample["data"] for key, sample in read_back(new).items()} == files
 
 
-def test_a_shard_of_the_base_that_lost_a_sample_is_not_kept_and_that_is_said(tmp_path: Path) -> None:
+def test_a_shard_of_the_base_that_lost_a_sample_is_not_kept_and_is_reported(tmp_path: Path) -> None:
     files = {f"{i}": np.random.default_rng(i).bytes(500) for i in range(100)}
     old = indexed(tmp_path, "old", files)
     del files["7"]
@@ -131,7 +131,7 @@ def test_samples_are_equal_if_bytes_and_fields_are_even_when_their_digests_begin
 ) -> None:
     digests = np.zeros((len(rows), 32), np.uint8)
     digests[:, 0] = [row[0] for row in rows]
-    digests[:, 31] = [row[1] for row in rows]  # behind the 64 bits that are sorted by
+    digests[:, 31] = [row[1] for row in rows]  # after the 64 bits of the sort key
     lengths = np.asarray([[row[2], 1] for row in rows], np.uint64)
     assert representatives(digests, lengths).tolist() == [rows.index(row) for row in rows]
 

@@ -1,4 +1,4 @@
-"""Sources behind a network: S3 (moto's server) and HTTP servers, with and without byte ranges and index pages."""
+"""Sources on the network: S3 (moto's server) and HTTP servers, with and without byte ranges and index pages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_prefix_of_a_bucket_is_a_folder(tmp_path: Path, bucket: Bucket) -> Non
     files = {f"{folder}/{name}": os.urandom(50) for folder in ("cat", "dog") for name in ODD}
     for name, data in files.items():
         bucket.put(f"my data/{name}", data)
-    bucket.put("my data/cat/", b"")  # what a console makes for a folder
+    bucket.put("my data/cat/", b"")  # a web console makes such an object for a folder
     bucket.put("my data/old.quiver", b"-")
     bucket.put("my datab/other.png", b"-")
     report = index(f"s3://{bucket.name}/my data", tmp_path / "m.quiver")
@@ -86,7 +86,7 @@ def test_an_object_that_changes_while_being_indexed_is_named(tmp_path: Path, buc
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_bucket_lacks_is_said(tmp_path: Path, bucket: Bucket) -> None:
+def test_a_missing_bucket_or_object_is_named(tmp_path: Path, bucket: Bucket) -> None:
     with pytest.raises(NotFound, match=r"s3://.*/nothing holds no objects"):
         index(f"s3://{bucket.name}/nothing", tmp_path / "m.quiver")
     with pytest.raises(NotFound, match=r"no-such-bucket.* does not exist"):
@@ -152,7 +152,7 @@ def test_a_server_without_byte_ranges_serves_whole_files_but_no_tars(tmp_path: P
         index(f"{url}/t.tar", tmp_path / "m.quiver")
 
 
-def test_a_server_is_asked_for_paths_without_doubled_slashes(tmp_path: Path, serve: Serve) -> None:
+def test_requested_paths_have_no_doubled_slashes(tmp_path: Path, serve: Serve) -> None:
     asked: list[str] = []
 
     class Strict(Ranges):
@@ -168,7 +168,7 @@ def test_a_server_is_asked_for_paths_without_doubled_slashes(tmp_path: Path, ser
     assert not [path for path in asked if "//" in path]
 
 
-def test_what_a_server_does_not_have_is_said(tmp_path: Path, serve: Serve) -> None:
+def test_a_missing_file_or_server_is_named(tmp_path: Path, serve: Serve) -> None:
     url = serve(write_tree(tmp_path / "w", {"x.bin": b"1"}))
     with pytest.raises(NotFound, match=r"there is no http.*/missing.tar"):
         index(f"{url}/missing.tar", tmp_path / "m.quiver")
@@ -178,7 +178,7 @@ def test_what_a_server_does_not_have_is_said(tmp_path: Path, serve: Serve) -> No
         index("http://127.0.0.1:9/x", tmp_path / "m.quiver")
 
 
-def test_names_that_a_server_could_misread_are_left_out_and_named(tmp_path: Path, serve: Serve) -> None:
+def test_names_that_a_server_could_misread_are_skipped_and_named(tmp_path: Path, serve: Serve) -> None:
     odd = ["a\nb.png", "a\\b.png", "a%2fb.png", "x\x01.png"]
     url = serve(write_tree(tmp_path / "w", dict.fromkeys([*odd, *ODD], b"1")))
     report = index(f"{url}/", tmp_path / "m.quiver")
@@ -190,7 +190,7 @@ def test_names_that_a_server_could_misread_are_left_out_and_named(tmp_path: Path
 
 
 @pytest.mark.parametrize("key", ["d/a//b.png", "d/x\x01.png", "d/x\ty"])
-def test_a_key_that_cannot_be_asked_for_is_named(tmp_path: Path, bucket: Bucket, key: str) -> None:
+def test_a_key_that_cannot_be_requested_is_named(tmp_path: Path, bucket: Bucket, key: str) -> None:
     bucket.put("d/ok.png", b"1")
     bucket.put(key, b"2")
     with pytest.raises(BadRequest, match="rename the object") as caught:
@@ -217,7 +217,7 @@ def test_credentials_in_a_source_are_refused_and_not_repeated(tmp_path: Path, so
     assert not list(tmp_path.iterdir())
 
 
-def test_a_redirect_is_refused_with_what_to_give_instead(tmp_path: Path, serve: Serve) -> None:
+def test_a_redirect_is_refused_and_the_error_names_its_target(tmp_path: Path, serve: Serve) -> None:
     class Elsewhere(Ranges):
         def do_HEAD(self) -> None:
             self.do_GET()

@@ -1,4 +1,4 @@
-"""Row groups that a daemon decodes: those of a bounded size alone, and then the same bytes as without a bound."""
+"""A daemon decodes only row groups of a bounded size, and to the same bytes as without a bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def bound() -> Iterator[None]:
     row_groups.forget()
 
 
-def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_tried_again(
+def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = np.random.default_rng(0).bytes(VALUE_BYTES)
@@ -52,7 +52,7 @@ def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_tried_
     out = memoryview(bytearray(VALUE_BYTES))
     with pytest.raises(OverCapacity, match=r"t\.parquet: a row group is larger than 4 MiB when"):
         origin.read([0], out)
-    assert 4 << 20 < sum(decoded) < 10 << 20, "it stops where the bound is"
+    assert 4 << 20 < sum(decoded) < 10 << 20, "it stops at the bound"
     decoded.clear()
     with pytest.raises(OverCapacity):
         origin.read([0], out)
@@ -62,7 +62,7 @@ def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_tried_
     assert bytes(out) == value
 
 
-def test_a_row_group_that_says_itself_that_it_is_too_large_is_not_decoded(
+def test_a_row_group_whose_metadata_says_that_it_is_too_large_is_not_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = pa.array([np.random.default_rng(i).bytes(500_000) for i in range(10)], pa.binary())

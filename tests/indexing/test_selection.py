@@ -1,4 +1,4 @@
-"""Which fields are taken, what names samples in Parquet, and what a manifest is written over."""
+"""Which fields are indexed, which column names samples in Parquet, and which files a manifest may overwrite."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def names(path: Path) -> list[str]:
         ({"fields": ["jpg", "txt"], "exclude": ["__key__"]}, ["jpg", "txt"]),
     ],
 )
-def test_the_fields_of_parquet_are_those_that_are_chosen(tmp_path: Path, chosen: Any, wanted: list[str]) -> None:
+def test_the_fields_of_parquet_can_be_chosen(tmp_path: Path, chosen: Any, wanted: list[str]) -> None:
     path = write(tmp_path / "t.parquet", table(["a", "b"]))
     index(path, tmp_path / "m.quiver", **chosen)
     assert names(tmp_path / "m.quiver") == wanted
 
 
-def test_the_fields_of_tars_are_those_that_are_chosen(tmp_path: Path) -> None:
+def test_the_fields_of_tars_can_be_chosen(tmp_path: Path) -> None:
     members = [(f"{at}.{end}", b"%d %s" % (at, end.encode())) for at in range(3) for end in ("jpg", "txt", "json")]
     write_tar(tmp_path / "t.tar", members)
     index(tmp_path / "t.tar", tmp_path / "m.quiver", fields=["jpg", "json"])
@@ -58,7 +58,7 @@ def test_the_fields_of_tars_are_those_that_are_chosen(tmp_path: Path) -> None:
     assert [set(sample) for sample in read_back(tmp_path / "m.quiver").values()] == [{"json", "txt"}] * 3
 
 
-def test_labels_of_image_folders_can_be_left_out(tmp_path: Path) -> None:
+def test_labels_of_image_folders_can_be_excluded(tmp_path: Path) -> None:
     write_tree(tmp_path / "d", {"a/1.png": b"1", "b/2.png": b"2"})
     index(tmp_path / "d", tmp_path / "m.quiver", exclude=["label"])
     assert names(tmp_path / "m.quiver") == ["image"]
@@ -74,7 +74,7 @@ def test_labels_of_image_folders_can_be_left_out(tmp_path: Path) -> None:
         ({"fields": ["cls"]}, "nothing to cache"),
     ],
 )
-def test_a_choice_that_cannot_be_is_refused(tmp_path: Path, chosen: Any, says: str) -> None:
+def test_an_impossible_choice_is_refused(tmp_path: Path, chosen: Any, says: str) -> None:
     path = write(tmp_path / "t.parquet", table(["a", "b"]))
     with pytest.raises(QuiverError, match=says):
         index(path, tmp_path / "m.quiver", **chosen)
@@ -95,7 +95,7 @@ def test_a_key_column_of_parquet_names_the_samples(tmp_path: Path) -> None:
     ]
 
 
-def test_keys_that_two_files_share_stand_behind_the_files_names(tmp_path: Path) -> None:
+def test_keys_that_two_files_share_are_prefixed_by_the_files_names(tmp_path: Path) -> None:
     for number in range(2):
         write(tmp_path / "d" / f"{number}.parquet", table(["a"], number))
     index(tmp_path / "d", tmp_path / "m.quiver")
@@ -105,7 +105,7 @@ def test_keys_that_two_files_share_stand_behind_the_files_names(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "says"), [(["a", "b", "a"], "'a' more than once"), (["a", None, "b"], "row 1 has no")]
 )
-def test_keys_that_name_nothing_are_refused_with_what_to_do(tmp_path: Path, keys: Any, says: str) -> None:
+def test_invalid_keys_are_refused_and_the_error_says_what_to_do(tmp_path: Path, keys: Any, says: str) -> None:
     path = write(tmp_path / "t.parquet", table(keys))
     with pytest.raises(BadRequest, match=rf"{says}.*--exclude __key__"):
         index(path, tmp_path / "m.quiver")
@@ -113,7 +113,7 @@ def test_keys_that_name_nothing_are_refused_with_what_to_do(tmp_path: Path, keys
     index(path, tmp_path / "m.quiver", exclude=["__key__"])
 
 
-def test_a_file_that_is_no_manifest_is_never_written_over(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_manifest_is_never_overwritten(tmp_path: Path) -> None:
     write_tar(tmp_path / "t.tar", [("1.txt", b"one"), ("2.txt", b"two")])
     before = (tmp_path / "t.tar").read_bytes()
     (tmp_path / "empty").touch()
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_manifest_is_never_written_over(tmp_path: Path) -> Non
     assert stat.S_ISFIFO((tmp_path / "fifo").stat().st_mode)
 
 
-def test_a_manifest_is_written_over_only_if_that_is_wanted_and_a_link_to_one_stays(tmp_path: Path) -> None:
+def test_a_manifest_is_overwritten_only_on_request_and_a_link_to_one_stays(tmp_path: Path) -> None:
     write_tree(tmp_path / "d", {"1": b"one"})
     index(tmp_path / "d", tmp_path / "m.quiver", force=False)
     first = (tmp_path / "m.quiver").read_bytes()
@@ -164,11 +164,11 @@ def test_a_base_decides_the_shard_size(tmp_path: Path) -> None:
     assert (new.shard_bytes, new.reused_shards) == (256 << 10, old.shards)
 
 
-def test_row_groups_have_room_in_a_shard_where_32_mib_allow_it(tmp_path: Path) -> None:
+def test_a_shard_has_space_for_a_row_group_as_far_as_32_mib_allow(tmp_path: Path) -> None:
     rows = pa.array([at.to_bytes(4, "little") * 25_000 for at in range(64)])
     path = write(tmp_path / "t.parquet", pa.table({"data": rows}), row_group_size=16)
     report = index(path, tmp_path / "m.quiver")
-    assert report.shards == 4, "one a row group of 1.6 MB, which each shard of another size would read again"
+    assert report.shards == 4, "one per row group of 1.6 MB, which each shard of another size would read again"
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,9 @@ def test_row_groups_have_room_in_a_shard_where_32_mib_allow_it(tmp_path: Path) -
         (["train-0.bin", "test-0.bin"], None),
     ],
 )
-def test_train_and_test_in_one_source_are_warned_of(tmp_path: Path, paths: list[str], named: list[str] | None) -> None:
+def test_indexing_warns_of_train_and_test_in_one_source(
+    tmp_path: Path, paths: list[str], named: list[str] | None
+) -> None:
     for number, path in enumerate(paths):
         if path.endswith(".tar"):
             write_tar(tmp_path / "d" / path, [(f"{number}.txt", b"%d" % number)])

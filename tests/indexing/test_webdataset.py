@@ -1,4 +1,4 @@
-"""WebDataset tars, written by several tools, whole and broken."""
+"""WebDataset tars written by several tools, valid and damaged."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_samples_that_lack_a_member_are_kept_and_named(tmp_path: Path) -> None:
     }
 
 
-def test_interleaved_members_are_put_together_and_named(tmp_path: Path) -> None:
+def test_interleaved_members_are_joined_and_named(tmp_path: Path) -> None:
     members = samples(40, 2000)
     sorted_by_extension = sorted(members, key=lambda member: member[0].partition(".")[2])
     write_tar(tmp_path / "straight.tar", members)
@@ -116,7 +116,7 @@ def test_interleaved_members_are_put_together_and_named(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-def test_a_class_far_from_its_image_is_put_together_without_reading_again(tmp_path: Path) -> None:
+def test_a_class_far_from_its_image_is_joined_without_reading_again(tmp_path: Path) -> None:
     members = [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.cls", b"5"), ("b.cls", b"6")]
     write_tar(tmp_path / "t.tar", members)
     report = index(tmp_path / "t.tar", tmp_path / "m.quiver")
@@ -138,7 +138,7 @@ def test_samples_may_be_larger_than_the_window_that_is_read(
     read_back(tmp_path / "m.quiver")
 
 
-def test_links_sparse_files_and_names_without_extension_are_left_out_by_name(tmp_path: Path) -> None:
+def test_links_sparse_files_and_names_without_extension_are_skipped_and_named(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "t.tar", "w") as tar:
         for name, kind, data in (
             ("a.jpg", tarfile.REGTYPE, b"1"),
@@ -163,10 +163,10 @@ def test_links_sparse_files_and_names_without_extension_are_left_out_by_name(tmp
 
 @pytest.mark.skipif(not shutil.which("tar"), reason="needs GNU tar")
 @pytest.mark.parametrize("style", ["gnu", "posix"])
-def test_sparse_members_are_left_out_by_name(tmp_path: Path, style: str) -> None:
+def test_sparse_members_are_skipped_and_named(tmp_path: Path, style: str) -> None:
     write_tree(tmp_path / "d", {"a.jpg": b"1", "z.jpg": b"2"})
     with (tmp_path / "d" / "b.jpg").open("wb") as file:
-        for at in range(0, 12 << 20, 1 << 20):  # more holes than one header names
+        for at in range(0, 12 << 20, 1 << 20):  # more holes than fit one header
             file.seek(at)
             file.write(b"data")
     command = ["tar", "--sparse", f"--format={style}", "-cf", "../t.tar", "a.jpg", "b.jpg", "z.jpg"]
@@ -179,7 +179,7 @@ def test_sparse_members_are_left_out_by_name(tmp_path: Path, style: str) -> None
     assert list(read_back(tmp_path / "m.quiver")) == ["a", "z"]
 
 
-def test_a_member_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+def test_a_duplicate_member_is_an_error(tmp_path: Path) -> None:
     for members in (
         [("a.jpg", b"1"), ("a.JPG", b"2")],
         [("a.jpg", b"1"), ("b.jpg", b"2"), ("a.jpg", b"3")],
@@ -191,7 +191,7 @@ def test_a_member_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [b"cat", b"", b"1.5", b"9" * 30, b"1" * 100])
-def test_a_class_that_is_no_integer_is_an_error_that_names_the_sample(tmp_path: Path, text: bytes) -> None:
+def test_a_class_that_is_not_an_integer_is_an_error_that_names_the_sample(tmp_path: Path, text: bytes) -> None:
     write_tar(tmp_path / "t.tar", [("a.jpg", b"1"), ("a.cls", b"1"), ("b.jpg", b"2"), ("b.cls", text)])
     with pytest.raises(BadRequest, match=r"t.tar: b.cls holds .* no integer"):
         index(tmp_path / "t.tar", tmp_path / "m.quiver")
@@ -241,7 +241,7 @@ def test_tars_without_samples_or_without_bytes_are_refused(tmp_path: Path) -> No
         index(tmp_path / "t.tar", tmp_path / "m.quiver")
 
 
-def test_samples_are_called_as_in_their_tars_unless_two_tars_use_one_name(tmp_path: Path) -> None:
+def test_samples_keep_their_names_unless_two_tars_use_the_same(tmp_path: Path) -> None:
     for tar in range(2):
         members = [(f"{tar}{number:03d}.txt", b"%d" % number) for number in range(3)]
         write_tar(tmp_path / "apart" / f"t{tar}.tar", members)
@@ -254,7 +254,7 @@ def test_samples_are_called_as_in_their_tars_unless_two_tars_use_one_name(tmp_pa
     ]
 
 
-def test_what_stands_behind_the_end_of_a_tar_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+def test_bytes_after_the_end_of_a_tar_are_reported(tmp_path: Path) -> None:
     first, second = write_tar(tmp_path / "a.tar", samples(3)), write_tar(tmp_path / "b.tar", samples(2))
     joined = tmp_path / "joined" / "ab.tar"
     joined.parent.mkdir()

@@ -1,4 +1,4 @@
-"""The pure membership, against a list, and against a simulated etcd that loses, repeats, freezes and forgets."""
+"""The pure membership, with a list, and with a simulated etcd that loses, repeats, freezes and forgets."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def learn(state: m.State, *events: m.Event, now: float = 0.0) -> m.State:
 
 
 def standing(*entries: m.Entry, revision: int = 10) -> m.State:
-    """A state that is connected, has listed these, and watches."""
+    """A state that is connected, has listed these entries, and watches."""
     return learn(begin(), m.Connected(), m.Listed(entries, revision), m.Watching())
 
 
@@ -50,7 +50,7 @@ def standing(*entries: m.Entry, revision: int = 10) -> m.State:
 
 @dataclass
 class Registry:
-    """What etcd does, as far as a member sees it, and what can go wrong with it; on a clock of its own."""
+    """A simulated etcd, as a member sees it, with its faults and a clock of its own."""
 
     state: m.State = field(default_factory=begin)
     now: float = 0.0
@@ -85,7 +85,7 @@ class Registry:
         self.watched_to = None
 
     def replay(self) -> None:
-        """Deliver old news once more."""
+        """Deliver old events again."""
         if self.watched_to is not None and self.log:
             self.learn(m.Changed(tuple(self.log[-5:])))
 
@@ -94,7 +94,7 @@ class Registry:
         return action
 
     def run(self, seconds: float) -> None:
-        """Let the member act for this long."""
+        """Run the member for this long."""
         end = self.now + seconds
         for _ in range(5000):
             for lease in [lease for lease, until in self.leases.items() if until < self.now]:
@@ -110,7 +110,7 @@ class Registry:
                     return
             else:
                 self._carry_out(action)
-        raise AssertionError(f"the member never comes to rest: {self.state}")
+        raise AssertionError(f"the member never becomes idle: {self.state}")
 
     def _news(self) -> tuple[m.Entry | m.Gone, ...]:
         if self.stuck or self.watched_to is None:
@@ -162,7 +162,7 @@ OPS = st.one_of(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(OPS, max_size=25))
-def test_whatever_happens_the_ring_comes_to_equal_the_list_and_self_to_be_in_it(ops: list[tuple[str, Any]]) -> None:
+def test_after_any_events_the_ring_converges_to_the_list_and_self(ops: list[tuple[str, Any]]) -> None:
     etcd = Registry()
     for what, arg in ops:
         match what:
@@ -191,13 +191,13 @@ def test_whatever_happens_the_ring_comes_to_equal_the_list_and_self_to_be_in_it(
     assert etcd.keys[PREFIX + "self"].lease in etcd.leases
 
 
-def test_at_rest_nothing_is_written() -> None:
+def test_an_idle_member_writes_nothing() -> None:
     etcd = Registry()
     etcd.run(100 * TTL)
     assert etcd.writes == 1
 
 
-def test_a_key_that_somebody_keeps_deleting_is_written_at_most_once_in_a_tenth_of_the_ttl() -> None:
+def test_a_key_that_is_deleted_repeatedly_is_written_at_most_once_per_tenth_of_the_ttl() -> None:
     etcd = Registry()
     for _ in range(1000):
         etcd.run(0.01)
@@ -205,12 +205,12 @@ def test_a_key_that_somebody_keeps_deleting_is_written_at_most_once_in_a_tenth_o
     assert 5 <= etcd.writes <= 12
 
 
-def test_a_lease_that_somebody_keeps_revoking_is_not_replaced_in_a_storm() -> None:
+def test_a_lease_that_is_revoked_repeatedly_is_replaced_at_a_bounded_rate() -> None:
     etcd = Registry()
     for _ in range(1000):
         etcd.run(0.01)
         etcd.revoke(etcd.state.lease)
-    assert etcd.writes <= 25  # each try at a dead lease, and each try again, at most once in a tenth of the TTL
+    assert etcd.writes <= 25  # each try with a dead lease, and each retry, at most once per tenth of the TTL
 
 
 # The ring and the list -----------------------------------------------------------------------------------------------
@@ -240,23 +240,23 @@ def _some(found: list[tuple[str, int, bool]]) -> list[m.Entry]:
 @given(st.lists(EVENTS, max_size=20), ENTRIES, st.integers(40, 90))
 def test_after_a_list_the_ring_is_the_list(events: list[m.Event], found: list[tuple[str, int, bool]], at: int) -> None:
     state = learn(begin(), m.Connected(), *events, m.Listed(tuple(_some(found)), at))
-    state = learn(state, m.Tick(), now=TTL)  # past the time in which a member is kept after an outage
+    state = learn(state, m.Tick(), now=TTL)  # after the time for which a member is kept after an outage
     assert ids(state) == sorted([name for name, _, good in found if good] + ["self"])
 
 
-def test_a_daemon_that_has_heard_nothing_is_a_ring_of_one() -> None:
+def test_a_daemon_without_any_event_is_a_ring_of_one() -> None:
     assert ids(begin()) == ["self"]
 
 
-def test_an_event_older_than_the_list_is_no_news() -> None:
+def test_an_event_older_than_the_list_is_ignored() -> None:
     state = standing(record("a", 5), revision=10)
     assert ids(learn(state, m.Changed((m.Gone(PREFIX + "a", 9), record("b", 8))))) == ["a", "self"]
 
 
-def test_a_registry_that_counts_from_one_again_is_believed() -> None:
+def test_a_registry_whose_revisions_restart_at_one_is_accepted() -> None:
     state = standing(record("a", 900), revision=1000)
     state = learn(state, m.Lost(), m.Connected(), m.Listed((record("b", 2),), 3), m.Tick(), now=1.0)
-    assert ids(state) == ["a", "b", "self"], "one that was there before is kept for a TTL"
+    assert ids(state) == ["a", "b", "self"], "a previous member is kept for a TTL"
     assert ids(learn(state, m.Changed((m.Gone(PREFIX + "b", 4),)), m.Tick(), now=1.0 + TTL)) == ["self"]
 
 
@@ -269,46 +269,46 @@ def test_a_member_that_comes_back_after_an_outage_never_left_the_ring() -> None:
     state = learn(state, m.Watching(), m.Listed((record("a", 21),), 22), now=66.5)
     state = learn(state, m.Listed((record("a", 21),), 22), m.LeaseGranted(5), now=69.0)
     _, action = m.step(state, m.Registered(m.Entry(state.key, state.value, 23, 5)), 69.0)
-    assert action == m.Wait(60.0 + TTL), "it is let go on time, not with the next list"
+    assert action == m.Wait(60.0 + TTL), "it is removed on time, not with the next list"
 
 
-def test_a_member_that_dies_while_all_is_well_leaves_at_once() -> None:
+def test_a_member_that_dies_without_an_outage_leaves_at_once() -> None:
     assert ids(learn(standing(record("a")), m.Changed((m.Gone(PREFIX + "a", 11),)))) == ["self"]
 
 
-def test_a_short_loss_of_the_connection_keeps_nobody() -> None:
+def test_a_short_loss_of_the_connection_keeps_no_missing_member() -> None:
     state = learn(standing(record("a")), m.Lost(), m.Connected(), m.Listed((), 11), now=1.0)
     assert ids(state) == ["self"]
 
 
 @pytest.mark.parametrize("revision", [11, 12, 900])
-def test_an_etcd_that_lost_its_data_and_counted_on_past_the_last_revision_moves_no_member(revision: int) -> None:
+def test_an_etcd_that_lost_its_data_and_has_a_higher_revision_moves_no_member(revision: int) -> None:
     state = learn(registered(), m.Changed((record("a", 12),)), m.Lost(), m.Connected(), now=1.0)
     after = learn(state, m.Listed((record("b", revision),), revision), now=1.0)
     assert ids(after) == ["a", "b", "self"]
     own = m.Entry(state.key, state.value, 12, 5)
     after = learn(state, m.Listed((own, record("b", 900)), 900), now=1.0)
-    assert ids(after) == ["b", "self"], "with one's own key in place nothing was lost: who is missing has left"
+    assert ids(after) == ["b", "self"], "the daemon's own key exists, so nothing was lost: a missing member has left"
 
 
-def test_an_etcd_that_counts_less_than_a_change_it_told_of_has_lost_its_data() -> None:
+def test_an_etcd_whose_revision_is_below_that_of_a_past_event_has_lost_its_data() -> None:
     state = learn(standing(record("a")), m.Changed((record("b", 20),)), m.Lost(), m.Connected(), now=1.0)
     assert ids(learn(state, m.Listed((), 15), now=1.0)) == ["a", "b", "self"]
 
 
-def test_a_watch_that_misses_two_lists_news_is_replaced() -> None:
+def test_a_watch_that_misses_the_changes_of_two_lists_is_replaced() -> None:
     state = learn(standing(), m.Listed((record("a", 11),), 11))
     assert state.behind == 1
     state, action = m.step(state, m.Listed((record("a", 11), record("b", 12)), 12), 0.0)
     assert action == m.Reconnect()
 
 
-def test_a_watch_that_brings_the_news_first_is_trusted() -> None:
+def test_a_watch_that_delivers_changes_before_the_list_is_kept() -> None:
     state = learn(standing(), m.Changed((record("a", 11),)), m.Listed((record("a", 11),), 11))
     assert state.behind == 0
 
 
-# One's own key -------------------------------------------------------------------------------------------------------
+# The daemon's own key ------------------------------------------------------------------------------------------------
 
 
 def registered() -> m.State:
@@ -316,13 +316,13 @@ def registered() -> m.State:
     return learn(state, m.Registered(m.Entry(state.key, state.value, 11, 5)))
 
 
-def test_the_lease_is_kept_before_anything_else_is_done() -> None:
+def test_keeping_the_lease_has_priority() -> None:
     state, action = m.step(learn(registered(), m.Lost()), m.Connected(), 30.0)
     assert action == m.KeepAlive(5)
     assert m.step(state, m.LeaseLost(), 30.0)[1] == m.List()
 
 
-def test_one_s_own_key_is_written_anew_when_it_is_gone_or_another_s() -> None:
+def test_the_daemon_rewrites_its_key_when_it_is_gone_or_overwritten() -> None:
     state = registered()
     assert state.registered
     gone = m.Changed((m.Gone(state.key, 12),))
@@ -342,12 +342,12 @@ def test_draining_is_published_and_owns_nothing_at_once() -> None:
     assert state.ring.owning == ()
 
 
-def test_a_former_life_at_the_same_address_is_replaced_at_once() -> None:
+def test_a_record_of_an_earlier_process_at_the_same_address_is_replaced_at_once() -> None:
     state = standing(record("self", 9, url=OWN.url, session="former"))
     assert m.step(state, m.LeaseGranted(5), 0.0)[1] == m.Register(state.key, state.value, 5, 9)
 
 
-def test_a_living_daemon_with_the_same_id_is_found_out_after_a_ttl_and_never_overwritten() -> None:
+def test_a_living_daemon_with_the_same_id_is_detected_after_a_ttl_and_never_overwritten() -> None:
     rival = record("self", 9, url="http://10.0.0.2:7717", session="other")
     state, action = m.step(standing(rival), m.Tick(), 0.0)
     assert isinstance(action, m.Wait)
@@ -357,10 +357,10 @@ def test_a_living_daemon_with_the_same_id_is_found_out_after_a_ttl_and_never_ove
         assert state.taken is None
     state, _ = m.step(state, m.Tick(), TTL + 1.0)
     assert state.taken == Member("self", "http://10.0.0.2:7717", 2.0)
-    assert [member.url for member in state.ring.members] == ["http://10.0.0.2:7717"], "the ring is what is listed"
+    assert [member.url for member in state.ring.members] == ["http://10.0.0.2:7717"], "the ring equals the list"
 
 
-def test_a_holder_of_the_id_is_not_found_living_by_an_outage_in_which_no_lease_ran_out() -> None:
+def test_an_outage_in_which_no_lease_expires_does_not_prove_that_the_holder_of_the_id_lives() -> None:
     rival = record("self", 9, url="http://10.0.0.2:7717", session="other")
     state = learn(standing(rival), m.Lost(), now=1.0)
     state = learn(state, m.Connected(), m.Listed((rival,), 10), m.Watching(), now=60.0)
@@ -368,19 +368,19 @@ def test_a_holder_of_the_id_is_not_found_living_by_an_outage_in_which_no_lease_r
     assert learn(state, m.Tick(), now=60.0 + TTL + 1.0).taken is not None
 
 
-def test_a_refused_registration_reads_the_list_again_first() -> None:
+def test_after_a_refused_registration_the_list_is_read_again_first() -> None:
     state = learn(standing(), m.LeaseGranted(5))
     assert m.step(state, m.Refused(), 1.0)[1] == m.List()
 
 
-def test_a_dead_daemon_with_the_same_id_makes_room_when_its_lease_runs_out() -> None:
+def test_the_id_of_a_dead_daemon_is_free_when_its_lease_expires() -> None:
     state = standing(record("self", 9, url="http://10.0.0.2:7717", session="other"))
     state, action = m.step(state, m.Changed((m.Gone(state.key, 12),)), TTL)
     assert action in (m.Grant(), m.List())
     assert state.taken is None
 
 
-# Records of anybody's ------------------------------------------------------------------------------------------------
+# Untrusted records ---------------------------------------------------------------------------------------------------
 
 HOSTILE = [
     b"",
@@ -409,7 +409,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_is_no_record_is_ignored_and_counted_once(value: bytes) -> None:
+def test_an_invalid_record_is_ignored_and_counted_once(value: bytes) -> None:
     entries = (m.Entry(PREFIX + "a", value, 3, 0), record("b", 4))
     state = standing(*entries)
     assert ids(state) == ["b", "self"]
@@ -417,12 +417,12 @@ def test_what_is_no_record_is_ignored_and_counted_once(value: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "x/y", "../x", "-x", "ü", "x" * 65, "a b", "a\n", "\\xff"])
-def test_what_is_no_node_id_is_ignored(name: str) -> None:
+def test_an_invalid_node_id_is_ignored(name: str) -> None:
     state = standing(record(name, url="http://h:1"))
     assert (ids(state), state.ignored_total) == (["self"], 1)
 
 
-def test_fields_of_later_versions_are_passed_over() -> None:
+def test_fields_of_later_versions_are_ignored() -> None:
     assert ids(standing(record("a", socket="/run/quiver.sock", zone=[1, {"x": None}]))) == ["a", "self"]
 
 
@@ -431,7 +431,7 @@ def test_reading_a_record_never_fails(value: bytes) -> None:
     m.read("a", m.Entry(PREFIX + "a", value, 1, 0))
 
 
-def test_ten_thousand_keys_are_borne_and_self_has_a_place() -> None:
+def test_of_ten_thousand_keys_the_ring_keeps_a_bounded_number_and_self() -> None:
     many = tuple(record(f"n{i:05}", url="http://h:1") for i in range(10_000))
     state = standing(*many)
     assert len(state.ring.members) == MEMBERS_MAX
@@ -442,7 +442,7 @@ def test_ten_thousand_keys_are_borne_and_self_has_a_place() -> None:
 
 
 @given(st.integers(0, 10**6), st.floats(0, 0.999), st.floats(1, 100))
-def test_the_pause_between_tries_is_short_enough_to_be_back_before_the_lease_runs_out(
+def test_the_pause_between_retries_is_short_enough_to_keep_the_lease(
     attempt: int, draw: float, ttl_seconds: float
 ) -> None:
     pause = m.backoff_seconds(attempt, ttl_seconds, draw)

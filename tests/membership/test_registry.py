@@ -1,4 +1,4 @@
-"""A rack in a real etcd that is frozen, killed, wiped and lied to. Every wait is for the thing, with a deadline."""
+"""A rack in a real etcd that is frozen, killed, wiped and given false records. Every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from tests.support.etcd import Etcd, free_ports
 
 TTL = 1.5
-"""etcd grants whole seconds: two. Timers here run on 1.5."""
+"""etcd grants whole seconds, here two. The registry's timers use 1.5."""
 GRANTED = 2.0
 _racks = itertools.count()
 
@@ -47,7 +47,7 @@ def daemon(etcd: Etcd | str, rack: str, name: str = "a", port: int = 1, **more: 
 
 
 async def until(registry: EtcdRegistry, condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until the condition holds, asked anew at each change of the registry."""
+    """Wait until the condition holds; it is evaluated at each change of the registry."""
     try:
         async with asyncio.timeout(seconds):
             while not condition():
@@ -62,7 +62,7 @@ def ids(registry: EtcdRegistry) -> str:
 
 @contextlib.asynccontextmanager
 async def members(etcd: Etcd, rack: str, names: str) -> AsyncIterator[list[EtcdRegistry]]:
-    """Run daemons that all know one another."""
+    """Run daemons that all know each other."""
     async with contextlib.AsyncExitStack() as stack:
         running = [await stack.enter_async_context(daemon(etcd, rack, name)) for name in names]
         for each in running:
@@ -71,7 +71,7 @@ async def members(etcd: Etcd, rack: str, names: str) -> AsyncIterator[list[EtcdR
 
 
 class Flaps:
-    """Counts the rings that a registry goes through."""
+    """Counts the changes of a registry's ring."""
 
     def __init__(self, registry: EtcdRegistry) -> None:
         self.registry, self.rings = registry, [ids(registry)]
@@ -103,10 +103,10 @@ def lease_of(etcd: Etcd, rack: str, name: str) -> str:
     return f"{int(found[1]):x}"
 
 
-# All is well ---------------------------------------------------------------------------------------------------------
+# Without faults ------------------------------------------------------------------------------------------------------
 
 
-async def test_who_joins_is_seen_at_once_and_who_leaves_in_good_order_too(etcd: Etcd, rack: str) -> None:
+async def test_joins_and_orderly_leaves_are_seen_at_once(etcd: Etcd, rack: str) -> None:
     async with members(etcd, rack, "ab") as (a, b):
         assert a.ring == b.ring
         async with daemon(etcd, rack, "c", ttl_seconds=60.0) as c:
@@ -116,7 +116,7 @@ async def test_who_joins_is_seen_at_once_and_who_leaves_in_good_order_too(etcd: 
         assert 0 <= a.age_seconds < TTL
 
 
-async def test_racks_do_not_see_one_another(etcd: Etcd, rack: str) -> None:
+async def test_racks_do_not_see_each_other(etcd: Etcd, rack: str) -> None:
     async with members(etcd, rack, "a") as (a,), members(etcd, rack + "0", "b"):
         assert ids(a) == "a"
 
@@ -129,7 +129,7 @@ async def test_a_daemon_that_drains_owns_nothing_and_stays_in_the_ring(etcd: Etc
         assert ids(a) == ids(b) == "ab"
 
 
-async def test_a_member_that_is_killed_is_off_the_ring_within_the_ttl_and_a_second(etcd: Etcd, rack: str) -> None:
+async def test_a_killed_member_leaves_the_ring_within_the_ttl_and_a_second(etcd: Etcd, rack: str) -> None:
     script = (
         "import asyncio, sys\n"
         "from quiver.ring import Member\n"
@@ -161,7 +161,7 @@ async def test_without_an_etcd_a_daemon_serves_alone_says_so_once_and_joins_when
     try:
         async with daemon(etcd, rack) as a:
             began = time.monotonic()
-            assert not await a.wait_until_registered(), "nobody waits for an etcd that is away"
+            assert not await a.wait_until_registered(), "the daemon does not wait for an unreachable etcd"
             assert time.monotonic() - began < 2.0
             assert ids(a) == "a"
             assert "a ring of this daemon alone" in a.problem
@@ -176,7 +176,7 @@ async def test_without_an_etcd_a_daemon_serves_alone_says_so_once_and_joins_when
         etcd.__exit__(None, None, None)
 
 
-async def test_an_etcd_that_restarts_moves_no_member_and_takes_no_write(rack: str) -> None:
+async def test_a_restart_of_etcd_moves_no_member_and_causes_no_write(rack: str) -> None:
     with Etcd() as etcd:
         async with members(etcd, rack, "ab") as (a, b), Flaps(a) as flaps:
             await asyncio.to_thread(etcd.stop)
@@ -191,23 +191,23 @@ async def test_an_etcd_that_restarts_moves_no_member_and_takes_no_write(rack: st
 
 
 @pytest.mark.parametrize("how", ["frozen", "killed"])
-async def test_an_etcd_away_for_longer_than_a_lease_moves_no_member(how: str, rack: str) -> None:
+async def test_an_outage_of_etcd_longer_than_a_lease_moves_no_member(how: str, rack: str) -> None:
     with Etcd() as etcd:
         async with members(etcd, rack, "abc") as daemons, Flaps(daemons[0]) as flaps:
             leases = {each: each.state.lease for each in daemons}
             etcd.freeze() if how == "frozen" else await asyncio.to_thread(etcd.kill)
-            for each in daemons:  # a try at etcd fails every now and then, and wakes us
+            for each in daemons:  # failed attempts to reach etcd wake this loop
                 await until(each, lambda each=each: not each.state.connected and each.age_seconds > GRANTED + 0.5)
             assert {ids(each) for each in daemons} == {"abc"}
             etcd.thaw() if how == "frozen" else await asyncio.to_thread(etcd.start)
             for each in daemons:
-                # Frozen, etcd's clock ran on and it revokes every lease; started anew, it gives every lease a new TTL.
+                # A frozen etcd revokes every lease, since its clock continued; a restarted one renews every lease.
                 await until(each, lambda each=each: (each.state.lease != leases[each]) == (how == "frozen"))
                 await until(each, lambda each=each: each.state.connected and each.registered and not each.state.kept)
             assert flaps.rings == ["abc"]
 
 
-async def test_an_etcd_that_lost_its_data_is_filled_again_and_moves_no_member(rack: str) -> None:
+async def test_daemons_register_again_with_an_etcd_that_lost_its_data_and_no_member_moves(rack: str) -> None:
     with Etcd() as etcd:
         async with members(etcd, rack, "ab") as (a, b), Flaps(a) as flaps:
             etcd.ctl("put", "/other", "1")
@@ -219,7 +219,7 @@ async def test_an_etcd_that_lost_its_data_is_filled_again_and_moves_no_member(ra
                 await until(a, lambda: ids(a) == "abc", 5.0)
 
 
-async def test_leaving_takes_little_time_while_etcd_is_frozen(rack: str) -> None:
+async def test_leaving_is_quick_while_etcd_is_frozen(rack: str) -> None:
     with Etcd() as etcd:
         async with members(etcd, rack, "a"):
             etcd.freeze()
@@ -227,13 +227,13 @@ async def test_leaving_takes_little_time_while_etcd_is_frozen(rack: str) -> None
         assert time.monotonic() - began < 2.0
 
 
-async def test_the_next_endpoint_is_tried_where_one_is_dead(etcd: Etcd, rack: str) -> None:
+async def test_the_next_endpoint_is_tried_if_one_is_dead(etcd: Etcd, rack: str) -> None:
     dead = f"http://127.0.0.1:{free_ports(1)[0]}"
     async with daemon(f"{dead},{etcd.url}", rack) as a:
         assert await a.wait_until_registered(5.0)
 
 
-async def test_whatever_the_conversation_with_etcd_raises_it_is_begun_again(
+async def test_the_session_with_etcd_restarts_after_any_exception(
     etcd: Etcd, rack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, failed = Client.list, []
@@ -241,7 +241,7 @@ async def test_whatever_the_conversation_with_etcd_raises_it_is_begun_again(
     async def list_once_broken(self: Client, prefix: str) -> Any:
         if not failed:
             failed.append(True)
-            raise KeyError("what no release note promised")
+            raise KeyError("an error that no release note mentions")
         return await original(self, prefix)
 
     monkeypatch.setattr(Client, "list", list_once_broken)
@@ -268,7 +268,7 @@ async def test_a_wrong_password_is_named_and_never_shown(
     assert "hunter2" not in caplog.text + repr(a)
 
 
-# Members and keys are tampered with ----------------------------------------------------------------------------------
+# Keys and leases that others change ----------------------------------------------------------------------------------
 
 
 async def test_a_lease_revoked_under_a_living_daemon_is_replaced(etcd: Etcd, rack: str) -> None:
@@ -281,7 +281,7 @@ async def test_a_lease_revoked_under_a_living_daemon_is_replaced(etcd: Etcd, rac
 
 
 @pytest.mark.parametrize("tampering", [("del",), ("put", "junk")])
-async def test_one_s_own_key_deleted_or_overwritten_is_written_anew(
+async def test_a_daemon_s_own_key_is_rewritten_when_deleted_or_overwritten(
     etcd: Etcd, rack: str, tampering: tuple[str, ...]
 ) -> None:
     async with members(etcd, rack, "ab") as (a, b):
@@ -292,7 +292,7 @@ async def test_one_s_own_key_deleted_or_overwritten_is_written_anew(
         await until(b, lambda: ids(b) == "ab")
 
 
-async def test_a_watch_that_says_nothing_is_made_up_for_by_lists(
+async def test_lists_replace_a_watch_that_delivers_nothing(
     etcd: Etcd, rack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def silent(self: Client, prefix: str, from_revision: int) -> AsyncIterator[Any]:
@@ -339,7 +339,7 @@ async def test_hostile_records_are_ignored_and_counted(etcd: Etcd, rack: str, tm
         assert a.ignored_total == len(junk) + 1
 
 
-async def test_a_folder_of_many_and_fat_records_is_read_page_by_page(etcd: Etcd, rack: str) -> None:
+async def test_a_prefix_with_many_large_records_is_read_in_pages(etcd: Etcd, rack: str) -> None:
     async with Client(Endpoint("127.0.0.1", etcd.client_port), 10.0) as client:
         lease = await client.grant(60)
         for i in range(700):
@@ -362,7 +362,7 @@ async def test_a_node_id_held_by_a_living_daemon_is_refused_and_named(etcd: Etcd
         assert [member.url for member in a.ring.members] == ["http://a.test:1"]
 
 
-async def test_a_node_id_whose_daemon_died_is_free_once_its_lease_has_run_out(etcd: Etcd, rack: str) -> None:
+async def test_a_node_id_whose_daemon_died_is_free_once_its_lease_has_expired(etcd: Etcd, rack: str) -> None:
     etcd_lease = etcd.ctl("lease", "grant", "2").split()[1]
     record = '{"url":"http://dead:1","weight":1,"session":"dead"}'
     etcd.ctl("put", key(rack, "a"), record, f"--lease={etcd_lease}")
@@ -389,7 +389,7 @@ def test_it_runs_on_uvloop(etcd: Etcd, rack: str) -> None:
     uvloop.run(main())
 
 
-async def test_an_error_in_the_daemon_passes_through_as_it_is(etcd: Etcd, rack: str) -> None:
+async def test_an_error_in_the_daemon_is_propagated_unchanged(etcd: Etcd, rack: str) -> None:
     with pytest.raises(Misconfigured, match="mine"):
         async with daemon(etcd, rack):
             raise Misconfigured("mine")

@@ -1,4 +1,4 @@
-"""A rack that the operator wrote down."""
+"""A static rack, from a list of the operator's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def test_a_daemon_alone_is_a_ring_of_one_under_its_own_name_and_capacity()
         assert (registry.age_seconds, registry.ignored_total) == (0.0, 0)
 
 
-def test_all_daemons_come_to_the_same_ring_whatever_their_names_capacities_and_order() -> None:
+def test_all_daemons_compute_the_same_ring_whatever_their_names_capacities_and_order() -> None:
     rings = {
         StaticRegistry("r", Member(f"n{i}", url, 1e9 * i + 1), peers).ring
         for i, (url, peers) in enumerate([(A, [A, B, C]), (B, [C, B, A]), (C, [A, B, C + "/"]), (A, [B, C])])
@@ -35,17 +35,17 @@ def test_all_daemons_come_to_the_same_ring_whatever_their_names_capacities_and_o
     assert len(rings.pop().members) == 3
 
 
-def test_self_is_recognised_in_the_list_and_added_where_it_is_missing() -> None:
+def test_self_is_recognised_in_the_list_and_added_if_missing() -> None:
     listed = StaticRegistry("r", Member("me", A.upper().replace("HTTP", "http") + "/"), [A, B])
     assert (listed.own.id, len(listed.ring.members)) == ("node-a-7717", 2)
     assert StaticRegistry("r", Member("me", C), [A, B]).own in StaticRegistry("r", Member("me", C), [A, B]).ring.members
 
 
-async def test_a_daemon_that_drains_owns_nothing_in_the_ring_it_gives_out() -> None:
+async def test_a_draining_daemon_owns_nothing_in_the_ring_that_it_serves() -> None:
     registry = StaticRegistry("r", Member("me", A), [A, B])
     async with registry, asyncio.TaskGroup() as group:
         waiting = group.create_task(registry.changed())
-        await asyncio.sleep(0)  # let it begin to wait
+        await asyncio.sleep(0)  # the task begins to wait
         await registry.drain()
         await waiting
     assert [registry.ring.members[i].url for i in registry.ring.owning] == [B]
@@ -65,7 +65,7 @@ def test_a_name_made_of_a_url_is_a_node_id_and_two_urls_never_share_one(addresse
 
 
 @pytest.mark.parametrize("peer", ["node-b:7717", "https://node-b:7717", "http://node-b:7717/x", "http://:7717"])
-def test_a_peer_that_is_no_url_of_a_daemon_is_refused(peer: str) -> None:
+def test_a_peer_that_is_not_a_url_of_a_daemon_is_refused(peer: str) -> None:
     with pytest.raises(BadRequest, match="expected http://HOST:PORT"):
         StaticRegistry("r", Member("me", A), [peer])
 
@@ -89,7 +89,7 @@ def test_a_rack_name_that_would_leave_its_folder_in_etcd_is_refused(rack: str) -
         "http://secret@h:1",
     ],
 )
-def test_a_url_that_is_no_etcd_s_is_refused_without_showing_a_password(url: str) -> None:
+def test_a_url_that_is_not_an_etcd_s_is_refused_without_showing_a_password(url: str) -> None:
     with pytest.raises(Misconfigured, match="etcd") as refused:
         parse_endpoints(url)
     assert "secret" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The wheel, built as a release would be and installed into an environment that the repository is not on."""
+"""The wheel, built as for a release and installed into an environment that cannot see the repository."""
 
 import configparser
 import json
@@ -20,7 +20,7 @@ import quiver
 ROOT = Path(__file__).parents[2]
 NATIVE = "quiver_client/native/_pieces.so"
 PACKAGES = ["quiver", "quiver_cacheserver", "quiver_client"]
-# What each extra must not bring: the other side's weight.
+# What each extra must not install: the packages of the other side.
 SERVER_ONLY = {"aetcd", "aiohttp", "prometheus-client", "uvloop"}
 CLIENT_ONLY = {"torch", "rich"}
 NOWHERE = "/nowhere.quiver"
@@ -55,10 +55,10 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def in_environment(python: Path, *arguments: str, dependencies: bool = False) -> subprocess.CompletedProcess[str]:
-    """Run in the clean environment, away from the repository; with our own libraries behind its own when asked."""
+    """Run in the clean environment, outside the repository; with ``dependencies``, our libraries come after its own."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if dependencies:
-        # A plain path, so the .pth file of the editable install, which would bring the repository along, is not read.
+        # A plain path, so that Python ignores the .pth file of the editable install, which would add the repository.
         variables["PYTHONPATH"] = next(path for path in sys.path if path.endswith("site-packages"))
     return subprocess.run(
         [python, *arguments], cwd=python.parent, env=variables, capture_output=True, text=True, check=False
@@ -71,7 +71,7 @@ def names_in(wheel: Path) -> list[str]:
 
 
 def requirements(extra: str | None) -> set[str]:
-    """Names that the distribution requires with this extra, beyond those that it always does."""
+    """Names that the distribution requires with this extra, beyond those that it always requires."""
     lines = metadata.requires("quiver-cache") or []
     condition = re.compile(rf"extra == ['\"]{extra}['\"]" if extra else r"^(?!.*extra ==)")
     return {re.split(r"[^A-Za-z0-9._-]", line)[0] for line in lines if condition.search(line)}
@@ -113,7 +113,7 @@ def test_the_wheel_names_its_version_its_licence_and_its_programs(wheel: Path) -
     }
 
 
-def test_a_clean_environment_gets_three_names_and_two_programs(environment: Path) -> None:
+def test_the_wheel_installs_three_names_and_two_programs(environment: Path) -> None:
     listing = in_environment(environment, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
     installed = {path.name for path in Path(listing.stdout.strip()).iterdir() if path.suffix != ".dist-info"}
     assert installed - {"__pycache__"} == set(PACKAGES)
@@ -145,7 +145,7 @@ def test_a_program_without_its_extra_says_what_to_install(environment: Path, pro
 
 
 @pytest.mark.parametrize("command", ["index", "info", "verify", "warm", "status"])
-def test_where_only_the_server_is_installed_each_command_works_or_says_what_to_install(
+def test_with_only_the_server_installed_each_command_works_or_says_what_to_install(
     environment: Path, command: str
 ) -> None:
     absent = "".join(f"sys.modules['{name}'] = None; " for name in ("torch", "rich", "braceexpand"))

@@ -1,4 +1,4 @@
-"""A table with a column of each kind, what its samples are, and what batches of them are by torch's collation."""
+"""A table with a column of each kind, its samples, and torch's collation of their batches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EVEN = ["tokens", "more", "flags"]  # of one size: gathered
 
 
 def truth_of(manifest: Path) -> Truth:
-    """Return what each field of each sample is, from where it was written."""
+    """Return the value of each field of each sample, from the table and not from the manifest."""
     found: Truth = {"__key__": Manifest.open(manifest).keys(np.arange(SAMPLES))}
     for name, column in values().items():
         plain = column.to_pylist()
@@ -65,13 +65,13 @@ def truth_of(manifest: Path) -> Truth:
 
 
 def collated(name: str, values: list[Any]) -> Any:
-    """Return what a batch has of a field: torch's collation, but a list where byte fields differ or are missing."""
+    """Return a field of a batch: torch's collation, but a list if byte fields differ or are missing."""
     missing = name != "null" and any(value is None for value in values)
     return values if missing or name == RAGGED else default_collate(values)
 
 
 def outcome(make: Callable[[], dict[str, Any]]) -> dict[str, Any] | tuple[type, str]:
-    """Return a batch, or the error in its place."""
+    """Return a batch, or the type and text of the error."""
     try:
         return make()
     except (ValueError, TypeError, RuntimeError) as error:

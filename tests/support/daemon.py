@@ -1,8 +1,8 @@
-"""Real daemons in processes of their own: started on free ports, waited for by what they log, ended for certain.
+"""Real daemons in processes of their own: started on free ports, awaited by their log, and always ended.
 
-Most are forked from a server that has imported all that a daemon does (``tests.support.forking``), which saves each a
-second of a core; they run the command's ``main`` with its arguments all the same. ``FreshDaemon`` is for what depends
-on how an interpreter is started, ends, or takes memory.
+Most are forked from a server that has imported all that a daemon imports (``tests.support.forking``), which saves each
+a second of CPU; they still run the command's ``main`` with its arguments. ``FreshDaemon`` is for tests that depend
+on how an interpreter starts, ends, or allocates memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def clean_environment() -> dict[str, str]:
 
 
 class Process:
-    """A forked daemon, which writes what it logs to ``stderr``; as ``subprocess.Popen`` has it."""
+    """A forked daemon, whose log goes to ``stderr``; with the interface of ``subprocess.Popen``."""
 
     def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         self.stderr: IO[str]
@@ -169,7 +169,7 @@ class Daemon:
         return code
 
     def stop(self) -> int:
-        """SIGTERM; return the exit status."""
+        """Send SIGTERM; return the exit status."""
         self.signal(signal.SIGTERM)
         return self.wait()
 
@@ -180,7 +180,7 @@ class Daemon:
         if self.process is not None:
             self.wait()
 
-    # -- asking it ----------------------------------------------------------------------------------------------------
+    # -- requests -----------------------------------------------------------------------------------------------------
 
     def ask(
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
@@ -215,7 +215,7 @@ class Daemon:
 
 
 class FreshDaemon(Daemon):
-    """A daemon that is started as an operator starts it: an interpreter of its own."""
+    """A daemon in an interpreter of its own, as an operator starts it."""
 
     fresh = True
 
@@ -224,7 +224,7 @@ class FreshDaemon(Daemon):
 def rack_of(
     count: int, where: Path, *flags: str, make: Callable[..., Daemon] = Daemon, **more: Any
 ) -> Iterator[list[Daemon]]:
-    """Run a rack with a ring that is given (``--peers``)."""
+    """Run a rack with a static ring (``--peers``)."""
     ports = free_ports(count)
     peers = ",".join(f"http://127.0.0.1:{port}" for port in ports)
     daemons = [make(where / f"node{port}", "--peers", peers, *flags, port=port, **more) for port in ports]

@@ -1,4 +1,4 @@
-"""Small real datasets for tests: folders of files, their manifests, and manifests told to look elsewhere."""
+"""Small real datasets for tests: folders of files, their manifests, and manifests with another base."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from quiver_client import index
 
 @dataclass(repr=False)
 class Files:
-    """A folder of files on disk, its manifest, and what each sample must be. Shown without its megabytes."""
+    """A folder of files on disk, its manifest, and the expected samples. ``repr`` omits their bytes."""
 
     folder: Path
     manifest: Path
@@ -81,7 +81,7 @@ def make_shard(samples: list[bytes]) -> tuple[Digest, bytes]:
 
 
 def rewritten(source: Path, target: Path, change: Callable[[dict[str, Any]], None]) -> Path:
-    """Copy a manifest with its JSON header changed: to look at another origin, or to be wrong in some way."""
+    """Copy a manifest with its JSON header changed: to name another origin, or to be invalid."""
     with pa.memory_map(str(source)) as file:
         reader = pa.ipc.open_file(file)
         header = msgspec.json.decode(reader.schema.metadata[METADATA_KEY])

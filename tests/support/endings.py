@@ -1,10 +1,10 @@
-"""Scripts whose interpreter really ends, many at a time, each forked from a server that has imported torch.
+"""Runs scripts up to the end of their interpreter, many at a time, each forked from a server that has imported torch.
 
-A forked process of ``multiprocessing`` ends by ``os._exit`` and takes nothing down. Here it ends as ``sys.exit`` does,
-by ``Py_Exit``: threads are waited for, ``atexit`` callbacks run, the interpreter finalizes.
+A forked process of ``multiprocessing`` ends by ``os._exit``, without finalization. Here it ends as ``sys.exit`` does,
+by ``Py_Exit``: it joins threads, runs ``atexit`` callbacks, and finalizes the interpreter.
 
-What is slow is the last part, in which modules are freed. So the process is ended a moment after the interpreter
-began to finalize, which is the moment in which it cuts threads off.
+The slow part is the last one, which frees modules. So the process is ended a moment after finalization
+began, when daemon threads that take the GIL have been ended.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, Final, NamedTuple
 from tests.support.forking import FORKED
 
 AT_ONCE: Final = 4
-FINALIZING: Final = 70  # the exit status of a process that came so far, without a thread of ours
+FINALIZING: Final = 70  # the exit status of a process that reached finalization without a thread of ours
 WITH_THREADS: Final = 71
-CUT_OFF_SECONDS: Final = 0.05  # that other threads have, to take the GIL and be ended
+CUT_OFF_SECONDS: Final = 0.05  # for other threads to acquire the GIL and be ended
 
 
 class Ended(NamedTuple):
@@ -33,7 +33,7 @@ class Ended(NamedTuple):
 
 
 def ended(scripts: Sequence[str], folder: Path, *, seconds: float = 60.0) -> list[Ended]:
-    """Run scripts, which find their ``number`` and the ``folder``; return how each ended, and what it printed."""
+    """Run scripts, with ``number`` and ``folder`` as variables; return the exit status and output of each."""
     found: list[Ended] = []
     for first in range(0, len(scripts), AT_ONCE):
         running = []
@@ -54,7 +54,7 @@ def ended(scripts: Sequence[str], folder: Path, *, seconds: float = 60.0) -> lis
 
 
 class _Output:
-    """Standard output, which the interpreter flushes first when it finalizes."""
+    """Standard output. The interpreter flushes it first when it finalizes."""
 
     def __init__(self, output: Any) -> None:
         self.write = output.write
@@ -82,7 +82,7 @@ def _run(text: str, number: int, folder: str, log: str) -> None:
 
 
 def _status(text: str) -> int:
-    """Run a script, whose variables no frame holds afterwards; return the exit status that it asks for."""
+    """Run a script so that no frame holds its variables afterwards; return the exit status that it requests."""
     try:
         exec(compile(text, "script", "exec"), vars(sys.modules["__main__"]))
     except SystemExit as error:

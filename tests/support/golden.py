@@ -1,10 +1,10 @@
-"""The golden manifests: a small dataset whose manifests, shards and digests are committed, so that a change is noticed.
+"""The golden manifests: a small dataset whose manifests, shards and digests are committed.
 
-    python -m tests.support.golden        writes tests/golden/checked.quiver and tests/golden/small.json anew
+    python -m tests.support.golden        rewrites tests/golden/checked.quiver and tests/golden/small.json
 
-Do that only when the format changes on purpose: every manifest that people have made is read by the same code.
-``small.quiver`` is from before manifests had checksums, and is never written anew. The dataset is made of arithmetic,
-not of chance, and its manifest's base is a fixed URL.
+Do that only when the format changes on purpose: the same code reads every existing manifest.
+``small.quiver`` is from before manifests had checksums, and is never rewritten. The dataset is computed, not random,
+and its manifest's base is a fixed URL.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHARD_BYTES = 4096
 
 
 def content(number: int) -> tuple[bytes, bytes | None]:
-    """Return the two byte fields of a distinct sample: every fifth lacks the second."""
+    """Return the two byte fields of a distinct sample; every fifth sample lacks the second."""
     image = hashlib.shake_128(f"image {number}".encode()).digest(100 + number * 37 % 900)
     return image, None if number % 5 == 0 else hashlib.shake_128(f"mask {number}".encode()).digest(number % 50)
 

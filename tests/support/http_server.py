@@ -68,7 +68,7 @@ def send_status(request: Request, status: int, headers: Mapping[str, str] = NO_H
 
 
 def send_head(request: Request, data: bytes) -> bytes:
-    """Send the head of an answer with the requested range of an object; return the body, which is left to send.
+    """Send the head of an answer with the requested range of an object; return the body, which the caller sends.
 
     The body is empty if the method is HEAD.
     """

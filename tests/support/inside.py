@@ -1,4 +1,4 @@
-"""A daemon within the test's process, where a test can change what it is made of."""
+"""A daemon within the test's process, where a test can replace parts of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_process(
     made(node)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     if send_bytes:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)  # of the connections that it accepts
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)  # accepted connections inherit it
     stop: list[Callable[[], object]] = []
 
     async def run() -> None:

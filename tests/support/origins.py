@@ -50,7 +50,7 @@ Script = Callable[[str], Way]
 
 
 class ScriptedOrigin:
-    """``script(name)`` says how to answer a request for an object; it may be replaced at any time."""
+    """``script(name)`` returns how to answer a request for an object; a test may replace it at any time."""
 
     def __init__(self, folder: Path, script: Script = lambda name: OK) -> None:
         self.folder = folder

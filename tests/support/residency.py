@@ -1,4 +1,4 @@
-"""Caches of which the test decides what they hold: said in turns, by a script, or by hand."""
+"""Caches whose content the test decides: by a fixed list, by a script, or by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOUR: Final = 3600.0
 
 
 class Clock:
-    """Stands still until it is told to go on. In place of the module ``time``."""
+    """A clock that advances only when a test sets it. It replaces the module ``time``."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -33,7 +33,7 @@ class Clock:
 
 
 class Rack:
-    """``NeedsChannel`` with a cache that holds what ``holds`` was last told."""
+    """A ``NeedsChannel`` to a cache that holds the shards last passed to ``holds``."""
 
     orphaned: Mask | None = None
 
@@ -60,7 +60,7 @@ class Rack:
 
 
 class Script:
-    """Residency that is another one whenever it is looked at: by seed, from nothing to everything."""
+    """Seeded residency that differs at every view, from nothing to everything."""
 
     def __init__(self, shard_count: int, seed: int) -> None:
         self._chance = np.random.default_rng(seed)
@@ -74,7 +74,7 @@ class Script:
 
 
 class ScriptedWatch:
-    """``NeedsReporter`` without its thread: what is resident comes from a ``Script``, and changes from look to look."""
+    """``NeedsReporter`` without its thread: residency comes from a ``Script`` and differs at every view."""
 
     def __init__(self, shard_count: int, exchange: Any, report: Callable[[], Any]) -> None:
         self._script = cast(Script, exchange)
@@ -96,7 +96,7 @@ class ScriptedWatch:
 
 
 class StillWatch(ScriptedWatch):
-    """``NeedsReporter`` of a cache that changes when the test says so. Waiting runs ``when_waiting``."""
+    """``NeedsReporter`` of a cache that only the test changes. Waiting runs ``when_waiting``."""
 
     made: list[StillWatch]
 
@@ -121,12 +121,12 @@ class StillWatch(ScriptedWatch):
 
     def wait(self, timeout_seconds: float) -> None:
         self.waits += 1
-        assert self.waits < 10_000, "nothing comes of this waiting"
+        assert self.waits < 10_000, "the draw waits without end"
         self.when_waiting(self)
 
 
 def scripted(monkeypatch: pytest.MonkeyPatch, seed: int, patience_seconds: float = 0.0) -> None:
-    """Every loader hears of a residency that changes adversarially; with patience 0 it reads what is not there."""
+    """Give every loader a residency that changes adversarially; with patience 0 it draws non-resident samples too."""
     monkeypatch.setattr(Dataset, "needs", lambda self: Script(self.manifest.shard_count, seed))
     monkeypatch.setattr(consumer_module, "NeedsReporter", ScriptedWatch)
     monkeypatch.setattr(draw_wait, "PATIENCE_SECONDS", patience_seconds)
@@ -134,7 +134,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch, seed: int, patience_seconds: float
 
 
 def still(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[StillWatch]]:
-    """Every loader hears of a residency that the test sets, and time passes when the test says so."""
+    """Give every loader a residency and a clock that only the test changes."""
     clock, made = Clock(), list[StillWatch]()
     kind = type("MadeWatch", (StillWatch,), {"made": made})
     monkeypatch.setattr(Dataset, "needs", lambda self: object())
@@ -145,12 +145,12 @@ def still(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[StillWatch]]:
 
 
 def told(monkeypatch: pytest.MonkeyPatch, rack: Rack) -> None:
-    """Every loader has the real ``NeedsReporter``, and this rack."""
+    """Give every loader the real ``NeedsReporter``, connected to this rack."""
     monkeypatch.setattr(Dataset, "needs", lambda self: rack)
     monkeypatch.setattr(watch_module, "SPACING_SECONDS", 0.001)
     monkeypatch.setattr(consumer_module, "REPORT_SECONDS", (0.001, 0.01))
 
 
 def alive(prefix: str = "quiver-") -> list[str]:
-    """Return the names of Quiver's threads that run."""
+    """Return the names of Quiver's running threads."""
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(prefix))

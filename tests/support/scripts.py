@@ -1,7 +1,7 @@
-"""Training scripts in processes of their own, which need not import torch first: that takes longer than most tests.
+"""Training scripts in processes of their own, without importing torch each time: that takes longer than most tests.
 
-Each is forked from a server that has imported it (``tests.support.forking``), and not from the test's process.
-It ends without taking its interpreter down: a test that is about that starts an interpreter.
+Each is forked from a server that has imported torch (``tests.support.forking``), and not from the test's process.
+It ends without finalizing its interpreter: tests of finalization use ``tests.support.endings``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.forking import FORKED
 
 
 class Script:
-    """A script that runs in a session of its own, warnings being errors, and what it prints in a file."""
+    """A script in a session of its own, with warnings as errors and its output in a file."""
 
     def __init__(self, text: str, arguments: Sequence[object], log: Path) -> None:
         self.log = log
@@ -28,12 +28,12 @@ class Script:
         self._process.start()
 
     def lines(self) -> list[str]:
-        """Return the lines that are whole: a killed process may have torn the last."""
+        """Return the complete lines: a killed process may have written half of the last."""
         return self.log.read_text().rpartition("\n")[0].splitlines()
 
     @property
     def pid(self) -> int:
-        """Its process, which is also its session's and its group's."""
+        """The process id, which is also that of the session and of the process group."""
         assert self._process.pid is not None
         return self._process.pid
 
@@ -55,7 +55,7 @@ class Script:
         """Kill it, if it still runs, and all that it started."""
         assert self._process.pid is not None
         if not self.ended:
-            for kill in (os.killpg, os.kill):  # it may not have its session yet, or be gone by now
+            for kill in (os.killpg, os.kill):  # it may not have its session yet, or have ended
                 with contextlib.suppress(ProcessLookupError):
                     kill(self._process.pid, signal.SIGKILL)
         self.wait()

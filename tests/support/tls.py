@@ -1,4 +1,4 @@
-"""A certificate authority for a test, and a TLS server in front of one that speaks none."""
+"""A certificate authority for a test, and a TLS proxy for a server without TLS."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True)
 class Contexts:
-    """Two ends that trust one authority: a server at 127.0.0.1, and clients."""
+    """TLS contexts of a server at 127.0.0.1 and of clients, which trust one authority."""
 
     server: ssl.SSLContext
     client: ssl.SSLContext
 
 
 def make_contexts(folder: Path) -> Contexts:
-    """Make an authority, and a certificate of it for 127.0.0.1."""
+    """Make an authority and its certificate for 127.0.0.1."""
     authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca = _certificate("a test's authority", authority, "a test's authority", authority, is_ca=True)
     own = _certificate("a daemon", server, "a test's authority", authority, is_ca=False)
@@ -84,7 +84,7 @@ def _name(text: str) -> x509.Name:
 
 @contextlib.contextmanager
 def tls_front(url: str, context: ssl.SSLContext) -> Iterator[str]:
-    """Serve TLS in front of ``url``; yield the address of that (as ``http://``: who has the context speaks TLS)."""
+    """Serve TLS in front of ``url``; yield its address (as ``http://``: clients with the context use TLS)."""
     loop = asyncio.new_event_loop()
     started, stop = threading.Event(), asyncio.Event()
     ports: list[int] = []
@@ -118,7 +118,7 @@ def tls_front(url: str, context: ssl.SSLContext) -> Iterator[str]:
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Pass on what comes until its end, or until the other side takes no more; then end both."""
+    """Forward bytes until the end of the input, or until the other side has closed; then close both."""
     try:
         with contextlib.suppress(OSError, ssl.SSLError):
             while data := await reader.read(1 << 16):

@@ -1,4 +1,4 @@
-"""Waiting for a thing, never for a while."""
+"""Waiting for a condition, never for a fixed time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], seconds: float = 20.0, what: str = "") -> None:
-    """Ask until the condition holds; fail after ``seconds``."""
+    """Wait until the condition holds; fail after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what or condition}"
-        time.sleep(0.01)  # between two questions to something that cannot tell
+        time.sleep(0.01)  # the condition cannot notify, so it is polled

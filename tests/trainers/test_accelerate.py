@@ -1,4 +1,4 @@
-"""Accelerate over our loader: each sample once, its gradients synchronised, and never dealt or skipped twice."""
+"""Accelerate with our loader: each sample once, gradients synchronised, and nothing dealt or skipped twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lightning over our loader: ranks that it assigns late, its checkpoints, and samplers that it would inject."""
+"""Lightning with our loader: ranks that it assigns late, its checkpoints, and samplers that it would inject."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ torch.distributed.destroy_process_group()
 
 
 def test_two_devices_share_an_epoch_of_a_loader_made_before_fit(ranks: Ranks) -> None:
-    """Each sample used to be read by both."""
+    """Both used to read each sample."""
     text = """
 loader, module = DataLoader(dataset, 16, shuffle=True), Module()
-assert len(loader) == 10  # nobody has said yet that there are two
+assert len(loader) == 10  # the loader cannot know yet that there are two
 trainer(max_epochs=2, use_distributed_sampler=False).fit(module, loader)
 second = Module()
 trainer(max_epochs=1).fit(second, DataLoader(dataset, 16, shuffle=True))
@@ -49,7 +49,7 @@ answer([epoch(module, 0), epoch(module, 1), epoch(second, 0), len(loader)])
     assert [each[3] for each in answers] == [5, 5]
 
 
-def test_a_checkpoint_of_the_end_of_an_epoch_resumes_and_one_of_the_middle_is_refused(ranks: Ranks) -> None:
+def test_a_checkpoint_from_the_end_of_an_epoch_resumes_and_one_from_the_middle_is_refused(ranks: Ranks) -> None:
     text = """
 from pathlib import Path
 middle, ends = Path(folder, "middle.ckpt"), Path(folder, "ends.ckpt")
@@ -69,7 +69,7 @@ trainer(max_epochs=4).fit(second, loader(), ckpt_path=ends, weights_only=False)
 third, said = Module(), ""
 try:
     trainer(max_epochs=3).fit(third, loader(), ckpt_path=middle, weights_only=False)
-except (ValueError, RuntimeError) as error:  # rank 0, whose state it is, hears of it when rank 1 is gone
+except (ValueError, RuntimeError) as error:  # rank 0, whose state it is, gets an error when rank 1 has ended
     said = str(error)
 answer([[epoch(first, 1), epoch(second, 2), epoch(second, 3)], sorted({at for at, _ in second.seen}), said])
 sys.stdout.flush()
@@ -83,8 +83,8 @@ os._exit(0)
     assert "merge_states of what torch.distributed.all_gather_object gathers" in answers[1][2]
 
 
-def test_a_checkpoint_of_the_middle_resumes_with_batches_of_any_size(ranks: Ranks) -> None:
-    """The end of the epoch used to be lost: it was as long as one that is read from its beginning."""
+def test_a_checkpoint_from_the_middle_resumes_with_batches_of_any_size(ranks: Ranks) -> None:
+    """The end of the epoch used to be lost: its length was that of an epoch read from its beginning."""
     text = """
 os.environ["WORLD_SIZE"] = "1"
 from pathlib import Path

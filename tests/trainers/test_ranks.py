@@ -36,7 +36,7 @@ def exact(answers: list[Any]) -> None:
 
 
 def test_a_rank_that_looked_at_a_batch_alone_is_detected_at_the_end_of_the_epoch(ranks: Ranks) -> None:
-    """From then on each used to read another epoch: 765 of 1,003 samples, without an error."""
+    """From then on the ranks used to read different epochs: 765 of 1,003 samples, without an error."""
     text = """
 stock = torch.utils.data.DataLoader
 def peeked_by_set_epoch():
@@ -54,7 +54,7 @@ said = [
     answers = ranks(BEGIN + text + END)
     for which in range(3):
         said = {str(answer[which]) for answer in answers if isinstance(answer[which], str)}
-        assert said, "one of the two hears of it, or both"
+        assert said, "one of the two raises, or both"
         assert all("call loader.set_epoch(epoch) before each" in each for each in said)
     for which in (3, 4):
         exact([answer[which] for answer in answers])

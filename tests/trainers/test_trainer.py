@@ -1,4 +1,4 @@
-"""The Trainer of Hugging Face resumes by skipping batches: exactly where the order is fixed, and refused elsewhere."""
+"""The Trainer of Hugging Face resumes by skipping batches: exactly if the order is fixed, else the loader refuses."""
 
 from __future__ import annotations
 
