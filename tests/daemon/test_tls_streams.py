@@ -41,7 +41,8 @@ class Served:
         self.node = Node(
             "a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), []
         )
-        self.node._unverified.clear()
+        for digest in (BIG, SMALL):
+            self.node.verification.written(digest)
         self.poller = Poller(self.node.budgets)
         self.streams = Streams(self.node, self.poller, Places(self.node.budgets, Resource.READS))
         self.loop = asyncio.new_event_loop()
@@ -149,7 +150,7 @@ def test_a_shard_that_becomes_shorter_while_it_is_sent_cuts_the_answer_off_and_i
         os.truncate(file_of(served.root, Kind.SHARD, BIG), 4096)
         with contextlib.suppress(ssl.SSLError, ConnectionError):
             assert len(received(slow, 1 + len(BIG_DATA))) < len(BIG_DATA)
-    until(lambda: BIG in served.node._unverified)
+    until(lambda: served.node.verification.is_pending(BIG))
     assert "an answer was cut off: a shard's file cannot be read, or became shorter" in caplog.text
 
 
