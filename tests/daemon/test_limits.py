@@ -527,3 +527,16 @@ def test_the_protocol_writes_every_limit_down() -> None:
         found = re.search(rf"^\| `{cost}` [^|]*\| ([\d,]+) \| ([\d,]+) \|", text, re.MULTILINE)
         assert found, cost
         assert [int(number.replace(",", "")) for number in found.groups()] == [rate.per_second, rate.burst], cost
+
+
+def test_a_reader_that_does_not_take_its_upgrade_is_cut_off_and_is_no_error_of_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier answers fill the buffers of the sockets and leave no room for the head of the 101."""
+    monkeypatch.setattr(streams, "BODY_SECONDS_MAX", 0.5)
+    with in_process(tmp_path, send_bytes=4096) as address, connected(address, receive_bytes=4096) as sock:
+        sock.sendall(request("GET", "/metrics") * 8 + UPGRADE)
+        until(lambda: under_way(address, Resource.STREAMS) == 1)
+        until(lambda: under_way(address, Resource.STREAMS) == 0)
+        assert is_closed(sock)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

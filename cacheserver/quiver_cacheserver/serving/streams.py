@@ -83,6 +83,10 @@ class Streams:
             unhurried(request)
             transport.abort()  # closes its descriptor of the connection, and not ours
             self.poller.add(Stream(self, asyncio.get_running_loop(), sock, client), READABLE)
+        except TimeoutError as error:
+            sock.close()
+            transport.abort()
+            raise ConnectionResetError("the reader does not take the answer to its upgrade") from error
         except BaseException:
             sock.close()
             raise
