@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,10 @@ from quiver.wire import (
     RecheckRequest,
     ShardStatuses,
 )
+from quiver_cacheserver import serve
 from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.config import Config
+from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving import reads
 from tests.daemon.test_limits import (
     HONEST,
@@ -138,3 +142,18 @@ def test_a_fill_that_waits_counts_as_held_with_all_that_it_names(files: Files, t
         status, _, answer = answer_of(sock)
         assert (status, ShardStatuses.decode(answer, 1).statuses) == (200, b"\0")
         until(lambda: under_way(address, Resource.WAITING) == under_way(address, Resource.BODY_BYTES) == 0)
+
+
+def test_a_daemon_that_drains_waits_for_fills_as_for_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "QUIET_SECONDS", 0.0)
+    nodes: list[Node] = []
+
+    async def drained(node: Node) -> None:
+        draining = asyncio.create_task(serve._drain(Config(drain_seconds=20), node))
+        with node.budgets.holding("a reader", Resource.WAITING):
+            await asyncio.sleep(0.2)
+            assert not draining.done()
+        await asyncio.wait_for(draining, 10)
+
+    with in_process(tmp_path, made=nodes.append):
+        asyncio.run(drained(nodes[0]))
