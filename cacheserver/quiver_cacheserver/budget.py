@@ -35,7 +35,7 @@ class Resource(StrEnum):
     ARRIVING = "arriving"  # connections without a complete request yet, and requests without a complete body
     BODY_BYTES = "body_bytes"  # of requests, in memory
     READS = "reads"  # being answered
-    WAITING = "waiting"  # reads that wait for a fill, an upload or a manifest
+    WAITING = "waiting"  # reads and fills that wait for a fill, an upload or a manifest
     SENDS = "sends"  # threads that take requests off streams and send answers
     FILES = "files"  # whole shards and manifests being sent
     UPLOADS = "uploads"

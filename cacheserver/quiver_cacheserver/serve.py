@@ -23,6 +23,7 @@ from quiver.errors import Corrupt, Misconfigured, QuiverError
 from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
+from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.memory import release_fill_memory
 from quiver_cacheserver.node import Node
@@ -160,7 +161,8 @@ async def _drain(config: Config, node: Node) -> None:
     deadline = time.monotonic() + config.drain_seconds
     quiet_since, served = time.monotonic(), _served(node)
     while time.monotonic() < deadline:
-        busy = node.counters.reads_in_flight or _served(node) != served
+        waiting = node.budgets.used[Resource.WAITING]  # fills, which are no reads, among them
+        busy = node.counters.reads_in_flight or waiting or _served(node) != served
         if busy:
             quiet_since, served = time.monotonic(), _served(node)
         elif time.monotonic() - quiet_since >= min(QUIET_SECONDS, config.drain_seconds):

@@ -102,7 +102,7 @@ class ReadStreams:
             with self._lock:
                 if error.retry_after_seconds > 0:
                     self.no_stream.pause(min(error.retry_after_seconds, NO_STREAM_SECONDS_MAX))
-                else:
+                elif not self.no_stream.is_waiting:  # else another thread has counted this failure
                     self.no_stream.fail()
             return None
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from quiver.plan import plan_shards
+from quiver.store import Kind
+from quiver.store.inventory import file_of
 from quiver_client import Dataset
+from quiver_client.config import parse_cache
 from quiver_client.rack import members as members_module
 from quiver_client.rack import tier as tier_module
 from quiver_client.rack.members import Members
+from quiver_client.session import Session
 from quiver_client.stats import Stats
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
+from tests.support.servers import HostileServer, ok
 
 Make = Callable[..., Dataset]
 URL = "http://node:7717"
@@ -74,3 +82,53 @@ def test_a_daemon_that_does_not_respond_is_probed_by_one_thread_at_a_time(
     members.probe(URL)
     assert not members.is_unresponsive(URL)
     assert members.begin_probes() == []
+
+
+VERBS = ("/v1/stream", "/v1/fill", "/v1/forgo", "/v1/recheck")
+
+
+@pytest.fixture
+def old(served: Daemon) -> Iterator[HostileServer]:
+    """A daemon that has ``POST /v1/read`` and none of the verbs that came later."""
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        head, _, body = request.partition(b"\r\n\r\n")
+        method, path, _ = head.decode().splitlines()[0].split(" ")
+        if path in VERBS:
+            connection.sendall(ok(b"", status="404 Not Found"))
+            return
+        status, told, _ = served.ask(method, path, body)
+        connection.sendall(ok(told.replace(served.url.encode(), server.url.encode()), status=f"{status} Told"))
+
+    with HostileServer(answer) as server:
+        yield server
+
+
+def test_a_daemon_without_a_verb_to_fill_fills_what_nothing_is_read_of(
+    small: Files, served: Daemon, old: HostileServer
+) -> None:
+    manifest = small.opened()
+    session = Session(manifest, parse_cache(old.url), "fast", introduce=True)
+    try:
+        assert session.fill(plan_shards(manifest, np.arange(manifest.shard_count))) == {}
+        assert served.status()["fills"] == manifest.shard_count
+    finally:
+        session.close()
+
+
+def test_a_daemon_without_a_verb_to_recheck_is_told_by_the_read(
+    dataset: Make, small: Files, served: Daemon, old: HostileServer
+) -> None:
+    made = dataset(small.manifest, old.url)
+    rows = range(len(small.content))
+    made.__getitems__(rows)
+    path = file_of(served.data_dir, Kind.SHARD, made.manifest.shard_digest(0))
+    path.write_bytes(bytes(1000) + path.read_bytes()[1000:])
+    for _ in range(2):
+        assert [sample["image"] for sample in made.__getitems__(rows)] == [
+            small.content[made.manifest.key(row)] for row in rows
+        ]
+    assert served.metric("quiver_corruptions_total") == 1
+    stats = made.stats()
+    assert stats["samples_rack"] == 3 * len(rows), "the shard was verified, discarded and filled again"
+    assert stats["fallbacks"] == 0

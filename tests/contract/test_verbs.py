@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -26,7 +28,15 @@ from quiver.errors import (
 )
 from quiver.peer import PeerClient
 from quiver.transport.liveness import Patience
-from quiver.transport.stream import FRAME, MAGIC, NO_STREAM_SECONDS_MAX, PROTOCOL, RANGES, refusal_frame
+from quiver.transport.stream import (
+    FRAME,
+    MAGIC,
+    NO_STREAM_SECONDS,
+    NO_STREAM_SECONDS_MAX,
+    PROTOCOL,
+    RANGES,
+    refusal_frame,
+)
 from quiver.wire import (
     RANGE,
     ErrorBody,
@@ -259,3 +269,20 @@ def test_a_daemon_that_knows_no_streams_is_asked_for_one_ever_more_rarely() -> N
             peer._streams.no_stream.pause(0)
         assert waits == sorted(waits)
         assert waits[-1] == pytest.approx(NO_STREAM_SECONDS_MAX, abs=1)
+
+
+def test_threads_that_are_given_no_stream_at_once_count_as_one_failure() -> None:
+    threads = 6
+    together = threading.Barrier(threads)
+
+    def old(connection: socket.socket, request: bytes) -> None:
+        if request.startswith(b"GET /v1/stream"):
+            together.wait(20)
+            connection.sendall(ok(b"", status="404 Not Found"))
+        else:
+            connection.sendall(ok(b"\0abc"))
+
+    with served(old) as (peer, _), ThreadPoolExecutor(threads) as pool:
+        for answer in [pool.submit(peer.read, read_request()) for _ in range(threads)]:
+            assert answer.result()[1].tobytes() == b"abc"
+        assert peer._streams.no_stream.left_seconds <= NO_STREAM_SECONDS

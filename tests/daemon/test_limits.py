@@ -527,3 +527,37 @@ def test_the_protocol_writes_every_limit_down() -> None:
         found = re.search(rf"^\| `{cost}` [^|]*\| ([\d,]+) \| ([\d,]+) \|", text, re.MULTILINE)
         assert found, cost
         assert [int(number.replace(",", "")) for number in found.groups()] == [rate.per_second, rate.burst], cost
+
+
+def test_a_reader_that_does_not_take_its_upgrade_is_cut_off_and_is_no_error_of_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Earlier answers fill the buffers of the sockets and leave no room for the head of the 101."""
+    monkeypatch.setattr(streams, "BODY_SECONDS_MAX", 0.5)
+    with in_process(tmp_path, send_bytes=4096) as address, connected(address, receive_bytes=4096) as sock:
+        sock.sendall(request("GET", "/metrics") * 8 + UPGRADE)
+        until(lambda: under_way(address, Resource.STREAMS) == 1)
+        until(lambda: under_way(address, Resource.STREAMS) == 0)
+        assert is_closed(sock)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_what_is_sent_ahead_of_an_answer_counts_as_held(tmp_path: Path) -> None:
+    """Thousands of readers may take their answers slowly."""
+    body = read_of(BIG, len(BIG_DATA)).partition(b"\r\n\r\n")[2]
+    with (
+        in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096, held_max={Resource.BODY_BYTES: 100_000}) as address,
+        connected(address, receive_bytes=4096) as sock,
+        connected(address, receive_bytes=4096) as other,
+    ):
+        for each, ahead in ((sock, 30_000), (other, 55_000)):
+            each.sendall(UPGRADE)
+            assert each.recv(12, socket.MSG_WAITALL) == b"HTTP/1.1 101"
+            while not each.recv(1 << 10).endswith(b"\r\n\r\n"):
+                pass
+            each.sendall(struct.pack("<I", len(body)) + body + bytes(ahead))
+        until(lambda: under_way(address, Resource.BODY_BYTES) == len(body) + 30_000)
+        until(lambda: refused(address, Resource.BODY_BYTES) == 1)
+        assert is_closed(other)
+        sock.close()
+        until(lambda: under_way(address, Resource.BODY_BYTES) == 0)

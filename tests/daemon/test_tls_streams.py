@@ -41,7 +41,8 @@ class Served:
         self.node = Node(
             "a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), []
         )
-        self.node.verification._unverified.clear()
+        for digest in (BIG, SMALL):
+            self.node.verification.written(digest)
         self.poller = Poller(self.node.budgets)
         self.streams = Streams(self.node, self.poller, Places(self.node.budgets, Resource.READS))
         self.loop = asyncio.new_event_loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +24,21 @@ from quiver.wire import (
     RecheckRequest,
     ShardStatuses,
 )
+from quiver_cacheserver import serve
+from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.config import Config
+from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving import reads
-from tests.daemon.test_limits import HONEST, asked, over_capacity, request
+from tests.daemon.test_limits import (
+    HONEST,
+    answer_of,
+    asked,
+    connected,
+    over_capacity,
+    request,
+    under_way,
+    waiting_for_an_upload,
+)
 from tests.daemon.test_routes import error_of
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_shard
@@ -114,3 +128,32 @@ def test_naming_many_shards_is_charged_as_in_a_read(tmp_path: Path, monkeypatch:
         assert asked(address, request("POST", f"/v1/{verb}", body))[0] in (200, 204)
         assert over_capacity(asked(address, request("POST", f"/v1/{verb}", body)))
         assert asked(address, request("POST", f"/v1/{verb}", body), HONEST)[0] in (200, 204)
+
+
+def test_a_fill_that_waits_counts_as_held_with_all_that_it_names(files: Files, tmp_path: Path) -> None:
+    """Thousands may wait, and each keeps the names of its shards in memory."""
+    manifest = files.opened()
+    body = FillRequest(manifest.digest, (manifest.shard_digest(0),), 20_000).encode()
+    with waiting_for_an_upload(files, tmp_path, {}) as (address, _, upload), connected(address) as sock:
+        sock.sendall(request("POST", "/v1/fill", body))
+        until(lambda: under_way(address, Resource.WAITING) == 1)
+        assert under_way(address, Resource.BODY_BYTES) == len(body)
+        upload()
+        status, _, answer = answer_of(sock)
+        assert (status, ShardStatuses.decode(answer, 1).statuses) == (200, b"\0")
+        until(lambda: under_way(address, Resource.WAITING) == under_way(address, Resource.BODY_BYTES) == 0)
+
+
+def test_a_daemon_that_drains_waits_for_fills_as_for_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "QUIET_SECONDS", 0.0)
+    nodes: list[Node] = []
+
+    async def drained(node: Node) -> None:
+        draining = asyncio.create_task(serve._drain(Config(drain_seconds=20), node))
+        with node.budgets.holding("a reader", Resource.WAITING):
+            await asyncio.sleep(0.2)
+            assert not draining.done()
+        await asyncio.wait_for(draining, 10)
+
+    with in_process(tmp_path, made=nodes.append):
+        asyncio.run(drained(nodes[0]))

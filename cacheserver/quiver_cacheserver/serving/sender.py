@@ -170,7 +170,10 @@ class Sender:
 
 
 def own_socket(transport: asyncio.Transport) -> socket.socket:
-    """Return a socket of our own on a connection. Raises ``OverCapacity`` without a descriptor for it."""
+    """Return a plain socket of our own on a connection without TLS, whose state would stay with the transport.
+
+    Raises ``OverCapacity`` without a descriptor for it.
+    """
     try:
         fd = os.dup(transport.get_extra_info("socket").fileno())
     except OSError as error:

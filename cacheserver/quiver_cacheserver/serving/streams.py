@@ -83,6 +83,10 @@ class Streams:
             unhurried(request)
             transport.abort()  # closes its descriptor of the connection, and not ours
             self.poller.add(Stream(self, asyncio.get_running_loop(), sock, client), READABLE)
+        except TimeoutError as error:
+            sock.close()
+            transport.abort()
+            raise ConnectionResetError("the reader does not take the answer to its upgrade") from error
         except BaseException:
             sock.close()
             raise
@@ -151,7 +155,7 @@ class Stream(Channel):
         self._streams = streams
         self._received: bytearray | None = None  # of requests that are not complete yet
         self._arriving_until = inf  # the request is to be complete
-        self._body_bytes = NOTHING  # held for the request that arrives or is answered
+        self._body_bytes = NOTHING  # held for the request that arrives or is answered, and for what was sent ahead
         self._turn: Turn | None = None
         self._sending: Sending | None = None
         self._ends = False  # after what is being sent
@@ -222,7 +226,11 @@ class Stream(Channel):
     def _begin(self, received: bytearray, size: int) -> int:
         """Answer a request, or have the event loop do so."""
         self._received, self._arriving_until = received[size:] or None, inf
-        node = self._streams.node
+        node, ahead_bytes = self._streams.node, len(received) - size
+        if ahead_bytes and not node.budgets.hold(self.client, Resource.BODY_BYTES, ahead_bytes):
+            self._ends = True  # what was sent ahead is not kept
+            return self._refuse(node.budgets.refusal(Resource.BODY_BYTES))
+        self._body_bytes += ahead_bytes
         turn = Turn(self._streams.reading, node.counters, self.client)
         try:
             turn.begin()

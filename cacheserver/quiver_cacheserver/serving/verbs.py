@@ -6,7 +6,9 @@ same calls of the node.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -26,6 +28,9 @@ from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.reads import charge
 from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.slices import SLICE
+
+T = TypeVar("T")
 
 
 class Verbs:
@@ -38,39 +43,40 @@ class Verbs:
         """``POST /v1/fill``: make shards resident; answer once they are, or when the client has waited long enough."""
         unhurried(request)  # it waits for as long as the request says, which has a limit
         node, client = self._node, client_of(request)
-        async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
-            self._charge(body, client)
-            asked = FillRequest.decode(body)
-        with node.budgets.holding(client, Resource.WAITING):
-            manifest = node.manifests.if_open(asked.manifest) or await node.manifests.get(asked.manifest, client)
-            listed = await node.fill_missing(asked.shards, manifest, asked.wait_ms / 1000, client)
-        statuses = bytearray()
-        absence = Absence(node, listed, asked.manifest, client)
+        async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:  # held while the fill waits
+            asked = await self._unpacked(FillRequest.decode, body, client)
+            with node.budgets.holding(client, Resource.WAITING):
+                manifest = node.manifests.if_open(asked.manifest) or await node.manifests.get(asked.manifest, client)
+                listed = await node.fill_missing(asked.shards, manifest, asked.wait_ms / 1000, client)
+            statuses = bytearray()
+            absence = Absence(node, listed, asked.manifest, client)
 
-        def look(some: Sequence[Digest]) -> None:
-            for digest in some:
-                statuses.append(RangeStatus.PRESENT if node.resident(digest) else absence.status_of(digest))
+            def look(some: Sequence[Digest]) -> None:
+                for digest in some:
+                    statuses.append(RangeStatus.PRESENT if node.resident(digest) else absence.status_of(digest))
 
-        await node.slices.walk(asked.shards, look)
+            await node.slices.walk(asked.shards, look)
         return web.Response(body=ShardStatuses(bytes(statuses)).encode(), content_type=MSGPACK_TYPE)
 
     async def forgo(self, request: web.Request) -> web.Response:
         """``POST /v1/forgo``: the client was chosen to upload these shards and cannot."""
         node, client = self._node, client_of(request)
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
-            self._charge(body, client)
-            asked = ForgoRequest.decode(body)
-        await node.slices.walk(asked.shards, lambda some: node.forgo(some, asked.manifest, client))
+            asked = await self._unpacked(ForgoRequest.decode, body, client)
+            await node.slices.walk(asked.shards, lambda some: node.forgo(some, asked.manifest, client))
         return web.Response(status=204)
 
     async def recheck(self, request: web.Request) -> web.Response:
         """``POST /v1/recheck``: wrong bytes of these shards came: verify them before they are served again."""
         node, client = self._node, client_of(request)
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
-            self._charge(body, client)
-            asked = RecheckRequest.decode(body)
-        await node.slices.walk(asked.shards, lambda some: node.suspect(some, client))
+            asked = await self._unpacked(RecheckRequest.decode, body, client)
+            await node.slices.walk(asked.shards, lambda some: node.suspect(some, client))
         return web.Response(status=204)
 
-    def _charge(self, body: Bytes, client: str) -> None:
-        charge(self._node, shards_in(body), client)
+    async def _unpacked(self, decode: Callable[[Bytes], T], body: Bytes, client: str) -> T:
+        """Return what a body asks for, charged to its client. Raises ``BadRequest`` and ``OverCapacity``."""
+        count = shards_in(body)
+        charge(self._node, count, client)
+        async with self._node.slices.turn() if count > SLICE else contextlib.nullcontext():
+            return decode(body)

@@ -7,6 +7,7 @@ cost time. Every wait here is bounded, by ``FILL_SECONDS_MAX`` per shard.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Final
@@ -21,7 +22,7 @@ from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.plan import Ints, Plan
-from quiver.wire import RANGE, RANGES_MAX, FillRequest, RangeStatus, ReadRequest, RecheckRequest
+from quiver.wire import RANGE, RANGES_MAX, RECHECK, FillRequest, RangeStatus, ReadRequest, RecheckRequest
 from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
@@ -234,9 +235,8 @@ class RackTier:
         peer, shards = part.peer, part.shards
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
         try:
-            if suspects:
-                peer.recheck(RecheckRequest(tuple(self._manifest.shard_digest(shard) for shard in suspects)))
-            statuses, data = self._request(state.batch.plan, part)
+            flags = self._recheck(peer, suspects) if suspects else 0
+            statuses, data = self._request(state.batch.plan, part, flags)
         except OverCapacity as error:  # overloaded, not broken: a runner-up would have to fill what this one holds
             state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
             state.waiting_on.update(dict.fromkeys(shards.tolist(), peer.url))
@@ -264,16 +264,25 @@ class RackTier:
         for shard, status in dict(zip(missing, statuses[absent].tolist(), strict=True)).items():
             self._absent(state, peer, shard, status)
 
-    def _request(self, plan: Plan, part: _PeerPart) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def _recheck(self, peer: PeerClient, shards: set[int]) -> int:
+        """Have a daemon verify shards; return the flag of a read that says the same to one without the verb."""
+        try:
+            peer.recheck(RecheckRequest(tuple(self._manifest.shard_digest(shard) for shard in shards)))
+        except NotFound:
+            return RECHECK
+        return 0
+
+    def _request(self, plan: Plan, part: _PeerPart, flags: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Return a ``RangeStatus`` per position, and the bytes of those present, back to back."""
         names = Digest.many(self._manifest.tables.shard_digests[part.shards].tobytes())
         ranges = np.zeros(len(part.positions), RANGE)
         ranges["length"] = plan.sizes[part.positions]
         if not ranges["length"].any():  # shards are to be filled, and nothing of them is wanted
-            statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
-            return statuses[part.which], np.empty(0, np.uint8)
+            with contextlib.suppress(NotFound):  # without the verb; a read of nothing fills as well
+                statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
+                return statuses[part.which], np.empty(0, np.uint8)
         ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
-        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS))
+        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags))
 
     def _put(self, state: _Fetch, positions: Positions, data: npt.NDArray[np.uint8]) -> None:
         sizes = state.batch.plan.sizes[positions]
