@@ -42,7 +42,7 @@ class Resource(StrEnum):
     UPLOAD_BYTES = "upload_bytes"  # of disk, reserved by them
     REPORTS = "reports"
     STREAMS = "streams"
-    LOOKUPS = "lookups"  # manifests that neighbours are asked for
+    LOOKUPS = "lookups"  # manifests that are looked for at other members
     SOCKET_CONNECTIONS = "socket_connections"  # at the Unix socket, per user
     SOCKET_REQUESTS = "socket_requests"
 

@@ -180,6 +180,10 @@ def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
         surplus = unpacking.decompress(unpacking.unconsumed_tail, 1) if unpacking.unconsumed_tail else b""
     except zlib.error as error:
         raise BadRequest(f"malformed needs: the array cannot be unpacked: {error}") from error
-    if len(data) != count or surplus or not unpacking.eof or unpacking.unused_data:
-        raise BadRequest(f"malformed needs: {len(data)} shards where {count} were announced")
+    if len(data) < count:
+        raise BadRequest(f"malformed needs: the array has {len(data)} bytes where {count} shards were announced")
+    if len(data) > count or surplus:
+        raise BadRequest(f"malformed needs: the array has more bytes than the {count} shards that were announced")
+    if not unpacking.eof or unpacking.unused_data:
+        raise BadRequest("malformed needs: the packed array is cut short, or other bytes follow it")
     return np.frombuffer(data, np.uint8)

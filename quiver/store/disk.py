@@ -31,7 +31,7 @@ from quiver.store.files import OpenFile, disk_errors
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
-QUARANTINE_FILES_MAX: Final = 16  # for somebody to look at; they make way before anything that is read
+QUARANTINE_FILES_MAX: Final = 16  # for an operator to look at; they are evicted before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
 # At a time. For a write of 2 MiB or more the kernel puts huge pages into the page cache, and those are seldom free. On
 # a virtual machine whose host takes free huge pages back, each costs a fetch from the host: 2.5 CPU seconds per GB in

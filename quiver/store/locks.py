@@ -91,7 +91,7 @@ class BriefLock:
 
     def __init__(self, root: Path) -> None:
         self._path = root / "lock"
-        self._is_stuck = False  # its holder was not done in time, so nobody waits for it until it is had again
+        self._is_stuck = False  # its holder was too slow, so nobody waits for it until it is acquired again
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

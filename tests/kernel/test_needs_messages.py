@@ -155,6 +155,20 @@ def test_a_report_that_breaks_a_limit_or_does_not_add_up_is_refused(wrong: bytes
 
 
 @pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        pytest.param(body(shards=4), "has 3 bytes where 4 shards", id="too-few"),
+        pytest.param(body(shards=2), "more bytes than the 2 shards", id="too-many"),
+        pytest.param(body(packed=zlib.compress(b"\1\2\3")[:-1]), "cut short", id="cut-short"),
+        pytest.param(body(packed=zlib.compress(b"\1\2\3") + b"x"), "other bytes follow", id="more-behind"),
+    ],
+)
+def test_a_report_whose_array_has_another_length_is_refused_with_the_reason(wrong: bytes, why: str) -> None:
+    with pytest.raises(BadRequest, match=why):
+        NeedsReport.decode(wrong)
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
         b"",

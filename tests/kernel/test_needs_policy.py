@@ -335,6 +335,9 @@ def test_what_is_needed_is_said_of_many_as_of_each() -> None:
     several = [*range(6), 99]
     said = {True: 1, False: 0, None: -1}
     assert needs.needed_of(shards(several)).tolist() == [said[needs.needed(shard(at))] for at in several]
+    (fetch,) = decided(needs, 0.0, 1)
+    assert len(fetch.forced) == 1
+    assert needs.needed_of(shards(several)).tolist() == [said[needs.needed(shard(at))] for at in several]
 
 
 def test_no_victim_is_chosen_that_makes_too_little_room() -> None:
@@ -374,9 +377,7 @@ def test_who_starves_comes_before_a_fixed_order(free: float) -> None:
     needs.report(A, report(3, [FULL, 0, 0], ahead_bytes=1.0), 0.0)
     needs.report(A, report(1, [0, FULL, 0], soon=(1,), ordered=True), 0.0)
     needs.report(A, report(2, [0, 0, FULL]), 0.0)
-    assert wanted(needs, free=free, at_most=1) == [
-        fetch_of(2, A, *([] if free else [0]), starving=(() if free else (2,)))
-    ]
+    assert wanted(needs, free=free) == [fetch_of(2, A, *([] if free else [0]), starving=(() if free else (2,)))]
 
 
 def test_datasets_that_share_shards_share_their_reads() -> None:

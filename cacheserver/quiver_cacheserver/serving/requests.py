@@ -58,7 +58,7 @@ async def body_of(request: web.Request, budgets: Budgets, limit_bytes: int) -> A
     """
     client, size_bytes = client_of(request), request.content_length
     if size_bytes is None or size_bytes > limit_bytes:
-        raise BadRequest(f"a body with a Content-Length of at most {limit_bytes} is wanted")
+        raise BadRequest(f"the request must have a Content-Length, of at most {limit_bytes} bytes")
     with budgets.holding(client, Resource.BODY_BYTES, size_bytes):
         here = request.content.is_eof()  # as that of most is, with the head
         with contextlib.nullcontext() if here else budgets.holding(client, Resource.ARRIVING):

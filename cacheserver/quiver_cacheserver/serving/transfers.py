@@ -65,7 +65,7 @@ class Transfers:
         size_bytes = request.content_length
         limit = UPLOAD_BYTES_MAX if kind is Kind.SHARD else MANIFEST_BYTES_MAX
         if size_bytes is None or not 0 < size_bytes <= limit:
-            raise BadRequest(f"a body with a Content-Length of 1 to {limit} bytes is wanted")
+            raise BadRequest(f"the request must have a Content-Length, of 1 to {limit} bytes")
         unhurried(request)
         client, budgets, now = client_of(request), self._node.budgets, time.monotonic()
         if budgets.left(client, Cost.WORK_SECONDS, now) <= 0:

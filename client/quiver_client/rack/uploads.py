@@ -1,7 +1,8 @@
 """Uploads: shards that this process reads from the origin and puts into a daemon which may not read that origin.
 
 A daemon reads only origins that its operator allows. It asks one client for each other shard, and readers of the shard
-wait for that upload; so a client that cannot deliver says so at once (``forgo``), and the daemon asks somebody else.
+wait for that upload; so a client that cannot deliver says so at once (``forgo``), and the daemon has all readers read
+the origin for a moment, before it chooses another one.
 Invariant: every upload that was begun ends in a verified shard at the daemon or in a ``forgo``.
 """
 
