@@ -122,6 +122,12 @@ class _Shards(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadRequest(f"a request names at most {RANGES_MAX} shards, each once")
         return told, shards
 
+    def manifest_digest(self) -> Digest:
+        """Return the manifest that the request must name. Raises ``BadRequest`` if it does not."""
+        if len(self.manifest) != DIGEST_BYTES:
+            raise BadRequest(f"the request must name its manifest by {DIGEST_BYTES} bytes, not {len(self.manifest)}")
+        return Digest(self.manifest)
+
 
 def shards_in(body: Bytes) -> int:
     """Return how many shards the body of a fill, forgo or recheck can name at most: known before it is parsed."""
@@ -143,7 +149,7 @@ class FillRequest:
     def decode(cls, body: Bytes) -> FillRequest:
         """Parse a body. Raises ``BadRequest``."""
         told, shards = _Shards.decode(body)
-        return cls(Digest(told.manifest), shards, min(told.wait_ms, WAIT_MS_MAX))
+        return cls(told.manifest_digest(), shards, min(told.wait_ms, WAIT_MS_MAX))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +166,7 @@ class ForgoRequest:
     def decode(cls, body: Bytes) -> ForgoRequest:
         """Parse a body. Raises ``BadRequest``."""
         told, shards = _Shards.decode(body)
-        return cls(Digest(told.manifest), shards)
+        return cls(told.manifest_digest(), shards)
 
 
 @dataclass(frozen=True, slots=True)

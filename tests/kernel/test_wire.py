@@ -198,7 +198,7 @@ def test_a_request_about_shards_that_breaks_a_limit_is_refused(kind: type[FillRe
 @pytest.mark.parametrize("manifest", [b"", b"m" * 31, b"m" * 33])
 @pytest.mark.parametrize("kind", [FillRequest, ForgoRequest])
 def test_a_fill_names_its_manifest(kind: type[FillRequest], manifest: bytes) -> None:
-    with pytest.raises(BadRequest):
+    with pytest.raises(BadRequest, match="must name its manifest"):
         kind.decode(body_of(b"a" * 32, manifest=manifest))
 
 

@@ -189,10 +189,13 @@ class Poller:
         except Exception:  # a supervisor: a bug costs this connection, and not the worker
             log.exception("a connection was closed")
             events = ENDED
-        if events == ENDED:
-            self._close(channel)
-        elif events != PARKED:
-            self._arm(channel, WRITABLE if events == AGAIN else events)
+        try:
+            if events == ENDED:
+                self._close(channel)
+            elif events != PARKED:
+                self._arm(channel, WRITABLE if events == AGAIN else events)
+        except Exception:  # of the same supervisor
+            log.exception("a connection could not be closed or waited for")
         with self._turns:
             self._budgets.release(client, Resource.SENDS)
             if self._deferred and following is None:
