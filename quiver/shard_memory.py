@@ -13,6 +13,7 @@ unmapped when its last view is gone, as is every piece beyond ``idle_max``.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import time
@@ -82,5 +83,6 @@ class ShardMemory:
 def _piece(size_bytes: int) -> mmap.mmap:
     """Map memory that no other process sees, in huge pages where the system has them."""
     piece = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    piece.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages knows no such advice
+        piece.madvise(mmap.MADV_HUGEPAGE)
     return piece

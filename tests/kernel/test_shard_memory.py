@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
 
@@ -123,3 +125,14 @@ def test_a_child_that_was_forked_does_not_write_into_its_parents_memory() -> Non
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert held == b"mine"
     assert memory.idle_bytes == PIECE
+
+
+def test_where_the_system_has_no_huge_pages_memory_comes_in_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Small(mmap.mmap):
+        def madvise(self, *args: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Small)
+    view = ShardMemory(1, PIECE).take(1000)
+    view[:] = b"x" * 1000
+    assert bytes(view[:3]) == b"xxx"
