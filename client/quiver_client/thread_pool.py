@@ -53,9 +53,9 @@ class ThreadPool(Executor):
         """Accept no more work. ``wait`` for running calls, but no longer than ``END_SECONDS``."""
         with self._lock:
             self._closed = True
-            if cancel_futures:
-                _cancel(self._work)
-            self._work.put(None)
+        if cancel_futures:  # without the lock: what is called back may hold locks under which others submit
+            _cancel(self._work)
+        self._work.put(None)
         if wait:
             process_exit.join(self._threads, END_SECONDS)
 

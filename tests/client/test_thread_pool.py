@@ -7,6 +7,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -44,6 +45,39 @@ def test_shutting_a_pool_down_waits_a_moment_and_no_longer(monkeypatch: pytest.M
     pool.shutdown(cancel_futures=True)
     assert wedged.running()
     assert waiting.cancelled()
+    gate.set()
+    until(lambda: not alive("quiver-pooled"))
+
+
+def test_what_hears_of_a_cancelled_call_may_take_a_lock_under_which_others_submit() -> None:
+    pool, gate, lock = ThreadPool(1, "quiver-pooled"), threading.Event(), threading.Lock()
+    running = pool.submit(gate.wait, 20)
+    until(running.running)
+    waiting = pool.submit(int)
+    refused = threading.Event()
+
+    def submit() -> None:
+        with lock:
+            waiting.add_done_callback(lambda done: submitting.set())
+            submitting.wait(5)
+            with pytest.raises(RuntimeError, match="closed"):
+                pool.submit(int)
+            refused.set()
+
+    def hear(done: Future[int]) -> None:
+        with lock:
+            pass
+
+    submitting = threading.Event()
+    submitter = threading.Thread(target=submit, daemon=True)
+    submitter.start()
+    until(lock.locked)
+    waiting.add_done_callback(hear)
+    closer = threading.Thread(target=pool.shutdown, kwargs={"wait": False, "cancel_futures": True}, daemon=True)
+    closer.start()
+    assert refused.wait(20)
+    closer.join(20)
+    assert not closer.is_alive()
     gate.set()
     until(lambda: not alive("quiver-pooled"))
 
