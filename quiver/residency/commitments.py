@@ -117,7 +117,3 @@ class Commitments:
         """Return the shards that room is kept for, each once, and their bytes."""
         sizes = {it.decision.shard: it.decision.size_bytes for it in list(self._open.values()) if it.keeps_room}
         return list(sizes.items())
-
-    def claimed(self) -> list[Digest]:
-        """Return what is evicted for shards that no more room is kept for than that."""
-        return [digest for it in list(self._open.values()) if not it.keeps_room for digest in it.decision.evict]

@@ -112,7 +112,8 @@ class _Round:
         self._present[needs.shards[decision.shard]] = True
         if decision.evict:
             self._candidates.take(self._shelf.rows_of(decision.evict).tolist())
-        self._free_bytes += self._bytes_of(decision.evict) - decision.size_bytes
+        # What is evicted beyond the shard's own bytes is not free yet: another fetch may end first.
+        self._free_bytes -= max(decision.size_bytes - self._bytes_of(decision.evict), 0.0)
         self._present[needs.slots_of(decision.evict)] = False
         self._forced.update(decision.starving)
         self._ordered_is_next = not decision.ordered

@@ -137,3 +137,15 @@ def test_an_upload_takes_the_place_of_what_was_decided_for_it(even: Files, node:
         writing.commit()
     assert held(node, manifest) == 3
     assert resident(node, manifest) == {0, 2, 3}
+
+
+def test_what_a_decision_evicts_beyond_its_own_shard_is_free_once_it_is_evicted(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1, 2, 3)
+    free_bytes = node.rooms.free_bytes()
+    small = decision_of(manifest, 4, 2, forced=True)._replace(size_bytes=2000.0)
+    node._needs.commit(small)
+    assert node.rooms.free_bytes() == free_bytes, "another one would find no room before this one has come"
+    with node.rooms.reserve(Kind.SHARD, small.shard, 2000):
+        assert node.rooms.free_bytes() == free_bytes + SHARD_BYTES - 2000
+    node._needs.end(small.recipe)

@@ -485,6 +485,18 @@ def test_nothing_is_evicted_that_a_starving_consumer_needs() -> None:
     assert [fetch.forced for fetch in wanted(needs, now=1.0, free=0.0)] == [(shard(2),)], "it has a second's worth"
 
 
+def test_what_is_evicted_beyond_a_shard_is_free_to_others_only_once_it_is_evicted() -> None:
+    """Until then another one finds no room, if it comes first."""
+    needs = Needs()
+    sizes = np.array([3.0, 1.0, 1.0])
+    needs.add_dataset(A, shards(range(3)), sizes, np.array([True, False, False]), np.ones(3, bool))
+    needs.report(A, report(1, [0, FULL, FULL]), 0.0)
+    shelf = Shelf.of([StoredFile(shard(0), 3, 0.0)], 100.0, needs.needed_of)
+    (fetch,) = wanted(needs, free=0.5, shelf=lambda: shelf)
+    assert fetch.evict == (shard(0),)
+    assert len(wanted(needs, free=1.0, shelf=lambda: shelf)) == 2, "what is free by now, the other one may have"
+
+
 def test_a_smaller_shard_that_fits_is_fetched_before_anything_needed_is_evicted() -> None:
     needs = Needs()
     sizes = np.array([2.0, 2.0, 1.0])

@@ -80,13 +80,21 @@ class Rooms:
             yield writing
 
     def free_bytes(self) -> float:
-        """Return the room that is free, once all that is coming has come in place of what is evicted for it."""
+        """Return the room that is free, and promised to nothing that is coming; negative if there is too little.
+
+        A decision that evicts more than its own shard takes has the rest to itself until it has done so: another one
+        may be carried out first, and has to find its room without.
+        """
         inventory, commitments = self._inventory, self._needs.commitments
-        promised = sum(int(size) for shard, size in commitments.promised() if not inventory.has(Kind.SHARD, shard))
-        free = self.store.capacity_bytes - (inventory.resident_bytes() - inventory.reserved_bytes())
-        free -= max(inventory.reserved_bytes(), promised)  # what is coming reserves its room when it was fetched
-        given = sum(inventory.size(Kind.SHARD, digest) for digest in commitments.evicting)
-        return float(free + given - sum(inventory.size(Kind.SHARD, digest) for digest in commitments.claimed()))
+        promised_bytes = 0.0
+        for shard, size_bytes in commitments.promised():
+            if not inventory.has(Kind.SHARD, shard):
+                evict = {each for decision in commitments.decisions_of(shard) for each in decision.evict}
+                freed_bytes = sum(inventory.size(Kind.SHARD, each) for each in evict)
+                promised_bytes += max(size_bytes - freed_bytes, 0.0)
+        reserved_bytes = inventory.reserved_bytes()
+        free_bytes = self.store.capacity_bytes - (inventory.resident_bytes() - reserved_bytes)
+        return free_bytes - max(reserved_bytes, promised_bytes)  # what is coming reserves its room when it was fetched
 
     def with_room(self, decision: Decision, client: str) -> Decision | None:
         """Return a decision with all that is to be evicted for it by now; ``None`` if that makes too little room."""
