@@ -21,7 +21,7 @@ from quiver.store import Kind
 from quiver.wire import RangeStatus
 from quiver_cacheserver.residency import fills as fills_module
 from quiver_cacheserver.residency import uploads as uploads_module
-from quiver_cacheserver.residency.fills import Fills
+from quiver_cacheserver.residency.fills import FAILURE_SECONDS, Fills
 from quiver_cacheserver.residency.uploads import UPLOAD_SECONDS, UPLOADS_PER_ADDRESS
 from tests.daemon.test_costs import HONEST, HOSTILE, ByHand, fills_by, lone_node
 from tests.daemon.test_rack import origin_bytes, put_manifest, whole_dataset
@@ -211,6 +211,21 @@ async def test_another_manifest_s_fill_begins_once_the_first_failed_and_not_befo
     assert other.done()
     assert (len(threads.given), fills.in_flight, fills._commitments.coming) == (0, 0, [])
     fills.close()
+
+
+async def test_a_failure_is_forgotten_and_not_only_ignored_once_it_is_old(clock: Clock) -> None:
+    """Each round of deciding looks at all that are remembered, on the event loop."""
+    threads, recipe = ByHand(), Recipe(SHARD, RIGHT)
+    fills = fills_by(threads)
+    failing = fills.start(Decision(*recipe, 1.0), lambda: None)
+    await ran(threads, Unavailable("x", "does not answer"))
+    assert isinstance(failing, asyncio.Future)
+    assert failing.exception() is not None
+    fills.expire()
+    assert fills.failed == [recipe]
+    clock.now += FAILURE_SECONDS
+    fills.expire()
+    assert (fills.failed, len(fills._failed)) == ([], 0)
 
 
 async def test_one_who_lets_an_upload_lapse_is_chosen_after_the_others(clock: Clock) -> None:

@@ -92,6 +92,7 @@ class Decider:
     def step(self, now: float, *, fetch: bool = True) -> None:
         """Forget what has expired, decide, and begin what was decided. ``fetch``: unless this daemon drains."""
         self._needs.expire(now)
+        self._fills.expire()
         self._tidy_uploads()
         self._datasets.forget_idle(now)
         fetches_max = FILL_THREADS - self._fetching

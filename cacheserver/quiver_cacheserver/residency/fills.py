@@ -111,6 +111,11 @@ class Fills:
             if failure.status is not RangeStatus.NO_ROOM or failure.since > since
         ]
 
+    def expire(self) -> None:
+        """Forget the failures that are not remembered any longer: each round of deciding looks at those that are."""
+        self._failed.expire()
+        self._forbidden.expire()
+
     def close(self) -> None:
         """Begin no more fills."""
         self._closed = True
