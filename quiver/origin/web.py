@@ -58,7 +58,7 @@ class WebStore:
         self._proxy = proxy_for(location)
         self._tls = ssl.create_default_context() if location.scheme == "https" else None
         host = location.authority.removesuffix(":443" if location.scheme == "https" else ":80")
-        self._fields = "".join(f"{name}: {value}\r\n" for name, value in self._headers({"Host": host}).items())
+        self._fields = "".join(f"{name}: {value}\r\n" for name, value in ({"Host": host} | self._headers({})).items())
         self._connections = self._range_connections()
 
     def __repr__(self) -> str:

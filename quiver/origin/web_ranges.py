@@ -148,10 +148,10 @@ class _Connection(asyncio.BufferedProtocol):
 
     async def receive(self, request: bytes, judge: Judge, out: memoryview, arrived: Callable[[int], None]) -> int:
         assert self._transport is not None
+        self._filled, self.answered, self.reusable = 0, False, False
         if self._transport.is_closing():
             raise BrokenAnswer("it closed the connection")
         self._judge, self._out, self._arrived = judge, out, arrived
-        self._filled, self.answered, self.reusable = 0, False, False
         self._answer = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._answer
