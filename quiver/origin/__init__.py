@@ -2,8 +2,8 @@
 
 - ``base``: the noun ``ObjectStore``, and the URLs that name one.
 - ``local``: local and network-mounted files; ``beneath``: files opened so that no link leads out of a folder.
-- ``remote``: S3, GCS, Azure through obstore; ``web``: plain HTTP servers; ``web_answers``: what those answer;
-  ``proxies``: by which address a server is reached.
+- ``remote``: S3, GCS, Azure through obstore; ``web``: plain HTTP servers; ``web_ranges``: their ranges, received by an
+  event loop; ``web_answers``: what they answer to blocking callers; ``proxies``: by which address a server is reached.
 - ``runs``: which requests a read becomes; ``gate``: when a store may be asked again; ``store_errors``: obstore's errors
   as ours; ``background``: the event loop that remote reads run on.
 - ``origin_process``: a remote store in a process of its own, for training processes, since they may fork.

@@ -44,7 +44,7 @@ class Gate:
 
         ``until`` is a time of ``time.monotonic``.
         """
-        while True:
+        while self._asking.locked() or self._opens > time.monotonic():
             async with self._asking:
                 seconds = self._opens - time.monotonic()
             if seconds <= 0:
@@ -52,6 +52,7 @@ class Gate:
             if time.monotonic() + seconds >= until:
                 return seconds
             await asyncio.sleep(seconds + random.uniform(0, min(seconds, SPREAD_SECONDS)))  # noqa: S311
+        return 0.0
 
     def close_for(self, seconds: float) -> None:
         """Close the gate for as long as the store asked."""

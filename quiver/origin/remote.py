@@ -17,7 +17,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from datetime import timedelta
 from pathlib import Path
@@ -138,8 +138,14 @@ class RemoteStore:
             object_path(path, self._scheme)
         deadline = _Deadline(within_seconds)
         async with deadline.kept(self.base):
-            await _all(self._insisted(run, out, deadline) for run in runs)
+            left = iter(runs)
+            await _all(self._insisted_on(left, out, deadline) for _ in range(min(len(runs), REQUESTS_AT_ONCE)))
         return sum(run.end - run.start for run in runs)
+
+    async def _insisted_on(self, left: Iterator[Run], out: memoryview, deadline: _Deadline) -> None:
+        """Make one request after the other: a task for each would wait for its turn."""
+        for run in left:
+            await self._insisted(run, out, deadline)
 
     async def _insisted(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         """Make a request until it is answered, a few times at most: longer waits do not occupy the caller's thread."""
@@ -189,12 +195,17 @@ class RemoteStore:
 
     async def _receive(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
         size = run.end - run.start
+        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: received in place, without a buffer of its own
+        if isinstance(self._store, WebStore):
+            data = out[run.cuts[0][2] :][:size] if whole else memoryview(bytearray(size))
+            count = await self._store.receive_range(run.path, run.start, run.end, data, deadline.arrived)
+            self._cut(run, data[:count], out, copy=not whole)
+            return
         if size <= STREAMED_BYTES:
             data = memoryview(await self._store.get_range_async(run.path, start=run.start, end=run.end))
             deadline.arrived(len(data))
             self._cut(run, data, out)
             return
-        whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: received in place, without a buffer of its own
         data = out[run.cuts[0][2] :][:size] if whole else memoryview(bytearray(size))
         at = 0
         result = await self._store.get_async(run.path, options={"range": (run.start, run.end)})

@@ -1,4 +1,4 @@
-"""Objects of a plain HTTP server, through the standard library's client, over kept connections.
+"""Objects of a plain HTTP server, over kept connections: by the standard library's client, ranges by ``web_ranges``.
 
 Not through obstore, whose client follows redirects and cannot be told not to. A redirect leads where the server says,
 and not where the operator of a daemon allows; here it is refused, and the error names the place.
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, Final, TypeVar
 from urllib.parse import quote, urljoin
@@ -29,11 +30,13 @@ from quiver.location import PLAIN, Location, object_path, shown
 from quiver.origin.gate import backoff_seconds, parse_retry_after
 from quiver.origin.proxies import address_of, proxy_for
 from quiver.origin.web_answers import Answer, NoRanges, NotNow, Whole
+from quiver.origin.web_ranges import Head, OtherForm, RangeConnections, Target
 
 CONNECT_SECONDS: Final = 5.0
 PIECE_BYTES: Final = 1 << 18
 CONNECTIONS_MAX: Final = 32  # the most requests that one store has in flight
 T = TypeVar("T")
+GOOD: Final = frozenset({200, 206})
 PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may help
 _PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
 
@@ -54,12 +57,15 @@ class WebStore:
         self._calls = threading.local()
         self._proxy = proxy_for(location)
         self._tls = ssl.create_default_context() if location.scheme == "https" else None
+        host = location.authority.removesuffix(":443" if location.scheme == "https" else ":80")
+        self._fields = "".join(f"{name}: {value}\r\n" for name, value in ({"Host": host} | self._headers({})).items())
+        self._connections = self._range_connections()
 
     def __repr__(self) -> str:
         return f"WebStore({self._location.url!r})"
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "_tls") and not is_finalizing():
+        if hasattr(self, "_connections") and not is_finalizing():
             self.close()
 
     def get_range(self, path: str, *, start: int, end: int) -> bytearray:
@@ -76,6 +82,25 @@ class WebStore:
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> bytearray:
         return await self.aside(lambda: self.get_range(path, start=start, end=end))
+
+    async def receive_range(
+        self, path: str, start: int, end: int, out: memoryview, arrived: Callable[[int], None] = lambda count: None
+    ) -> int:
+        """``get_range`` once, into ``out``; return how many bytes there were. All calls must use the same loop.
+
+        ``arrived`` is called with how many more bytes were received. Nothing is written to ``out`` after the end.
+        """
+        connections = self._connections
+        if connections is not None:
+            request = self._range_request(object_path(path, self._location.scheme), start, end)
+            with self._failures(path), contextlib.suppress(OtherForm):
+                return await connections.receive(request, partial(self._judged, path, start, end), out, arrived)
+            connections.close()
+            self._connections = None  # what this server sent once it will send again
+        data = await self.get_range_async(path, start=start, end=end)
+        out[: len(data)] = data
+        arrived(len(data))
+        return len(data)
 
     async def head_async(self, path: str) -> dict[str, Any]:
         return await self.aside(lambda: self.head(path))
@@ -122,6 +147,8 @@ class WebStore:
             idle, self._idle = self._idle, []
         for connection in idle:
             connection.close()
+        if self._connections is not None:
+            self._connections.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -133,14 +160,25 @@ class WebStore:
     def _range(self, path: str, start: int, end: int) -> bytearray:
         return self._whole(path, start, end).bytes()
 
-    def _part(self, path: str, answer: Answer, start: int, end: int) -> int:
+    def _part(self, path: str, status: int, content_range: str, start: int, end: int) -> int:
         """Return how many bytes of the requested range the answer has."""
-        part = _PARTIAL.fullmatch(answer.headers.get("Content-Range", ""))
-        if answer.status != 206 or part is None:
+        part = _PARTIAL.fullmatch(content_range)
+        if status != 206 or part is None:
             raise NoRanges(self.url(path), "the server answers no byte ranges", lasting=True)
         if int(part[1]) != start or not start <= int(part[2]) < end:
             raise Unavailable(self.url(path), "the server answers another range than was asked for", lasting=True)
         return int(part[2]) + 1 - start
+
+    def _judged(self, path: str, start: int, end: int, head: Head) -> int:
+        """Return how many bytes of the requested range an answer has. Raises what a bad one means."""
+        headers = head.headers
+        if head.status not in GOOD or headers.get("content-encoding", "identity") != "identity":
+            raise self._refused(path, head.status, headers.get("location", ""), headers.get("retry-after", ""))
+        return self._part(path, head.status, headers.get("content-range", ""), start, end)
+
+    def _range_request(self, path: str, start: int, end: int) -> bytes:
+        head = f"GET {self._target(path)} HTTP/1.1\r\n{self._fields}Range: bytes={start}-{end - 1}\r\n\r\n"
+        return head.encode("ascii")
 
     def _described(self, path: str) -> dict[str, Any]:
         answer = self._asked("HEAD", path, {})
@@ -155,7 +193,8 @@ class WebStore:
         answer = self._asked("GET", path, {"Range": f"bytes={start}-{end - 1}"} if end else {})
         try:
             if end:
-                return Whole(self, path, answer, {"size": self._part(path, answer, start, end)})
+                content_range = answer.headers.get("Content-Range", "")
+                return Whole(self, path, answer, {"size": self._part(path, answer.status, content_range, start, end)})
             return Whole(self, path, answer, self._meta(path, answer))
         except QuiverError:
             self.release(answer)
@@ -190,7 +229,8 @@ class WebStore:
         target = self._target(object_path(path, self._location.scheme))
         with self._failures(path):
             answer = self._sent(method, target, self._headers(headers))
-        if answer.status in (200, 206) and answer.headers.get("Content-Encoding", "identity") == "identity":
+        encoding = answer.headers.get("Content-Encoding", "identity")
+        if answer.status in GOOD and encoding == "identity":
             return answer
         self._drop(answer)
         raise self._refusal(path, answer)
@@ -228,6 +268,16 @@ class WebStore:
         assert isinstance(answer, Answer)
         answer.connection = connection
         return answer
+
+    def _range_connections(self) -> RangeConnections | None:
+        """Return what receives ranges on an event loop; ``None`` where only ``http.client`` connects."""
+        through_tunnel = self._tls is not None and self._proxy is not None
+        if through_tunnel or not self._location.authority.isascii():
+            return None
+        host, port = address_of(self._location)
+        near = self._proxy[0] if self._proxy is not None else (host, port)
+        target = Target(*near, self._tls, host)
+        return RangeConnections(target, CONNECTIONS_MAX, CONNECT_SECONDS, self._request_seconds)
 
     def _connected(self) -> HTTPConnection:
         host, port = address_of(self._location)
@@ -292,9 +342,13 @@ class WebStore:
             raise NotNow(self.url(path), f"the server does not answer: {shown(why)}") from error
 
     def _refusal(self, path: str, answer: Answer) -> QuiverError:
-        url, status = self.url(path), answer.status
+        place, pause = answer.headers.get("Location", ""), answer.headers.get("Retry-After", "")
+        return self._refused(path, answer.status, place, pause)
+
+    def _refused(self, path: str, status: int, place: str, pause: str) -> QuiverError:
+        url = self.url(path)
         if 300 <= status < 400:
-            return redirected(url, answer.headers.get("Location", ""))
+            return redirected(url, place)
         if status in (404, 410):
             return NotFound(f"{url} does not exist")
         if status in (401, 403, 407):
@@ -303,8 +357,7 @@ class WebStore:
             return Unavailable(url, "the server compresses what it sends", lasting=True)
         if status not in PASSING:
             return Unavailable(url, f"the server answers with status {status}", lasting=True)
-        pause_seconds = parse_retry_after(answer.headers.get("Retry-After", ""))
-        return NotNow(url, f"the server answers with status {status}", pause_seconds)
+        return NotNow(url, f"the server answers with status {status}", parse_retry_after(pause))
 
 
 class _Call:

@@ -33,9 +33,9 @@ from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInven
 OPEN_FILES_MAX: Final = 512
 QUARANTINE_FILES_MAX: Final = 16  # for an operator to look at; they are evicted before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
-# At a time. For a write of 2 MiB or more the kernel puts huge pages into the page cache, and those are seldom free. On
-# a virtual machine whose host takes free huge pages back, each costs a fetch from the host: 2.5 CPU seconds per GB in
-# place of 0.4.
+# At a time. A write of 2 MiB or more is given huge pages in the page cache where the kernel has them. Measured on one
+# virtual machine with free page reporting, such writes took 2.5 CPU seconds per GB, and writes of 1 MiB 0.4; most
+# likely because free huge pages are what its host takes back first.
 WRITE_BYTES: Final = 1 << 20
 REHEARSE_BYTES_MAX: Final = 64 << 20  # two shards of the default size: a disk with room for them takes files again
 MADV_POPULATE_READ: Final = 22  # reads mapped pages in, and fails where touching them would be SIGBUS
