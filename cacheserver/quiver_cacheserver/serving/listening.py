@@ -8,8 +8,8 @@ idle ones are closed for its next: their owners connect again. Streams leave thi
 keeps their deadlines.
 
 aiohttp closes idle connections, but not those that send half a head, or do not take their answer. Its site leaves
-accepting to libuv, which stops listening for good when descriptors run out at the wrong moment. So accepting is done
-here, and pauses then.
+accepting to libuv, which stops listening permanently if no descriptor is left at the wrong moment. So this module
+accepts connections itself, and pauses then.
 """
 
 from __future__ import annotations
