@@ -50,8 +50,8 @@ class RangeStatus(enum.IntEnum):
 
     PRESENT = 0
     FILLING = 1  # being filled: retry
-    NO_ROOM = 2  # the daemon has no room for the shard now: read the origin
-    UPLOAD = 3  # the daemon may not read this origin: you were chosen to read the shard and put it here
+    NO_ROOM = 2  # the daemon has no room for the shard now: read it from the origin
+    UPLOAD = 3  # the daemon may not read this origin: you were chosen to read the shard and upload it
     NO_MANIFEST = 4  # put the manifest, then retry
     FAILED = 5  # the origin failed the daemon: read it yourself
     BAD_RANGE = 6  # past the end of the shard
