@@ -40,8 +40,8 @@ WORKERS: Final = HELD_MAX[Resource.SENDS]
 class Channel(ABC):
     """A connection that a poller waits for.
 
-    ``sock`` is non-blocking and belongs to the channel. ``deadline``: until when it may wait, by ``time.monotonic``; set
-    before ``serve`` returns events. ``late``: the deadline has passed, and the socket was shut down.
+    ``sock`` is non-blocking and belongs to the channel. ``deadline``: until when it may wait, by ``time.monotonic``;
+    set before ``serve`` returns events. ``late``: the deadline has passed, and the socket was shut down.
     """
 
     __slots__ = ("client", "deadline", "late", "sock")
