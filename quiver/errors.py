@@ -1,8 +1,8 @@
-"""One tree of situations, which callers tell apart by class and never by message.
+"""One tree of errors, which callers tell apart by class and never by message.
 
 Every error says what happened, to what, and what to do. Exceptions of other libraries are mapped to these where they
-arise. How an error travels is said here once: ``answer_of`` turns one into the code, status and pause that a daemon
-answers, and ``error_from`` turns those into the error that the other side raises; every carrier uses both.
+arise. All transports encode errors the same way: ``answer_of`` turns an error into the code, status and retry time that
+a daemon answers, and ``error_from`` turns those into the error that the client raises.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from math import ceil
 from typing import ClassVar, Final, NamedTuple
 
 MESSAGE_CHARS_MAX: Final = 4096
-RETRY_SECONDS_MAX: Final = 60.0  # that a daemon can make a client wait
-RETRY_SECONDS: Final = 1.0  # for what is retryable and names no pause
+RETRY_SECONDS_MAX: Final = 60.0  # the longest that a daemon can make a client wait
+RETRY_SECONDS: Final = 1.0  # for retryable errors without a time of their own
 
 
 class QuiverError(Exception):
@@ -29,21 +29,21 @@ class QuiverError(Exception):
 
 
 class BadRequest(QuiverError):
-    """The caller asked for something that can never be right; retrying does not help."""
+    """The request is invalid; retrying does not help."""
 
     code = "bad_request"
     status = 400
 
 
 class Misconfigured(QuiverError):
-    """A flag, an environment variable or a file of the operator's is wrong."""
+    """A flag, an environment variable or an operator's file is wrong."""
 
     code = "misconfigured"
     status = 400
 
 
 class NotFound(QuiverError):
-    """What was named is not here; it may be elsewhere."""
+    """The named thing is not here; it may be elsewhere."""
 
     code = "not_found"
     status = 404
@@ -59,7 +59,7 @@ class Corrupt(QuiverError):
         super().__init__(f"{source}: {what}")
         self.what = what
         self.source = source
-        self.positions = tuple(positions)  # which samples of a shard, where that is known
+        self.positions = tuple(positions)  # of the wrong samples in the shard, if known
 
 
 class Changed(QuiverError):
@@ -82,8 +82,8 @@ class Changed(QuiverError):
 class Unavailable(QuiverError):
     """A peer, an origin or etcd does not answer, or not in time.
 
-    ``lasting``: waiting does not help, as with a wrong certificate. ``retry_after_seconds``: what the other side asked
-    for, or 0.
+    ``lasting``: waiting does not help, as with a wrong certificate. ``retry_after_seconds``: what the other side
+    requested, or 0.
     """
 
     code = "unavailable"
@@ -99,22 +99,22 @@ class Unavailable(QuiverError):
 
 
 class BrokenOff(Unavailable):
-    """A peer's answer ended early: the peer died, or it is well and the shard on its disk is damaged."""
+    """A peer's answer ended early: either the peer died, or the shard on its disk is damaged."""
 
 
 class Forbidden(QuiverError):
-    """The origin refuses these credentials or this user, or no operator allowed it."""
+    """The origin refuses these credentials or this user, or the operator does not allow access."""
 
     code = "forbidden"
     status = 403
 
 
 class NotAllowed(Forbidden):
-    """The operator of this daemon did not allow the origin: a client reads it, and nothing has failed."""
+    """The operator of this daemon does not allow it to read the origin. No failure: a client reads it instead."""
 
 
 class OverCapacity(QuiverError):
-    """There is no room, or too much is under way, for what was asked now."""
+    """There is no room for the request now, or too much is under way."""
 
     code = "over_capacity"
     status = 503
@@ -126,7 +126,7 @@ class OverCapacity(QuiverError):
 
 
 class DiskFailed(QuiverError):
-    """The local disk refuses writes (full, read-only, input/output error). What is on it is still served."""
+    """The local disk refuses writes (full, read-only, I/O error). What is on it is still served."""
 
     code = "disk_failed"
     status = 503
@@ -137,7 +137,7 @@ class DiskFailed(QuiverError):
 
 
 class ErrorAnswer(NamedTuple):
-    """What a daemon answers in place of a result. ``retry_after_seconds`` is 0 where retrying does not help."""
+    """What a daemon answers instead of a result. ``retry_after_seconds`` is 0 if retrying does not help."""
 
     code: str
     status: int
@@ -151,16 +151,16 @@ class ErrorAnswer(NamedTuple):
 
 
 def answer_of(error: QuiverError) -> ErrorAnswer:
-    """Return what to answer to a request that failed with this error."""
+    """Return the answer to a request that failed with this error."""
     pause = (error.retry_after_seconds or RETRY_SECONDS) if error.retryable else 0.0
     return ErrorAnswer(error.code, error.status, message_of(error), pause)
 
 
 def error_from(code: str, message: str, url: str, *, status: int = 0, retry_after_seconds: float = 0.0) -> QuiverError:
-    """Return what an answer means to the client that got it: the inverse of ``answer_of``.
+    """Return the error that an answer means to the client: the inverse of ``answer_of``.
 
-    ``url`` is the daemon's; ``status`` counts for answers without a known code, such as those to ``HEAD``. What the
-    daemon met itself (``origin_changed``, ``disk_failed``, ``unavailable``, ``internal``) makes it ``Unavailable``.
+    ``url`` is the daemon's. ``status`` decides for answers without a known code, such as those to ``HEAD``. The
+    daemon's own failures (``origin_changed``, ``disk_failed``, ``unavailable``, ``internal``) become ``Unavailable``.
     """
     known = code if code in _FROM_ANSWER else NotFound.code if status == NotFound.status else ""
     if not known:
@@ -170,7 +170,7 @@ def error_from(code: str, message: str, url: str, *, status: int = 0, retry_afte
 
 
 def message_of(error: Exception) -> str:
-    """Return an error's text for an answer, cut: some of what it repeats may be whatever somebody sent."""
+    """Return an error's text for an answer, truncated: it may quote input of any length."""
     text = str(error)
     return text if len(text) <= MESSAGE_CHARS_MAX else text[:MESSAGE_CHARS_MAX] + "…"
 

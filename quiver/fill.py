@@ -1,4 +1,4 @@
-"""Fills: a shard rebuilt from the origin ranges of its samples, as a ``ShardSource``."""
+"""Fills: shards rebuilt from the origin ranges of their samples, as a ``ShardSource``."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class OriginShards:
     """The shards of one manifest, rebuilt from its origin: the one source that can name lost samples."""
 
     def __init__(self, manifest: Manifest, origin: SampleOrigin, take: Take = fresh) -> None:
-        """``take`` returns memory for a shard: ``ShardMemory.take`` where one fill follows another."""
+        """``take`` returns memory for a shard: ``ShardMemory.take`` reuses it for consecutive fills."""
         self.name = f"origin {origin.base}"
         self._manifest = manifest
         self._origin = origin
         self._take = take
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
-        """Return the shard. Raises ``Changed`` naming objects and samples if the origin no longer has what it had."""
+        """Return the shard. Raises ``Changed`` naming objects and samples if the origin no longer has their bytes."""
         number = self._manifest.shard_numbers.get(digest)
         if number is None:
             raise NotFound("the manifest does not list the shard")
@@ -56,7 +56,7 @@ class OriginShards:
         data[ends[-1] :] = np.frombuffer(table, np.uint8)
         left, lost = [(0, len(blobs))], 0
         while left:
-            # Bisect until each lost sample stands alone: everything else is read about once.
+            # Bisect until each lost sample is isolated: everything else is read about once.
             begin, end = left.pop()
             try:
                 self._origin.read(blobs[begin:end], data.data[ends[begin] : ends[end]])
@@ -75,7 +75,7 @@ class OriginShards:
         return data.data
 
     def mend(self, digest: Digest, partial: Bytes) -> Bytes:
-        """Return the whole shard, given a salvaged one: only its lost samples are read. Raises ``Changed``."""
+        """Return the whole shard, given a salvaged one, by reading only its lost samples. Raises ``Changed``."""
         first = self._manifest.shard_blobs(self._manifest.shard_numbers[digest]).start
         data = np.frombuffer(partial, np.uint8).copy()
         table = read_table(digest, data.data, self.name)

@@ -1,8 +1,8 @@
-"""One daemon as seen by another machine: a blocking client of few verbs, and a ``ShardSource``.
+"""A blocking client of one daemon, with few verbs; also a ``ShardSource``.
 
-Blocking and without threads of its own, so that it can be used from a thread of a daemon and in a training process that
-forks: connections belong to the process that opened them. Whatever a peer answers is bounded by what was asked. Reads
-go by streams where the peer has them (``transport.stream``), all else by HTTP (``transport.http``).
+It has no threads of its own, so it works in a daemon's thread and in a training process that forks: connections belong
+to the process that opened them. The request bounds the size of every answer. Reads use streams if the peer has them
+(``transport.stream``); everything else uses HTTP (``transport.http``).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from quiver.wire import (
     decode_json,
 )
 
-STATUSES_BYTES_SLACK: Final = 64  # of the message around a byte per shard
+STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 
 
 class PeerClient:
-    """The verbs of one daemon. Raises ``Unavailable`` when it does not answer, ``Corrupt`` when it answers nonsense."""
+    """The verbs of one daemon. Raises ``Unavailable`` if it does not answer, ``Corrupt`` for a malformed answer."""
 
     def __init__(self, url: str, patience: Patience = PATIENT, *, tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: speak TLS with the daemon, under this context."""
+        """``tls``: speak TLS with the daemon, using this context."""
         endpoint = Endpoint(check_url(url), patience, tls)
         self.url = endpoint.url
         self.name = endpoint.name
@@ -68,7 +68,7 @@ class PeerClient:
         return status
 
     def read(self, request: ReadRequest) -> tuple[U8, U8]:
-        """Ask for ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back."""
+        """Read ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back."""
         return self._streams.read(request) or self._read_by_http(request)
 
     def _read_by_http(self, request: ReadRequest) -> tuple[U8, U8]:
@@ -91,7 +91,7 @@ class PeerClient:
         return statuses, answer[count:]
 
     def fill(self, request: FillRequest) -> U8:
-        """Make shards resident, as long as the request waits. Return a ``RangeStatus`` per shard ``(n,)``."""
+        """Have shards filled, waiting as long as the request says. Return a ``RangeStatus`` per shard ``(n,)``."""
         answer = self._http.request(
             "POST",
             "/v1/fill",
@@ -107,15 +107,15 @@ class PeerClient:
         return np.frombuffer(told.statuses, np.uint8)
 
     def forgo(self, request: ForgoRequest) -> None:
-        """Give up uploads that this reader was chosen for: whoever waits for them need not wait for their time out."""
+        """Decline uploads that this reader was chosen for, so that others need not wait until they time out."""
         self._http.request("POST", "/v1/forgo", request.encode(), MSGPACK_TYPE)
 
     def recheck(self, request: RecheckRequest) -> None:
-        """Have the peer verify shards on its disk before it serves them again: wrong bytes of them came."""
+        """Have the peer verify shards on its disk before it serves them again: it sent wrong bytes of them."""
         self._http.request("POST", "/v1/recheck", request.encode(), MSGPACK_TYPE)
 
     def needs(self, report: NeedsReport) -> NeedsAnswer:
-        """Report what a consumer needs; return what the peer holds of it. Raises ``NotFound`` if it takes none."""
+        """Report what a consumer needs; return what the peer holds. Raises ``NotFound`` if it accepts no reports."""
         body = report.encode()
         told = self._http.request("POST", "/v1/needs", body, NEEDS_TYPE, answer_bytes_max=ANSWER_BYTES_MAX)
         try:
@@ -128,7 +128,7 @@ class PeerClient:
         return answer
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
-        """Return a shard that is resident there; the peer does not fill it. ``ShardSource``."""
+        """Return a shard that is resident at the peer, which does not fill it. ``ShardSource``."""
         return self._file(f"/v1/shards/{digest}", size_bytes)
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
@@ -141,7 +141,7 @@ class PeerClient:
         return self._has(f"/v1/manifests/{digest}")
 
     def manifest(self, digest: Digest, size_bytes_max: int) -> Bytes:
-        """Return a manifest's file, compared with its name."""
+        """Return a manifest's file, verified against its digest."""
         data = self._file(f"/v1/manifests/{digest}", size_bytes_max)
         if Digest.of(data) != digest:
             raise Corrupt("manifest does not hash to its name", self.name)

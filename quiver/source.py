@@ -1,7 +1,7 @@
-"""The noun ``ShardSource``, and ``first_verified``, the only way by which a source's bytes become data.
+"""The interface ``ShardSource``, and ``first_verified``, the only function that turns a source's bytes into data.
 
-A disk, a peer, an origin and a memory fake all implement it and pass one conformance suite (tests/contract). A source
-may lie, stop midway or return garbage: everything is verified.
+A disk, a peer, an origin and a memory fake implement the interface and pass one conformance suite (tests/contract). A
+source may lie, stop midway or return garbage: everything is verified.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class ShardSource(Protocol):
     name: str
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
-        """Return the bytes of the shard, unverified, at most ``size_bytes`` of them.
+        """Return the bytes of the shard, unverified, at most ``size_bytes``.
 
         Raises ``NotFound`` if it is not there, ``Unavailable`` if the source does not answer, ``Corrupt`` if the
         answer is malformed, ``Changed`` or ``Forbidden`` for an origin.
@@ -28,7 +28,7 @@ class ShardSource(Protocol):
         ...
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
-        """Return the error to raise where this source's bytes did not verify: an origin names the lost samples."""
+        """Return the error to raise if this source's bytes did not verify: an origin names the lost samples."""
         ...
 
 
@@ -59,8 +59,8 @@ def first_verified(
 ) -> tuple[Shard, ShardSource]:
     """Try the sources in order; return the first shard that verifies, and its source.
 
-    ``blame`` is called for every source that failed other than by ``NotFound``. If none has the shard, the last error
-    other than ``NotFound`` is raised: the origin's, if it was tried.
+    ``blame`` is called for every source that failed with an error other than ``NotFound``. If no source has the shard,
+    the last such error is raised: the origin's, if it was tried.
     """
     failure: QuiverError = NotFound("no source has the shard")
     for source in sources:
@@ -70,7 +70,7 @@ def first_verified(
             continue
         except Corrupt as error:
             failure = source.fault(digest, error)
-        except QuiverError as error:  # whatever went wrong, the next source may have the shard
+        except QuiverError as error:  # after any failure the next source may have the shard
             failure = error
         blame(source, failure)
     raise failure

@@ -4,11 +4,11 @@ An epoch is a seeded permutation; a rank's *share* of it is a slice of that perm
 the share. The entries of one shard are always taken in the order of the permutation. So what is left of a shard is a
 suffix of them: one number per shard says how much is left, and one number per shard and batch says what was taken.
 
-Where capacity is scarce the order decides how well jobs share a cache. If batches were drawn evenly from all resident
-shards, some job would need every shard until the end of the epoch. So a few shards are drained at a time, those first
-that the fewest other consumers still need: they can be evicted early (``bench/cooperation.py``). Samples that are not
-resident are taken later in the same epoch, as in Quiver (Kumar & Sivathanu, FAST 2020) and CoorDL (Mohan et al., VLDB
-2021); here each is taken exactly once.
+If capacity is scarce, the order decides how well jobs share a cache. If batches were drawn evenly from all resident
+shards, some job would need every shard until the end of the epoch. So a consumer drains a few shards at a time, first
+those that the fewest other consumers still need: they can be evicted early (``bench/cooperation.py``). Samples that are
+not resident are taken later in the same epoch, as in Quiver (Kumar & Sivathanu, FAST 2020) and CoorDL (Mohan et al.,
+VLDB 2021); here each is taken exactly once.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 DRAINED_AT_ONCE: Final = 6  # more mix better; fewer share a scarce cache better, so
-RESIDENT_PER_DRAINED: Final = 12  # where less is resident fewer are drained at once (bench/simulation.py),
+RESIDENT_PER_DRAINED: Final = 12  # with less resident, fewer are drained at once (bench/simulation.py),
 DRAINED_MIN: Final = 2  # down to this,
-DRAINED_MIN_SHARED: Final = 1  # and where others need what is resident, to this: half-read shards take their room
-DRAINED_WHERE_ALIKE: Final = 64  # where a shard's samples are alike (sequential layout) a batch is mixed from more
+DRAINED_MIN_SHARED: Final = 1  # and if others need what is resident, to this: half-read shards occupy room
+DRAINED_WHERE_ALIKE: Final = 64  # if a shard's samples are alike (sequential layout), a batch mixes more shards
 
 
 class View(NamedTuple):
-    """What a consumer knows of the cache, by shard ``(shards,)``. It may be out of date, which costs time only."""
+    """What a consumer knows of the cache, by shard ``(shards,)``. It may be out of date, which costs only time."""
 
     resident: Mask
     others: npt.NDArray[np.uint8]  # how many other consumers still need the shard
-    arrived: Ints  # ordinal: in which order the shards became resident
+    arrived: Ints  # ordinal: the order in which the shards became resident
     orphaned: Mask | None = None  # shards that will not be fetched, since their owners do not answer
 
 
@@ -44,7 +44,7 @@ def permutation(count: int, seed: int, epoch: int, *, shuffle: bool = True) -> I
 
 
 def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last: bool) -> tuple[Ints, Ints]:
-    """Return one rank's share of ``order``, and what no rank gets. Neither depends on what the cache holds.
+    """Return one rank's share of ``order``, and the entries that no rank gets. Neither depends on the cache.
 
     As with torch's ``DistributedSampler`` every rank gets the same number, by repeating entries from the front or, with
     ``drop_last``, by leaving out the tail; each rank's last incomplete batch is then left out, too.
@@ -57,10 +57,10 @@ def dealt(order: Ints, rank: int, world_size: int, batch_size: int, *, drop_last
 
 
 class Order:
-    """What is pending of one share. ``shards`` (entries,): the shard that each entry lies in.
+    """The pending entries of one share. ``shards`` (entries,): the shard that each entry lies in.
 
-    ``drained_at_once``: how many shards a batch is mixed from where not all are resident. Up to ``DRAINED_AT_ONCE``
-    it is reduced where the cache is scarce.
+    ``drained_at_once``: how many shards a batch is mixed from if not all are resident. A value up to
+    ``DRAINED_AT_ONCE`` is reduced when the cache is scarce.
     """
 
     def __init__(self, shards: Ints, shard_count: int, drained_at_once: int = DRAINED_AT_ONCE) -> None:
@@ -115,13 +115,13 @@ class Order:
         return self._from_drained(count) if self._drain(count, left, view) else None
 
     def is_hopeless(self, view: View) -> bool:
-        """Whether no pending shard that is missing will be fetched, so that it is useless to wait."""
+        """Whether no missing pending shard will be fetched, so that waiting is useless."""
         if view.orphaned is None:
             return False
         return not bool(((self.left > 0) & ~view.resident & ~view.orphaned).any())
 
     def completed(self, count: int, view: View) -> Ints:
-        """Return a batch without waiting any longer: resident entries, and the first of the others."""
+        """Return a batch without further waiting: resident entries, then the first of the others."""
         count = min(count, self._pending)
         resident = self._prefixes(np.flatnonzero(view.resident & (self.left > 0)).tolist(), count)
         if len(resident) >= count:
@@ -131,7 +131,7 @@ class Order:
         return np.sort(np.concatenate([resident, late[: count - len(resident)]]))
 
     def take(self, entries: Ints) -> None:
-        """Mark entries as taken; of each shard they are the next ones."""
+        """Mark entries as taken. They must be the next ones of each shard."""
         self._taken[entries] = True
         self._heads += np.bincount(self.shards[entries], minlength=len(self._heads))
         self._pending -= len(entries)

@@ -1,11 +1,11 @@
-"""The wire: what clients and daemons say to one another, and the limits on it (docs/protocol.md).
+"""The wire: the messages between clients and daemons, and their limits (docs/protocol.md).
 
-A batched read is made of arrays on both sides and asked once per peer and batch, so it is binary. The verbs about whole
-shards (fill, forgo, recheck) are MessagePack, everything else is JSON. All integers of a read are little-endian.
+A batched read consists of arrays on both sides and is sent once per peer and batch, so it is binary. The verbs about
+whole shards (fill, forgo, recheck) are MessagePack, everything else is JSON. All integers of a read are little-endian.
 
     request   "QRD1", shards u32, ranges u32, wait_ms u32, flags u32, manifest digest (32 bytes, zeros: none),
               shard digests (32 bytes each), ranges (shard u32, unused u32, offset u64, length u64)
-    answer    a status byte per range, then the bytes of those that are present, back to back in the order asked
+    answer    a status byte per range, then the bytes of those that are present, back to back in the request's order
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ PORT: Final = 7717
 READ_TYPE: Final = "application/vnd.quiver.read"
 SHARD_TYPE: Final = "application/octet-stream"
 MSGPACK_TYPE: Final = "application/msgpack"
-OK: Final = "ok"  # of a daemon's disk and origins
+OK: Final = "ok"  # the state of a working disk or origin
 UNCHECKED: Final = "unchecked"
 MAGIC: Final = b"QRD1"
 RANGE: Final = np.dtype([("shard", "<u4"), ("unused", "<u4"), ("offset", "<u8"), ("length", "<u8")])
 RANGES_MAX: Final = 1 << 16
-READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this bounds a request's time and not memory
+READ_BYTES_MAX: Final = 4 << 30  # of one answer; it is streamed, so this limits a request's time, not memory
 WAIT_MS_MAX: Final = 30_000
 JSON_BYTES_MAX: Final = 4 << 20
-# Flags of a read by clients that do not know the verbs of their own: as ``RecheckRequest`` and ``ForgoRequest``.
+# Flags of a read, for clients without the verbs of their own. They mean ``RecheckRequest`` and ``ForgoRequest``.
 RECHECK: Final = 1
 FORGO: Final = 2
 _HEAD: Final = struct.Struct("<4sIIII32s")
@@ -50,8 +50,8 @@ class RangeStatus(enum.IntEnum):
 
     PRESENT = 0
     FILLING = 1  # being filled: retry
-    NO_ROOM = 2  # the daemon has no room for the shard now: read the origin
-    UPLOAD = 3  # the daemon may not read this origin: you were chosen to read the shard and put it here
+    NO_ROOM = 2  # the daemon has no room for the shard now: read it from the origin
+    UPLOAD = 3  # the daemon may not read this origin: you were chosen to read the shard and upload it
     NO_MANIFEST = 4  # put the manifest, then retry
     FAILED = 5  # the origin failed the daemon: read it yourself
     BAD_RANGE = 6  # past the end of the shard
@@ -59,7 +59,7 @@ class RangeStatus(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadRequest:
-    """Ranges of shards wanted by one reader: ``ranges`` has dtype ``RANGE``, its ``shard`` counts in ``shards``."""
+    """Ranges of shards to read: ``ranges`` has dtype ``RANGE``; its ``shard`` is an index into ``shards``."""
 
     manifest: Digest | None
     shards: tuple[Digest, ...]
@@ -75,12 +75,12 @@ class ReadRequest:
 
     @staticmethod
     def shards_named(body: Bytes) -> int:
-        """Return how many shards a request names, by its head: before it is parsed, and whether or not it can be."""
+        """Return how many shards a request names, by its head. The rest need not be well-formed."""
         return min(int.from_bytes(body[4:8], "little"), len(body) // DIGEST_BYTES)
 
     @classmethod
     def decode(cls, body: Bytes) -> ReadRequest:
-        """Parse a request. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
+        """Parse a request. Raises ``BadRequest`` for one that breaks a limit or is inconsistent."""
         if len(body) < _HEAD.size or len(body) > READ_REQUEST_BYTES_MAX:
             raise BadRequest(f"a read request has {_HEAD.size} to {READ_REQUEST_BYTES_MAX} bytes, not {len(body)}")
         magic, shard_count, range_count, wait_ms, flags, manifest = _HEAD.unpack_from(body)
@@ -113,7 +113,7 @@ class _Shards(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def decode(cls, body: Bytes) -> tuple[_Shards, tuple[Digest, ...]]:
-        """Parse a body; return it and the shards. Raises ``BadRequest`` for what breaks a limit or does not add up."""
+        """Parse a body; return it and the shards. Raises ``BadRequest`` if it breaks a limit or is inconsistent."""
         if len(body) > SHARDS_REQUEST_BYTES_MAX:
             raise BadRequest(f"a request about shards has at most {SHARDS_REQUEST_BYTES_MAX} bytes, not {len(body)}")
         told = _decode_msgpack(body, cls, "a request about shards")
@@ -130,13 +130,13 @@ class _Shards(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def shards_in(body: Bytes) -> int:
-    """Return how many shards the body of a fill, forgo or recheck can name at most: known before it is parsed."""
+    """Return how many shards the body of a fill, forgo or recheck names at most, without parsing it."""
     return len(body) // DIGEST_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class FillRequest:
-    """``POST /v1/fill``: make shards of a manifest resident, and wait for it. Answered by ``ShardStatuses``."""
+    """``POST /v1/fill``: fill shards of a manifest, and wait for them. Answered by ``ShardStatuses``."""
 
     manifest: Digest
     shards: tuple[Digest, ...]
@@ -171,7 +171,7 @@ class ForgoRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecheckRequest:
-    """``POST /v1/recheck``: wrong bytes of these shards came; verify them before serving them. Answered 204."""
+    """``POST /v1/recheck``: the reader got wrong bytes of these shards; verify them. Answered 204."""
 
     shards: tuple[Digest, ...]
 
@@ -185,7 +185,7 @@ class RecheckRequest:
 
 
 class ShardStatuses(msgspec.Struct, frozen=True):
-    """The answer to a ``FillRequest``: a ``RangeStatus`` per shard, a byte each, in the order asked.
+    """The answer to a ``FillRequest``: a ``RangeStatus`` per shard, a byte each, in the request's order.
 
     Never ``BAD_RANGE``. ``PRESENT``: resident and verified.
     """
@@ -197,7 +197,7 @@ class ShardStatuses(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, body: Bytes, count: int) -> ShardStatuses:
-        """Parse an answer about so many shards. Raises ``BadRequest``."""
+        """Parse an answer about ``count`` shards. Raises ``BadRequest``."""
         told = _decode_msgpack(body, cls, "an answer about shards")
         if len(told.statuses) != count or max(told.statuses, default=0) >= RangeStatus.BAD_RANGE:
             raise BadRequest(f"malformed answer: {len(told.statuses)} statuses for {count} shards, or an unknown one")
@@ -205,7 +205,7 @@ class ShardStatuses(msgspec.Struct, frozen=True):
 
 
 class _Told(msgspec.Struct, frozen=True):
-    """A ``Member`` as somebody tells of it: a socket that is no path must not cost the member."""
+    """A ``Member`` as received: an invalid socket path must not invalidate the member."""
 
     id: str
     url: str
@@ -218,7 +218,7 @@ class _Told(msgspec.Struct, frozen=True):
 
 
 class RingView(msgspec.Struct, frozen=True):
-    """``GET /v1/ring``. Ring content is never trusted, so each member is parsed on its own: junk costs itself alone."""
+    """``GET /v1/ring``. It is not trusted: each member is parsed on its own, and an invalid one is left out alone."""
 
     rack: str
     replicas: int
@@ -229,9 +229,9 @@ class RingView(msgspec.Struct, frozen=True):
         return cls(ring.rack, ring.replicas, [msgspec.Raw(msgspec.json.encode(member)) for member in ring.members])
 
     def ring(self) -> tuple[Ring, int]:
-        """Return the ring and how many members were left out as impossible, or as more than there can be.
+        """Return the ring, and how many members were left out because they are invalid or exceed the limit.
 
-        Replicas that there cannot be are cut down to what there can: they cost every reader memory for every shard.
+        The number of replicas is cut to its limit: every replica costs every reader memory for every shard.
         """
         good: dict[str, Member] = {}
         for raw in self.members:
@@ -246,7 +246,7 @@ class RingView(msgspec.Struct, frozen=True):
 
 
 class NodeStatus(msgspec.Struct, frozen=True):
-    """``GET /v1/status``: one daemon, of itself."""
+    """``GET /v1/status``: a daemon's own state."""
 
     id: str
     url: str
@@ -270,14 +270,14 @@ class NodeStatus(msgspec.Struct, frozen=True):
 
     @property
     def faults(self) -> list[str]:
-        """What keeps the daemon from caching, a line each, for people."""
+        """What keeps the daemon from caching: a line each, for operators."""
         disk = [f"disk: {self.disk}"] if self.disk != OK else []
         bad = [f"origin {prefix}: {why}" for prefix, why in self.origins.items() if why not in (OK, UNCHECKED)]
         return disk + bad
 
 
 class ErrorBody(msgspec.Struct, frozen=True):
-    """Every answer that is an error: ``quiver.errors.answer_of`` says with what code and message."""
+    """The body of every error answer. ``quiver.errors.answer_of`` gives its code and message."""
 
     error: str
     message: str

@@ -1,7 +1,7 @@
 """How much a manifest may make a daemon do, and how much memory its fills may take together.
 
-A manifest comes from whoever reaches the daemon, and costs little to send. Nothing that the indexer writes comes near
-these bounds; docs/protocol.md lists them.
+Any client can upload a manifest, and sending one costs little. No manifest of the indexer comes near these bounds;
+docs/protocol.md lists them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def open_manifest(path: Path, digest: Digest) -> Manifest:
-    """Open the manifest of this digest that somebody put here, ready for use on an event loop.
+    """Open the manifest of this digest, ready for use on an event loop.
 
     Raises ``Corrupt``, ``BadRequest``, ``Misconfigured``, ``NotFound`` and ``DiskFailed``. None names the path, since
     that holds a digest.
@@ -127,7 +127,7 @@ def covered_bytes(objects: npt.NDArray[np.uint32], starts: npt.NDArray[Any], len
 
 
 class FillMemory:
-    """The memory that fills take, of all threads together: who finds none waits, in turn."""
+    """The memory that all fills may take together. A fill that finds none waits for its turn."""
 
     def __init__(self, bytes_max: int = FILLING_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -137,7 +137,7 @@ class FillMemory:
 
     @contextlib.contextmanager
     def taken(self, size_bytes: int) -> Iterator[None]:
-        """Take so much until the end of the block. Raises ``OverCapacity`` for more than one shard may have."""
+        """Take memory until the end of the block. Raises ``OverCapacity`` for more than one shard may have."""
         if size_bytes > FILL_BYTES_MAX:
             raise OverCapacity(f"a shard of {size_bytes} bytes is larger than a daemon fills ({FILL_BYTES_MAX})", 60.0)
         with self._turn, self._less:

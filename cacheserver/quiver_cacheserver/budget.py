@@ -1,9 +1,9 @@
 """What one client address may cost: how much it may hold at once, and how fast it may cause work.
 
-Invariant: an address may hold at most three times what would still be free then (dynamic thresholds, Choudhury and
-Hahne 1998). Alone it gets three quarters of a resource; n that take all they can come to 3/(3n+1) of it each, as what
-they held before ends; and 30 that each hold a little use all of it. So readers behind one address have no fixed
-part, and the next address finds a place.
+Invariant: an address may hold at most three times what is still free afterwards (dynamic thresholds, Choudhury and
+Hahne 1998). A single address gets three quarters of a resource; n greedy addresses converge to 3/(3n+1) of it each, as
+they release what they held before; and 30 that each hold a little can use all of it. So no address has a fixed share,
+and a new address always finds room.
 
 Costs that are known only afterwards (seconds, evictions) are token buckets: what was spent is charged, and an address
 in debt is refused until the debt is paid off. Pure but for a lock: the caller has the clock.
@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from quiver.errors import OverCapacity
 
 ADDRESSES_MAX: Final = 4096  # remembered while they hold nothing; the least recently seen is forgotten first
-FREE_SHARE: Final = 3  # times what is still free: so much may one address hold
+FREE_SHARE: Final = 3  # an address may hold this many times what is still free
 RETRY_SECONDS: Final = 1.0
 RETRY_SECONDS_MAX: Final = 30.0
 GIB: Final = 1 << 30
@@ -42,7 +42,7 @@ class Resource(StrEnum):
     UPLOAD_BYTES = "upload_bytes"  # of disk, reserved by them
     REPORTS = "reports"
     STREAMS = "streams"
-    LOOKUPS = "lookups"  # manifests that are looked for at other members
+    LOOKUPS = "lookups"  # manifests requested from peers
     SOCKET_CONNECTIONS = "socket_connections"  # at the Unix socket, per user
     SOCKET_REQUESTS = "socket_requests"
 
@@ -52,7 +52,7 @@ class Cost(StrEnum):
 
     WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
     EVICTIONS = "evictions"
-    LOOKUPS = "lookups"  # of manifests, at neighbours
+    LOOKUPS = "lookups"  # of manifests, at peers
     RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
 
 
@@ -130,7 +130,7 @@ class Budgets:
     # -- held ---------------------------------------------------------------------------------------------------------
 
     def hold(self, address: str, what: Resource, amount: int = 1, *, counted: bool = True) -> bool:
-        """Hold so much more, until ``release``; return whether there is that much for this address.
+        """Hold ``amount`` more until ``release``; return whether this address may hold that much.
 
         ``counted``: a refusal is one that the client sees.
         """
@@ -154,7 +154,7 @@ class Budgets:
 
     @contextlib.contextmanager
     def holding(self, address: str, what: Resource, amount: int = 1) -> Iterator[None]:
-        """Hold so much until the end of the block. Raises ``OverCapacity``."""
+        """Hold ``amount`` until the end of the block. Raises ``OverCapacity``."""
         if not self.hold(address, what, amount):
             raise self.refusal(what)
         try:
@@ -170,7 +170,7 @@ class Budgets:
     # -- spent --------------------------------------------------------------------------------------------------------
 
     def spend(self, address: str, what: Cost, amount: float, now: float) -> bool:
-        """Charge so much if the address is not in debt; return whether it was. A charge may lead into debt."""
+        """Charge ``amount`` unless the address is in debt; return whether it was charged. A charge may cause debt."""
         with self._lock:
             left = self._left(address, what, now)
             if left <= 0:
@@ -191,13 +191,13 @@ class Budgets:
             return self._left(address, what, now)
 
     def refusal(self, what: Resource | Cost, address: str = "", now: float = 0.0) -> OverCapacity:
-        """Return what to tell the client; for a cost with when it may spend again."""
+        """Return the error for the client; for a cost, with the time after which it may spend again."""
         if isinstance(what, Cost):
             seconds = max(-self.left(address, what, now), 0.0) / self.rates[what].per_second + RETRY_SECONDS
             return OverCapacity(
-                f"this address caused too much here ({what}); retry later", min(seconds, RETRY_SECONDS_MAX)
+                f"this address has used up its budget ({what}); retry later", min(seconds, RETRY_SECONDS_MAX)
             )
-        return OverCapacity(f"too much is under way here for this address ({what}); retry", RETRY_SECONDS)
+        return OverCapacity(f"too much is under way for this address ({what}); retry", RETRY_SECONDS)
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class Budgets:
 def address_of(peer: object) -> str:
     """Return whose budget a socket's peer name falls under: its IPv4 address, or its IPv6 network of 64 bits.
 
-    One IPv6 host usually has as many addresses as it likes there.
+    An IPv6 host can usually use any address of that network.
     """
     host = str(peer[0]) if isinstance(peer, tuple) and peer else ""
     try:

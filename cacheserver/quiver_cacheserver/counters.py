@@ -1,4 +1,4 @@
-"""What the daemon counted: one set of numbers behind ``/v1/status`` and ``/metrics``. Never a digest, never a path."""
+"""The daemon's counters, behind ``/v1/status`` and ``/metrics``. No label is a digest or a path."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Counters:
     uploaded_bytes: int = 0
     handed_files: int = 0
     reads_in_flight: int = 0
-    overloads: int = 0  # other than by a budget, which counts its own
-    connections_closed: Counter[str] = field(default_factory=lambda: Counter(idle=0, late=0, room=0))  # by us
+    overloads: int = 0  # without refusals by a budget, which counts its own
+    connections_closed: Counter[str] = field(default_factory=lambda: Counter(idle=0, late=0, room=0))  # by this daemon
     need_fetches: int = 0
     forced_drops: int = 0
     # Known labels start at 0, so that a rate can be taken from the first one on.

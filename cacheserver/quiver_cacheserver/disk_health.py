@@ -1,4 +1,4 @@
-"""Whether the disk takes files: learned from writes that fail, and tried again from time to time."""
+"""Whether the disk accepts files: learned from writes that fail, and probed periodically after a failure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from quiver.wire import OK
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS: Final = 2.0  # between two tries of a disk that takes no files
+RETRY_SECONDS: Final = 2.0  # between two probes of a disk that accepts no files
 
 
 class DiskHealth:
-    """``state``: ``ok``, or why the disk takes no files. Safe from threads."""
+    """``state``: ``ok``, or why the disk accepts no files. Safe from threads."""
 
     def __init__(self, store: Store[MemoryInventory], executor: Executor) -> None:
         self.state = OK
@@ -27,22 +27,22 @@ class DiskHealth:
         self._refused_bytes = 0
 
     def check(self) -> None:
-        """Raise ``DiskFailed`` if the disk took no file the last time."""
+        """Raise ``DiskFailed`` if the last write failed."""
         if self.state != OK:
             raise DiskFailed(self.state)
 
     def failed(self, error: DiskFailed, size_bytes: int) -> None:
-        """The disk refused a file of this size."""
+        """Record that the disk refused a file of this size."""
         if self.state == OK:
             log.warning("nothing can be cached: %s", error)
         self.state, self._refused_bytes = str(error), size_bytes
 
     def wrote(self) -> None:
-        """The disk took a file."""
+        """Record that the disk accepted a file."""
         self.state = OK
 
     async def watch(self) -> None:
-        """Try a disk that refused a file until it takes one. Nobody else may ever write: readers go elsewhere."""
+        """Probe a disk that refused a file until it accepts one. There may be no other write: readers go elsewhere."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             if self.state != OK:

@@ -1,4 +1,4 @@
-"""The manifests that this daemon has: opened, checked, and fetched from peers when somebody names one."""
+"""The manifests that this daemon has: opened, checked, and fetched from peers when a client names one."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from quiver_cacheserver.residency.rooms import Rooms
 log = logging.getLogger(__name__)
 
 MANIFEST_BYTES_MAX: Final = 4 << 30
-MISSING_MAX: Final = 4096  # more than all addresses together may have looked for within that time
-ASK_AGAIN_SECONDS: Final = 2.0  # a manifest that nobody had is not looked for more often than this
+MISSING_MAX: Final = 4096  # more than all addresses together may look up within that time
+ASK_AGAIN_SECONDS: Final = 2.0  # between two lookups of a manifest that no peer had
 
 
 class Manifests:
@@ -47,9 +47,9 @@ class Manifests:
         return self.opened.get(digest)
 
     async def get(self, digest: Digest, client: str) -> Manifest | None:
-        """Return the manifest, from disk or from a peer; ``None`` if nobody has it.
+        """Return the manifest, from disk or from a peer; ``None`` if none has it.
 
-        Also if ``client`` had too many looked for: to be told to put it here costs it more than it costs others.
+        Also ``None`` if ``client`` caused too many lookups: then the client has to upload it.
         """
         manifest = self.if_open(digest)
         if manifest is not None:
@@ -69,7 +69,7 @@ class Manifests:
         return await asyncio.shield(future)
 
     def forget_missing(self, digest: Digest) -> None:
-        """Look for the manifest again: somebody has just put it."""
+        """Forget that the manifest was missing: a client has just uploaded it."""
         self._missing.pop(digest)
 
     def _found(self, digest: Digest, done: asyncio.Future[Manifest | None], client: str) -> None:
@@ -107,6 +107,6 @@ class Manifests:
             log.warning("manifest put aside: %s", error)
             self._store.quarantine(Kind.MANIFEST, digest)
             raise NotFound("the manifest on disk was wrong") from error
-        except (DiskFailed, Misconfigured) as error:  # of a newer format, perhaps, or there are no descriptors left
+        except (DiskFailed, Misconfigured) as error:  # a newer format perhaps, or no descriptor is left
             log.warning("a manifest cannot be opened now: %s", error)
             raise NotFound("the manifest on disk cannot be opened") from error

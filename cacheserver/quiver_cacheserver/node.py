@@ -1,7 +1,7 @@
-"""The daemon without HTTP: what it holds, how it gets what it does not hold, and from whom. It composes all parts.
+"""The daemon without HTTP: what it holds, and where it gets what it does not hold. It composes all parts.
 
-The way of a missing shard: first here (verified once after a restart), then the peers that may have it (owners of
-the ring and those that drain), then the origin, if the operator allows this origin.
+A shard is looked for on the daemon's disk (verified once after a restart), then at the peers that may have it (the
+ring's owners and draining members), then at the origin, if the operator allows this origin.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from quiver_cacheserver.sources import Sources
 from quiver_cacheserver.verification import Verification
 
 DISK_THREADS: Final = 8
-LOOK_THREADS: Final = 2  # that ask peers for manifests: not the disk's, which a silent peer must not occupy
+LOOK_THREADS: Final = 2  # for fetching manifests from peers: a silent peer must not occupy the disk's threads
 
 
 class Node:
@@ -120,7 +120,7 @@ class Node:
             rack=self.registry.ring.rack,
             version=self.version,
             state="draining" if self.state == "draining" else "up",
-            resident_bytes=inventory.resident_bytes(),  # without the lock, under which a disk may be slow
+            resident_bytes=inventory.resident_bytes(),  # without the lock, which a slow disk may hold
             capacity_bytes=self.store.capacity_bytes,
             shards=inventory.count(Kind.SHARD),
             manifests=inventory.count(Kind.MANIFEST),
@@ -143,7 +143,7 @@ class Node:
         return self.inventory.has(Kind.SHARD, digest)
 
     def at_hand(self, digest: Digest) -> bool:
-        """Whether the shard is here and verified; one that is here and not verified will be, soon."""
+        """Whether the shard is here and verified. For one that is here unverified, begin the verification."""
         if self.verification.is_pending(digest):
             self.verification.begin(digest)
         return self.resident(digest)
@@ -162,7 +162,7 @@ class Node:
     ) -> Set[Digest]:
         """Fill shards, waiting for them no longer than ``wait_seconds``; return which the manifest has.
 
-        Whatever is late goes on.
+        Fills that take longer continue.
         """
         deadline = time.monotonic() + wait_seconds
         listed = await self.listed(wanted, manifest)
@@ -194,7 +194,7 @@ class Node:
         return self.fills.start(decision, partial(self.filler.fill, digest, manifest, client), client)
 
     def forgo(self, digests: Iterable[Digest], manifest: Digest, client: str) -> None:
-        """The client that was to put these shards here cannot."""
+        """Record that the client chosen to upload these shards cannot."""
         for digest in digests:
             self.fills.forgo(Recipe(digest, manifest), client)
 
@@ -203,10 +203,10 @@ class Node:
         self.verification.suspect(digests, client)
 
     def absence(self, digest: Digest, listed: Set[Digest], manifest: Digest | None) -> RangeStatus:
-        """Return what to tell a reader of a shard that is not here.
+        """Return the status of a shard that is not here.
 
-        ``listed``: the shards that the manifest has, of those that the reader named. ``UPLOAD``: some client has to put
-        it here, and nobody is chosen yet (``choose_uploader``).
+        ``listed``: those of the reader's shards that the manifest has. ``UPLOAD``: a client has to upload it, and none
+        is chosen yet (``choose_uploader``).
         """
         if self.resident(digest):  # since a moment ago
             return RangeStatus.FILLING
@@ -217,7 +217,7 @@ class Node:
         return self.fills.status(Recipe(digest, manifest))
 
     def choose_uploader(self, digest: Digest, manifest: Digest, client: str) -> bool:
-        """Have a client put a shard here that the daemon cannot read; return whether it is chosen."""
+        """Choose a client to upload a shard that the daemon cannot read; return whether it was chosen."""
         size_bytes = float(self._needs.sizes_of(as_rows([digest]))[0])
         decision = self._needs.commitments.get(Recipe(digest, manifest)) or Decision(digest, manifest, size_bytes)
         return self.fills.choose_uploader(decision, client)
@@ -232,7 +232,7 @@ class Node:
         return await loop.run_in_executor(self.disk_threads, self.store.open_file, Kind.SHARD, digest)
 
     def admitted(self, digest: Digest, source: str, client: str = "") -> None:
-        """A shard was written by way of ``source`` on behalf of ``client``, and verified."""
+        """Record that a shard from ``source`` was verified and written on behalf of ``client``."""
         self.verification.written(digest)
         self.holders.filled(digest, client)
         self.counters.count("fills", source)

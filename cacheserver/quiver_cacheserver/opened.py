@@ -21,7 +21,7 @@ OPEN_BYTES_MAX: Final = 1 << 30  # of manifests in memory at once, four of 1.3 m
 
 
 class OpenManifests:
-    """Opened manifests by digest, those that were used last: a bounded number of a bounded size."""
+    """The most recently used manifests by digest, bounded in number and size."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Digest, Manifest] = OrderedDict()
@@ -43,14 +43,14 @@ class OpenManifests:
             self._used.pop(old, None)
 
     def in_use_of(self, shards: U8) -> Mask:
-        """Return which of these ``(n, 32)`` are shards of datasets that were read of late."""
+        """Return which of these ``(n, 32)`` are shards of datasets that were read recently."""
         used = np.zeros(len(shards), bool)
         for _, manifest in self._recent() if len(shards) else ():
             used |= manifest.shard_numbers.rows_of(shards) >= 0
         return used
 
     def recently_used(self) -> set[Digest]:
-        """Return the manifests of datasets that were read of late."""
+        """Return the manifests of datasets that were read recently."""
         return {digest for digest, _ in self._recent()}
 
     def _recent(self) -> list[tuple[Digest, Manifest]]:

@@ -144,7 +144,7 @@ async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> No
             await work(node)
             return
         except Exception:  # the supervisor: a bug costs a round, never the daemon
-            log.exception("background work failed and is begun again")
+            log.exception("background work failed and is restarted")
             await asyncio.sleep(SUPERVISED_SECONDS)
 
 
@@ -154,7 +154,7 @@ def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:
 
 
 async def _drain(config: Config, node: Node) -> None:
-    """Leave the ring, serve whoever still asks, and end when nobody does any more, or ``--drain-seconds`` are over."""
+    """Leave the ring, keep serving readers, and end once there are none, or after ``--drain-seconds``."""
     node.state = "draining"
     log.info("%s drains", node.name)
     await node.registry.drain()

@@ -1,4 +1,4 @@
-"""Work on the event loop for each of many shards, cut into slices, so that others have their turn in between."""
+"""Work on the event loop for each of many shards, cut into slices, so that other requests run in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Slices:
     async def turn(self) -> AsyncIterator[None]:
         """Take an iteration of the loop for a step of one request, however many large ones there are.
 
-        Not a thread: threads would compete for the GIL, which the loop takes anew for each event, 5 ms each time.
+        Not a thread: threads would compete for the GIL, which the loop reacquires for each event, 5 ms each time.
         """
         async with self._turn:
             await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from quiver_cacheserver.rack.peers import RackPeers
 
 
 class Sources:
-    """Peers and origins, and what is held against them. Safe from threads."""
+    """Peers and origins, and the record of their failures. Safe from threads."""
 
     def __init__(self, peers: RackPeers, origins: Origins, counters: Counters, memory: ShardMemory) -> None:
         self._peers = peers
@@ -26,12 +26,12 @@ class Sources:
         self._memory = memory
 
     def of(self, shard: Digest, manifest: Manifest) -> Iterator[ShardSource]:
-        """Yield who may have a shard, the cheapest first."""
+        """Yield the sources that may have a shard, the cheapest first."""
         yield from self._peers.holders(shard)
         yield OriginShards(manifest, self._origins.of(manifest), self._memory.take)
 
     def blame(self, source: ShardSource, error: QuiverError) -> None:
-        """A source failed, or gave wrong bytes."""
+        """Record that a source failed, or sent wrong bytes."""
         is_peer = isinstance(source, PeerClient)
         if isinstance(error, Corrupt):
             self._counters.count("corruptions", "peer" if is_peer else "origin")
@@ -39,12 +39,12 @@ class Sources:
             self._peers.failed(source, error)
 
     def gave(self, source: ShardSource) -> str:
-        """A source gave a shard; return what it is: ``peer`` or ``origin``."""
+        """Record that a source delivered a shard; return its kind: ``peer`` or ``origin``."""
         if not isinstance(source, PeerClient):
             return "origin"
         self._peers.delivered(source)
         return "peer"
 
     def failed(self, manifest: Manifest, error: QuiverError) -> None:
-        """No source of a manifest's shard had it."""
+        """Record that no source had a shard of this manifest."""
         self._origins.failed(manifest, error)

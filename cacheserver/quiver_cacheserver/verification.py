@@ -1,6 +1,6 @@
 """Which of the shards on disk were verified since the daemon started, or since a reader got wrong bytes of them.
 
-A shard that was not is verified before it is served, once, whoever asks. What is wrong is quarantined.
+An unverified shard is verified once, before it is first served. A wrong one is quarantined.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Verification:
             if digest in self._unverified:
                 self._store.check(digest)
                 self._unverified.discard(digest)
-            elif self.is_resident(digest):  # and not merely on disk: what could not be put aside is not read again
+            elif self.is_resident(digest):  # not merely on disk: a file that could not be quarantined is not read again
                 self._store.open_file(Kind.SHARD, digest)
             else:
                 return False
@@ -85,19 +85,19 @@ class Verification:
         return True
 
     def written(self, digest: Digest) -> None:
-        """A shard was written, and verified as it was."""
+        """Record that a shard was written, and verified during the write."""
         self._unverified.discard(digest)
 
     def suspect(self, digests: Iterable[Digest], client: str = "") -> None:
-        """A reader got wrong bytes: verify these shards again before they are served, but not over and over.
+        """A reader got wrong bytes: verify these shards before serving them, at most once per ``RECHECK_SECONDS``.
 
-        What a client says is believed as far as its budget goes; ``""``: what this daemon found itself.
+        A client's reports are charged to its budget; ``""``: this daemon found the error itself.
         """
         now = time.monotonic()
         for digest in digests:
             if self._inventory.has(Kind.SHARD, digest) and digest not in self._suspected:
                 size_bytes = self._inventory.size(Kind.SHARD, digest)
                 if client and not self._budgets.spend(client, Cost.RECHECK_BYTES, size_bytes, now):
-                    return  # served as they are, to a reader who checks what it gets
+                    return  # served unverified: readers verify what they get
                 self._suspected.set(digest, None, RECHECK_SECONDS)
                 self._unverified.add(digest)

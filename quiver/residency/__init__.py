@@ -1,14 +1,14 @@
-"""What is needed, what is fetched for it and what is evicted: pure functions of values, the same for every cache.
+"""Which shards are needed, fetched and evicted: pure functions of values, the same for every cache.
 
-``report`` is what a consumer says, ``messages`` how it travels; ``leases`` knows who has a place, ``needs`` counts what
-all of them need, ``commitments`` what was decided and is not carried out yet; ``policy`` decides what to fetch and all
-that is evicted for it, ``eviction`` which files may be evicted at all; ``origin_estimate`` says how fast shards come.
+``report`` is what a consumer reports, ``messages`` encodes it; ``leases`` knows the consumers that count, ``needs``
+counts what they need, ``commitments`` the decisions that are not carried out yet; ``policy`` decides what to fetch and
+what to evict for it, ``eviction`` which files may be evicted at all; ``origin_estimate`` measures how fast fills are.
 
     needs.report(...)                    reports in
     decide(needs, situation)             decisions out
-    needs.commit(decision)               each carried out as it stands: store.reserve(..., evict=decision.evict)
-    needs.arrived(...), needs.gone(...)  what the store says
-    needs.end(decision.recipe)           the fetch ended, whatever came of it
+    needs.commit(decision)               carried out exactly: store.reserve(..., evict=decision.evict)
+    needs.arrived(...), needs.gone(...)  events of the store
+    needs.end(decision.recipe)           the fetch ended, successfully or not
 """
 
 from quiver.residency.commitments import Commitments, Decision, Recipe

@@ -1,9 +1,9 @@
-"""What was decided and is not carried out yet: the one place that knows what is coming, and what is evicted for it.
+"""The decisions that are not carried out yet: the one record of what is coming, and of what is evicted for it.
 
-A decision says which shard to fetch and everything to evict for it. From the moment it is committed until it ends, its
-shard counts as coming and what it evicts as gone, for every later decision. When the fetch succeeds the store's own
-events have said so already; when it fails, ending the commitment is all there is to do: what was to be evicted and was
-not is held again, because nothing but the commitment said otherwise.
+A decision says which shard to fetch and everything to evict for it. From the moment it is committed until it ends,
+every later decision counts its shard as coming and its evictions as gone. If the fetch succeeds, the store's events
+have already said so. If it fails, ending the commitment suffices: only the commitment marked its evictions as gone, so
+those that did not happen count as held again.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from quiver.digest import Digest
 
 
 class Recipe(NamedTuple):
-    """A shard, and the digest of the manifest (the dataset) that says where its samples lie."""
+    """A shard, and the digest of the manifest (the dataset) that locates its samples."""
 
     shard: Digest
     dataset: Digest
 
 
 class Decision(NamedTuple):
-    """Fetch a shard, by a dataset's manifest, in place of ``evict``: all of it, and in this order.
+    """Fetch a shard by a dataset's manifest, and evict ``evict`` for it: all of it, in this order.
 
-    ``forced``: those of ``evict`` that somebody needs. ``starving``: the consumers on whose behalf these are evicted.
-    ``ordered``: it is the next of a consumer that reads in a fixed order.
+    ``forced``: those of ``evict`` that some consumer needs. ``starving``: the consumers on whose behalf these are
+    evicted. ``ordered``: the shard is the next one of a consumer that reads in a fixed order.
     """
 
     shard: Digest
@@ -47,7 +47,7 @@ class _Open(NamedTuple):
 
 
 class Commitments:
-    """The decisions under way, by recipe. Changed by one thread; others may ask for ``evicting``, ``decisions_of``."""
+    """The open decisions, by recipe. One thread changes them; others may call ``evicting`` and ``decisions_of``."""
 
     def __init__(self) -> None:
         self._open: dict[Recipe, _Open] = {}
@@ -67,9 +67,9 @@ class Commitments:
         return iter(list(self._open))
 
     def add(self, decision: Decision, *, keeps_room: bool = True) -> None:
-        """Commit to a decision, in place of an earlier one on the same recipe.
+        """Commit to a decision. It replaces an earlier one on the same recipe.
 
-        ``keeps_room``: room is kept for all of the shard; else, since it may never come, for what it evicts alone.
+        ``keeps_room``: keep room for the whole shard; otherwise, since it may never arrive, only what it evicts.
         """
         self.end(decision.recipe)
         self._open[decision.recipe] = _Open(decision, keeps_room)
@@ -78,7 +78,7 @@ class Commitments:
             self._evicting[digest] = decision.recipe
 
     def end(self, recipe: Recipe) -> Decision | None:
-        """End a commitment, whatever came of it. What it was to evict and did not is held as before."""
+        """End a commitment, successful or not. What it should have evicted and did not counts as held again."""
         ended = self._open.pop(recipe, None)
         if ended is None:
             return None
@@ -96,7 +96,7 @@ class Commitments:
         return found.decision if found is not None else None
 
     def of(self, shard: Digest) -> list[Recipe]:
-        """Return by which recipes a shard is coming."""
+        """Return the recipes by which a shard is coming."""
         return list(self._of.get(shard, {}).values())
 
     @property
@@ -106,7 +106,7 @@ class Commitments:
 
     @property
     def evicting(self) -> list[Digest]:
-        """What is evicted for what is coming: gone, as far as anybody else is concerned."""
+        """What is evicted for the shards that are coming: it counts as gone for every other decision."""
         return list(self._evicting)
 
     def decisions_of(self, shard: Digest) -> list[Decision]:
@@ -114,6 +114,6 @@ class Commitments:
         return [it for it in map(self.get, self.of(shard)) if it is not None]
 
     def promised(self) -> list[tuple[Digest, float]]:
-        """Return the shards that room is kept for, each once, and their bytes."""
+        """Return the shards for which room is kept, each once, and their bytes."""
         sizes = {it.decision.shard: it.decision.size_bytes for it in list(self._open.values()) if it.keeps_room}
         return list(sizes.items())

@@ -1,13 +1,13 @@
-"""What may be evicted when room is wanted: one policy for fetches, readers' fills, uploads and manifests. Pure.
+"""What may be evicted to make room: one policy for fetches, readers' fills, uploads and manifests. Pure.
 
 Recency is a bad guide under epochs: with a dataset larger than the cache, least-recently-used evicts every shard just
-before it is read again. So what is needed is never evicted for something else; the newcomer is refused and read from
-the origin instead. What is needed is what jobs report (``needs``). Of a dataset that nobody reports on, which a
-stock loader reads, all is taken to be needed until it was not read for ``IDLE_SECONDS``.
+before it is read again. So a needed shard is never evicted for another one; the newcomer is refused and read from the
+origin instead. Jobs report which shards they need (``needs``). If no job reports on a dataset, because a stock loader
+reads it, each of its shards counts as needed until it was not read for ``IDLE_SECONDS``.
 
-A daemon serves many, and anybody can have shards filled. So it knows for whom each was filled (its *holder*),
-and one holder evicts what is another's only as far as it holds less than that one, or after ``KEPT_SECONDS``: by
-reading junk nobody comes to hold more than the others. That a dataset is in use stops only those who hold more.
+A daemon has many clients, and each can have shards filled. So the daemon records for whom each shard was filled (its
+*holder*). A holder may evict another's shard only if it holds less than the other, or after ``KEPT_SECONDS``: reading
+junk gains no client more of the cache than the others have. A dataset in use is protected only from holders of more.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quiver.digest import DIGEST_BYTES, Digest
 from quiver.lookup import as_rows
 
 IDLE_SECONDS: Final = 60.0  # longer than the pause between two epochs' reads, shorter than anyone waits for room
-KEPT_SECONDS: Final = 600.0  # for which what nobody needs is kept from one who holds more: a validation, a restart
-SHARED: Final = 0  # the holder of what several read, and of what was here before the daemon started
+KEPT_SECONDS: Final = 600.0  # how long unneeded files are protected from a larger holder: a validation, a restart
+SHARED: Final = 0  # the holder of files that several read, or that were here before the daemon started
 
 U8 = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
@@ -32,7 +32,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class StoredFile(NamedTuple):
-    """A file in a store: its name, how large it is and when it was last read (seconds on the caller's clock)."""
+    """A file in a store: its name, its size and when it was last read (seconds on the caller's clock)."""
 
     digest: Digest
     size_bytes: int
@@ -40,9 +40,9 @@ class StoredFile(NamedTuple):
 
 
 class OnBehalf(NamedTuple):
-    """For whom room is wanted. ``holder`` is ``None`` for what several want, which no holder is protected from.
+    """On whose behalf room is made. ``holder`` is ``None`` for several: no holder's files are protected from them.
 
-    ``own_only``: it had so much evicted that it may only replace what is its own.
+    ``own_only``: the holder had so much evicted that it may only replace its own files.
     """
 
     holder: int | None = None
@@ -54,14 +54,14 @@ SEVERAL: Final = OnBehalf()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shelf:
-    """All files of a kind that are held, ``(n,)`` each."""
+    """All held files of one kind, ``(n,)`` each."""
 
     digests: U8  # (n, 32)
     sizes: Ints  # bytes
     idle: npt.NDArray[np.float64]  # seconds since it was read
-    needed: npt.NDArray[np.int8]  # 1: somebody needs it, 0: nobody does, -1: nobody said
-    in_use: Mask  # of a dataset that was read of late
-    holders: Ints  # a number for each holder, ``SHARED`` for all together
+    needed: npt.NDArray[np.int8]  # 1: some consumer needs it, 0: none does, -1: unknown
+    in_use: Mask  # of a dataset that was read recently
+    holders: Ints  # a number for each holder, ``SHARED`` for several
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -83,7 +83,7 @@ class Shelf:
         )
 
     def rows_of(self, digests: Collection[Digest]) -> Ints:
-        """Return the positions of those of a few digests that are on the shelf."""
+        """Return the positions of the given digests that are on the shelf."""
         if not digests:
             return np.zeros(0, np.int64)
         wanted = set(digests)
@@ -106,13 +106,14 @@ EMPTY_SHELF: Final = Shelf(
 
 
 class Candidates:
-    """What may be evicted of a shelf, in the order in which it is: used up as it is taken.
+    """The eviction candidates of a shelf, in order of eviction. ``take`` removes them.
 
-    First what nobody needs, idle the longest first; then, for one who holds less, what only its dataset's use keeps.
+    First come the files that nobody needs, the longest idle first; then, for a holder of less, those that are protected
+    only because their dataset is in use.
     """
 
     def __init__(self, shelf: Shelf, without: Collection[Digest] = ()) -> None:
-        """``without``: what is evicted already for something else, or must stay."""
+        """``without``: files that are already being evicted, or must stay."""
         self._shelf = shelf
         idle = shelf.idle >= IDLE_SECONDS
         nobody = (shelf.needed == 0) | ((shelf.needed < 0) & ~shelf.in_use & idle)
@@ -126,18 +127,18 @@ class Candidates:
         self._gone[excluded] = True
 
     def choose(self, free_bytes: float, on_behalf: OnBehalf = SEVERAL) -> list[int] | None:
-        """Return the positions of what to evict so that ``free_bytes`` become free; ``None`` if that cannot be."""
+        """Return the positions of what to evict to free ``free_bytes``; ``None`` if that is impossible."""
         chosen, freed_bytes = self.most(free_bytes, on_behalf)
         return chosen if freed_bytes >= free_bytes else None
 
     def most(self, free_bytes: float, on_behalf: OnBehalf = SEVERAL) -> tuple[list[int], int]:
-        """Return the positions of what may be evicted until ``free_bytes`` are free, or all of it, and its bytes."""
+        """Return the positions of what to evict to free ``free_bytes``, or of all candidates, and their bytes."""
         if on_behalf.holder is None:
             return self._unneeded(free_bytes)
         return self._fairly(free_bytes, on_behalf.holder, own_only=on_behalf.own_only)
 
     def take(self, chosen: Sequence[int]) -> None:
-        """What was chosen is evicted: nothing else may choose it."""
+        """Remove what was chosen from the candidates."""
         self._gone[list(chosen)] = True
         self._nobody, self._in_use = self._nobody[~self._gone[self._nobody]], self._in_use[~self._gone[self._in_use]]
 
@@ -159,7 +160,7 @@ class Candidates:
                     return chosen, freed
                 whose, size = int(shelf.holders[at]), int(shelf.sizes[at])
                 if whose != holder:
-                    # What came for this one instead counts as its own already.
+                    # What replaces it already counts as this holder's own.
                     less = mine + size <= held[whose] - size
                     if own_only or (strictly and (whose == SHARED or not less)):
                         continue
@@ -167,7 +168,7 @@ class Candidates:
                         continue
                     mine += size
                 elif strictly:
-                    continue  # its own dataset in use: to evict it for another of its own would be to thrash
+                    continue  # its own dataset, in use: evicting it for another of its own shards would be thrashing
                 held[whose] -= size
                 freed += size
                 chosen.append(at)
@@ -189,9 +190,9 @@ def _longest_idle_first(shelf: Shelf, candidates: Mask) -> Ints:
 def choose_idle(
     files: Iterable[StoredFile], free_bytes: int, needed: Callable[[Digest], bool | None], now: float
 ) -> list[StoredFile] | None:
-    """Return what to evict of a folder so that ``free_bytes`` become free, idle the longest first; ``None``: it cannot.
+    """Return what to evict from a folder to free ``free_bytes``, the longest idle first; ``None`` if impossible.
 
-    ``needed`` says whether somebody needs it, and ``None`` where nobody said: then being idle decides.
+    ``needed`` returns whether some consumer needs a file; ``None`` if that is unknown: then its idle time decides.
     """
     several = list(files)
     said = {True: 1, False: 0, None: -1}

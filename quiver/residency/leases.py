@@ -1,11 +1,11 @@
-"""Who reports needs, each under a lease, and who loses its place when more want one than are kept. Pure.
+"""The consumers that report needs, each under a lease, and which of them is dropped if there are too many. Pure.
 
-The one place where leases live: a consumer counts until its lease expires, so one that was killed, suspended or cut off
-pins nothing for long.
+All leases are kept here. A consumer counts until its lease expires, so one that was killed, suspended or cut off pins
+nothing for long.
 
-Anybody can make consumers up. So when all places are taken, the address with most of them loses one: first a consumer
-that reported once and never again, then the one that reported longest ago. A newcomer is refused only if it would make
-its own address the one with most.
+A client can invent consumers. So if the limit is reached, the address with the most leases loses one: first a consumer
+that reported only once, then the one that reported longest ago. A newcomer is refused only if its own address would
+then have the most.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ REPORTED_SHARDS_MAX: Final = 1 << 24  # in all reports together: 18 bytes each, 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One consumer's claim: on which dataset, of how many shards, for how many seconds after its last report.
+    """A consumer's lease: its dataset, the number of shards, and how many seconds it lasts after a report.
 
-    ``client``: the address that the report came from, ``""`` where all consumers are at one.
+    ``client``: the address that the report came from; ``""`` if all consumers have the same.
     """
 
     dataset: Digest
@@ -37,7 +37,7 @@ class Lease:
 
 
 class Leases:
-    """The leases of all consumers. Used by one thread; its caller has the clock."""
+    """The leases of all consumers. Used by one thread; the caller passes the time."""
 
     def __init__(self, consumers_max: int = CONSUMERS_MAX, shards_max: int = REPORTED_SHARDS_MAX) -> None:
         self._consumers_max, self._shards_max = consumers_max, shards_max
@@ -56,9 +56,9 @@ class Leases:
         return self._leases.get(consumer)
 
     def take(self, consumer: bytes, lease: Lease) -> list[bytes] | None:
-        """Take a consumer's lease, which replaces its last one; return who loses its own for it.
+        """Grant a consumer's lease, which replaces its last one; return the consumers that lose theirs for it.
 
-        ``None``: it is refused, and has no lease afterwards.
+        ``None``: the lease is refused, and the consumer has none afterwards.
         """
         before = self._leases.pop(consumer, None)
         lost: list[bytes] = []
@@ -87,14 +87,14 @@ class Leases:
         return {name for name, lease in self._leases.items() if lease.client in clients}
 
     def clients(self) -> dict[Digest, str]:
-        """Return by dataset the address of all its consumers, ``""`` if they have several."""
+        """Return by dataset the address of its consumers, ``""`` if they have several addresses."""
         found: dict[Digest, str] = {}
         for lease in self._leases.values():
             found[lease.dataset] = lease.client if found.get(lease.dataset, lease.client) == lease.client else ""
         return found
 
     def _loser(self, leases: dict[bytes, Lease], new: Lease) -> bytes | None:
-        """Return who loses its place before there is one for a new lease: ``None``: nobody, ``b""``: the new one."""
+        """Return the consumer to drop for a new lease; ``None`` if there is room, ``b""`` to refuse the new one."""
         taken: Counter[str] = Counter({new.client: 0})
         if len(leases) >= self._consumers_max:
             taken.update(lease.client for lease in leases.values())

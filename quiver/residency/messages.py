@@ -1,7 +1,8 @@
-"""How a consumer's needs travel (docs/protocol.md): ``POST /v1/needs`` in a rack, a lease file in an embedded cache.
+"""The encoding of a consumer's needs (docs/protocol.md): ``POST /v1/needs`` in a rack, a lease file in an embedded
+cache.
 
-MessagePack, by ``msgspec``. The arrays, a byte per shard, are packed by zlib. Whatever is announced is checked before
-anything is unpacked, and no more is unpacked than was announced: a message comes from whoever reaches the daemon.
+MessagePack, by ``msgspec``. The arrays, a byte per shard, are compressed by zlib. A message may come from any client of
+the daemon: its announced sizes are checked first, and no more is decompressed than it announces.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ SHARDS_MAX: Final = 1 << 24
 SOON_MAX: Final = 4096
 UPLOADS_MAX: Final = 64
 LEASE_SECONDS_MAX: Final = 60.0
-PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # what does not compress becomes a little longer
-_FIELDS_BYTES_MAX: Final = 512  # all of a message but its lists and its array
+PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # incompressible data becomes a little longer
+_FIELDS_BYTES_MAX: Final = 512  # a message without its lists and its array
 _NUMBER_BYTES_MAX: Final = 5
 REPORT_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * SOON_MAX + PACKED_BYTES_MAX
 ANSWER_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * UPLOADS_MAX + PACKED_BYTES_MAX
@@ -37,11 +38,11 @@ _Packed = Annotated[bytes, Meta(max_length=PACKED_BYTES_MAX)]
 
 
 class NeedsStatus(enum.IntEnum):
-    """What became of a report."""
+    """The outcome of a report."""
 
     TAKEN = 0
     NO_MANIFEST = 1  # put the manifest, then report again
-    FULL = 2  # more consumers than the daemon keeps: read as if nobody listened
+    FULL = 2  # the daemon has too many consumers: read without its help
 
 
 class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True):
@@ -67,11 +68,11 @@ class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report: Final = msgspec.msgpack.Decoder(_ReportMessage).decode
 _decode_answer: Final = msgspec.msgpack.Decoder(_AnswerMessage).decode
-_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what its decoder raises
+_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what the decoder raises
 
 
 class ReportHead(NamedTuple):
-    """What a report says before its array is unpacked: whether that is worth it."""
+    """A report without its array, to decide whether to decompress that."""
 
     manifest: Digest
     consumer: bytes
@@ -81,7 +82,7 @@ class ReportHead(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeedsReport:
-    """A report and the dataset that it is about. ``leaving``: the consumer is done, forget it."""
+    """A report and the dataset that it is about. ``leaving``: the consumer has finished; forget it."""
 
     manifest: Digest
     report: Report
@@ -106,7 +107,7 @@ class NeedsReport:
 
     @staticmethod
     def head(body: Bytes) -> ReportHead:
-        """Parse all but the array, which takes no time. Raises ``BadRequest`` as ``decode`` does."""
+        """Parse all but the array, which is cheap. Raises ``BadRequest`` as ``decode`` does."""
         message = _report_message(body)
         return ReportHead(Digest(message.manifest), message.consumer, message.shards, message.leaving)
 
@@ -117,7 +118,7 @@ class NeedsReport:
         report = Report(
             consumer=message.consumer,
             left=_unpacked(message.left, message.shards),
-            rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second: as good as not known
+            rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second counts as unknown
             ahead_bytes=message.ahead_bytes,
             lease_seconds=min(message.lease_seconds, LEASE_SECONDS_MAX),
             soon=tuple(message.soon),
@@ -128,7 +129,7 @@ class NeedsReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NeedsAnswer:
-    """What a daemon holds of the dataset, and which shards this consumer is chosen to read and put there."""
+    """Which shards of the dataset a daemon holds, and which ones this consumer is chosen to upload to it."""
 
     status: NeedsStatus
     seen: npt.NDArray[np.uint8]
@@ -173,13 +174,13 @@ def _check_numbers(numbers: list[int], shards: int) -> None:
 
 
 def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
-    """Return ``count`` bytes out of what was packed, and never unpack more than that."""
+    """Decompress ``count`` bytes, and never more."""
     unpacking = zlib.decompressobj()
     try:
         data = unpacking.decompress(packed, max(count, 1))
         surplus = unpacking.decompress(unpacking.unconsumed_tail, 1) if unpacking.unconsumed_tail else b""
     except zlib.error as error:
-        raise BadRequest(f"malformed needs: the array cannot be unpacked: {error}") from error
+        raise BadRequest(f"malformed needs: the array cannot be decompressed: {error}") from error
     if len(data) < count:
         raise BadRequest(f"malformed needs: the array has {len(data)} bytes where {count} shards were announced")
     if len(data) > count or surplus:

@@ -1,12 +1,12 @@
-"""Who needs what, counted: the state that decisions are taken from. Pure.
+"""How many consumers need each shard: the state on which decisions are based. Pure.
 
-Every rank of every job is a *consumer*. It reports how much of each shard it has still to read this epoch, how fast it
-reads, and how much of that is resident, under a lease (``leases``). Consumers of one *group* count once, however many
-of them need a shard; by itself each consumer is a group of its own. From the reports follow, by shard: how many groups
-need it, and how many bytes of it are left to read.
+Every rank of every job is a *consumer*. Under a lease (``leases``) it reports how much of each shard it still has to
+read this epoch, how much of that is resident, and how fast it reads. The consumers of one *group* count once, however
+many of them need a shard; by default each consumer is a group of its own. The reports determine, by shard, how many
+groups need it, and how many bytes of it are left to read.
 
-A daemon decides for the shards that the ring gives to it first (*mine*), and each daemon for itself. What is *held*
-comes from the store, by ``arrived`` and ``gone``; what is coming, and what is evicted for it, from ``commitments``.
+Each daemon decides on its own, for the shards whose first owner in the ring it is (*mine*). The store says what is
+*held*, by ``arrived`` and ``gone``; ``commitments`` says what is coming, and what is evicted for it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Ints = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 U8 = npt.NDArray[np.uint8]
 
-# One who starves may have been suspended since its last report; then shards would replace one another without end.
-EVICTIONS_PER_REPORT: Final = 4  # of shards that somebody needs, for one consumer, until it reports again
+# A starving consumer may have been suspended since its last report; then shards would replace one another endlessly.
+EVICTIONS_PER_REPORT: Final = 4  # of needed shards, for one consumer, until it reports again
 
 
 class Grown(NamedTuple):
-    """The slots of all shards once a dataset's are among them, and which those are ``(n,)``."""
+    """The slots of all shards including a new dataset's, and which of them are that dataset's ``(n,)``."""
 
     before: DigestRows
     after: DigestRows
@@ -43,7 +43,7 @@ class Grown(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class DatasetNeeds:
-    """A dataset that somebody reports on."""
+    """A dataset that some consumer reports on."""
 
     slots: Ints  # of each of its shards
     mine: Mask
@@ -53,7 +53,7 @@ class DatasetNeeds:
 
 
 class Group(NamedTuple):
-    """Consumers that count once, of one dataset. The seam for who gets the cache: today each consumer is one."""
+    """Consumers of one dataset that count once. A hook for sharing the cache: today each consumer is a group."""
 
     name: bytes
     dataset: Digest
@@ -82,7 +82,7 @@ class Consumer:
 class Needs:
     """All consumers that report here, and the shards of their datasets, each by its *slot*.
 
-    Belongs to one thread; ``needed``, ``needed_of``, ``sizes_of`` and ``grown`` may be asked from others.
+    Belongs to one thread; others may call ``needed``, ``needed_of``, ``sizes_of`` and ``grown``.
     """
 
     def __init__(self, seed: int = 0, leases: Leases | None = None) -> None:
@@ -95,11 +95,11 @@ class Needs:
         self.sizes = np.zeros(0)
         self.held = np.zeros(0, bool)
         self.counts = np.zeros(0, np.int32)  # of groups that need it
-        self.ties = np.zeros(0)  # less than a half: which of equals comes first, by chance
-        self.ordered_is_next = False  # whether the next fetch is for a consumer of a fixed order, if one wants it
+        self.ties = np.zeros(0)  # less than a half: breaks ties at random
+        self.ordered_is_next = False  # whether a consumer with a fixed order has the next turn
         self._chance = np.random.default_rng(seed)
         self._groups: dict[Group, dict[bytes, Consumer]] = {}
-        self.shown = self.shards, self.counts  # for other threads: both of one moment
+        self.shown = self.shards, self.counts  # for other threads: a consistent pair
 
     def __len__(self) -> int:
         return len(self.consumers)
@@ -110,7 +110,7 @@ class Needs:
         return dataset in self.datasets
 
     def sizes_of(self, shards: U8) -> Floats:
-        """Return the bytes of each shard ``(n, 32)``; 0 for those of no dataset that is reported on."""
+        """Return the bytes of each shard ``(n, 32)``; 0 for a shard of no reported dataset."""
         if not len(self.shards):
             return np.zeros(len(shards))
         rows = self.shards.rows_of(shards)
@@ -118,7 +118,7 @@ class Needs:
         return sizes
 
     def grown(self, shards: U8) -> Grown:
-        """Return what ``add_dataset`` takes its time for. From any thread, while the needs stay in use."""
+        """Return the slow part of ``add_dataset``. Any thread may call it, while the needs stay in use."""
         before = self.shards
         rows = before.rows_of(shards)
         new = rows < 0
@@ -129,11 +129,11 @@ class Needs:
     def add_dataset(
         self, dataset: Digest, shards: U8, sizes: Floats, held: Mask, mine: Mask, grown: Grown | None = None
     ) -> None:
-        """Add a dataset's shards: digests ``(n, 32)``, bytes, which are held here, and which are mine to fetch.
+        """Add a dataset's shards: digests ``(n, 32)``, bytes, which are held here, and which this daemon fetches.
 
-        ``grown``: what ``grown(shards)`` returned a moment ago.
+        ``grown``: a recent result of ``grown(shards)``.
         """
-        if grown is None or grown.before is not self.shards:  # another dataset came or went meanwhile
+        if grown is None or grown.before is not self.shards:  # another dataset was added or removed meanwhile
             grown = self.grown(shards)
         slots = grown.slots
         new = len(grown.after) - len(self.sizes)
@@ -149,7 +149,7 @@ class Needs:
         self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)))
 
     def set_mine(self, dataset: Digest, mine: Mask) -> None:
-        """The ring changed: other shards are mine to fetch."""
+        """Set which shards this daemon fetches, after the ring changed."""
         it = self.datasets[dataset]
         sizes = self.sizes[it.slots]
         it.mine, it.mine_share = mine, float(sizes[mine].sum() / max(sizes.sum(), 1.0))
@@ -159,7 +159,7 @@ class Needs:
                 consumer.local_bytes = float(consumer.left_mine @ self.present()[it.slots])
 
     def forget_unused(self) -> None:
-        """Forget datasets that nobody reports on. Called now and then; what is read again is added again."""
+        """Forget datasets that no consumer reports on. Called periodically; one that is read again is added again."""
         if all(it.consumers for it in self.datasets.values()):
             return
         kept = {name: it for name, it in self.datasets.items() if it.consumers}
@@ -180,10 +180,10 @@ class Needs:
     def report(
         self, dataset: Digest, report: Report, now: float, *, client: str = "", group: bytes | None = None
     ) -> bool:
-        """Take a consumer's report, which replaces its last one; return whether there is a place for it here.
+        """Take a consumer's report, which replaces its last one; return whether it got a lease.
 
-        ``client``: the address that it came from. ``group``: consumers of one count once; by default it is its own.
-        Who loses its place for it is forgotten.
+        ``client``: the address that it came from. ``group``: its consumers count once; by default the consumer alone.
+        Consumers that lose their lease for it are forgotten.
         """
         lease = Lease(dataset, len(report.left), now, report.lease_seconds, client)
         lost = self.leases.take(report.consumer, lease)
@@ -202,7 +202,7 @@ class Needs:
         new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon)
         self.consumers[report.consumer] = new
         it.consumers += 1
-        # Counted before the last report is uncounted: in between nobody may find a shard not needed.
+        # Count the new report before removing the last one: in between no thread may see a needed shard as not needed.
         self._recount(of, report.consumer, new)
         if before is not None:
             if before.group != of:
@@ -211,7 +211,7 @@ class Needs:
         return True
 
     def leave(self, consumer: bytes) -> None:
-        """Forget a consumer that is done."""
+        """Forget a consumer that has finished."""
         self.leases.leave(consumer)
         self._forget(consumer)
 
@@ -257,12 +257,12 @@ class Needs:
             self.held[slot] = held
 
     def commit(self, decision: Decision) -> None:
-        """Carry a decision from now on: its shard is coming, what it evicts is gone, and who starves is charged."""
+        """Commit a decision: its shard counts as coming, its evictions as gone, and starving consumers are charged."""
         self.commitments.add(decision)
         self.charge(decision)
 
     def charge(self, decision: Decision) -> None:
-        """A decision is carried out: count it to the consumers that it evicts for, and let a fixed order take turns."""
+        """Charge a decision to the consumers that it evicts for, and switch turns between fixed order and the rest."""
         self.ordered_is_next = not decision.ordered
         for name in decision.starving:
             consumer = self.consumers.get(name)
@@ -270,19 +270,19 @@ class Needs:
                 consumer.evictions_left -= 1
 
     def end(self, recipe: Recipe) -> None:
-        """A fetch ended, whatever came of it: what is held by then was told by ``arrived`` and ``gone``."""
+        """End a fetch, successful or not: ``arrived`` and ``gone`` have reported what is held by then."""
         self.commitments.end(recipe)
 
-    # -- what follows -------------------------------------------------------------------------------------------------
+    # -- what is derived ----------------------------------------------------------------------------------------------
 
     def needed(self, shard: Digest) -> bool | None:
-        """Whether some group needs a shard; ``None`` for one of a dataset that nobody reports on."""
+        """Whether some group needs a shard; ``None`` if no consumer reports on its dataset."""
         shards, counts = self.shown
         slot = shards.get(shard)
         return None if slot is None else bool(counts[slot] > 0)
 
     def needed_of(self, shards: U8) -> npt.NDArray[np.int8]:
-        """Return of many shards ``(n, 32)`` what ``needed`` says of each: 1, 0, and -1 where nobody said."""
+        """Return ``needed`` for many shards ``(n, 32)``: 1, 0, and -1 for unknown."""
         known, counts = self.shown
         slots = known.rows_of(shards)
         if not len(counts):
@@ -290,20 +290,20 @@ class Needs:
         return np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8)
 
     def present(self) -> Mask:
-        """Return a new mask, by slot, of what is held here and is not going to be evicted."""
+        """Return a new mask, by slot, of what is held here and is not about to be evicted."""
         present = self.held.copy()
         present[self.slots_of(self.commitments.evicting)] = False
         return present
 
     def slots_of(self, shards: Collection[Digest]) -> Ints:
-        """Return the slots of those of some shards that have one."""
+        """Return the slots of those of the shards that have one."""
         if not shards:
             return np.zeros(0, np.int64)
         slots = self.shards.rows_of(as_rows(shards))
         return slots[slots >= 0]
 
     def seen_by(self, consumer: bytes) -> U8:
-        """Return by shard of the consumer's dataset: 0 for what is not held here, else 1 + how many others need it."""
+        """Return per shard of the consumer's dataset 0 if it is not held here, else 1 + how many others need it."""
         it = self.consumers[consumer]
         slots = self.datasets[it.dataset].slots
         members = self._groups[it.group]

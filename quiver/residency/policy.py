@@ -1,16 +1,16 @@
 """What to fetch next, and what to evict for it: decided from the needs of all consumers. Pure.
 
-    fetch   just in time: for consumers whose runway is short, since every moment of patience lets more of them share a
-            read; of what those need the shard that most groups need
-    evict   what nobody needs; what is still needed only if a consumer would starve, and then the shard with most left
-            in it (a second read costs a whole shard, whatever is left of it)
+    fetch   just in time, for consumers with a short runway, since waiting lets more of them share a read; of the shards
+            that those need, the one that most groups need
+    evict   what nobody needs; a needed shard only if a consumer would starve, and then the one with most left to read
+            (reading it again costs a whole shard, however little is left)
 
-A consumer that says nothing any more, suspended or killed, wants nothing fetched; what it needs still counts until its
-lease expires. So consumers of one dataset share one stream of reads without knowing of one another, as DESIGN.md
-section 7 wants it. The rules were chosen by simulation: ``bench/simulation.py`` runs this very module.
+Nothing is fetched for a consumer that stopped reporting because it is suspended or dead; what it needs still counts
+until its lease expires. So consumers of one dataset share one stream of reads without knowing of one another, as
+DESIGN.md section 7 requires. The rules were chosen by simulation: ``bench/simulation.py`` runs this module.
 
-``decide`` changes nothing. Its caller carries each decision out as it stands: ``Needs.commit`` says so to every later
-decision, the store evicts what the decision names, and ``Needs.end`` says that the fetch ended, whatever came of it.
+``decide`` changes nothing. Its caller carries out each decision exactly: ``Needs.commit`` makes later decisions count
+on it, the store evicts what it names, and ``Needs.end`` records that the fetch ended, successfully or not.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from quiver.residency.needs import Consumer, DatasetNeeds, Mask, Needs
 from quiver.residency.origin_estimate import OriginEstimate
 
 LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
-STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a shard that somebody needs may be evicted
-SILENT_REPORTS: Final = 3.0  # pauses between two reports after which nothing is fetched for a consumer
-REPORT_SECONDS_MAX: Final = 1.0  # that a consumer takes between two reports when it has much ahead of it
-ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that is counted on
+STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a needed shard may be evicted
+SILENT_REPORTS: Final = 3.0  # report intervals without a report, after which nothing is fetched for a consumer
+REPORT_SECONDS_MAX: Final = 1.0  # between two reports of a consumer with a long runway
+ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that decisions rely on
 NOT_KNOWN: Final = OriginEstimate()
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Situation:
-    """What decisions are taken by, beside the needs: values of one moment."""
+    """What decisions are based on beside the needs: a snapshot."""
 
     now: float
-    free_bytes: float  # room that is free, and promised to nothing that is coming
+    free_bytes: float  # room that is free and not promised to a shard that is coming
     fetches_max: int
     origin: OriginEstimate = NOT_KNOWN
-    # What is held, of which what nobody needs may be evicted. Looked at only if something is wanted that does not fit.
+    # What is held; of it, what nobody needs may be evicted. Called only if a wanted shard does not fit.
     shelf: Callable[[], Shelf] = lambda: EMPTY_SHELF
-    on_behalf: Mapping[Digest, OnBehalf] = field(default_factory=dict)  # by dataset, whose fetch it is; else several'
-    only: bytes | None = None  # the consumer whose hunger counts, where everyone fetches for itself
-    may_not_force: Set[bytes] = frozenset()  # consumers for which nothing is evicted that somebody needs
-    left_out: Set[Digest] = frozenset()  # datasets of which no more can come for now
-    avoid: Set[Recipe] = frozenset()  # by which shards are not fetched for now, nor counted as coming
-    # Bytes that a dataset's needed shards may take, by dataset; one that is not named may take all. The seam for who
-    # gets the cache: nothing sets it today.
+    on_behalf: Mapping[Digest, OnBehalf] = field(default_factory=dict)  # by dataset; others: several
+    only: bytes | None = None  # fetch for this consumer alone, if each fetches for itself
+    may_not_force: Set[bytes] = frozenset()  # consumers for which no needed shard is evicted
+    left_out: Set[Digest] = frozenset()  # datasets of which no more can be fetched for now
+    avoid: Set[Recipe] = frozenset()  # recipes that are not fetched for now, nor counted as coming
+    # Bytes that a dataset's needed shards may take, by dataset; one that is not named may take all. A hook for sharing
+    # the cache: nothing sets it today.
     shares: Mapping[Digest, float] = field(default_factory=dict)
 
 
 def decide(needs: Needs, situation: Situation) -> list[Decision]:
-    """Return what to fetch now, the most urgent first, each with all that is to be evicted for it."""
+    """Return what to fetch now, the most urgent first, each with everything to evict for it."""
     chosen: list[Decision] = []
     ahead = _Round(needs, situation)
     while len(chosen) < situation.fetches_max:
@@ -71,7 +71,7 @@ def decide(needs: Needs, situation: Situation) -> list[Decision]:
 
 
 class _Hungry(NamedTuple):
-    """A consumer that wants something fetched now. ``starving``: what it has would not last until that is there."""
+    """A consumer that needs a fetch now. ``starving``: its runway would not last until the fetch ends."""
 
     consumer: Consumer
     missing: Mask
@@ -79,7 +79,7 @@ class _Hungry(NamedTuple):
 
 
 class _Runway(NamedTuple):
-    """Bytes that a consumer has ahead of it by now: resident in all, resident of what is mine, absent of it."""
+    """Bytes that a consumer has ahead of it now: resident in all; of what is mine, resident and absent."""
 
     ahead: float
     local: float
@@ -87,14 +87,14 @@ class _Runway(NamedTuple):
 
 
 class _Room(NamedTuple):
-    """How room is made for one shard."""
+    """How to make room for one shard."""
 
     evict: tuple[int, ...]  # positions on the shelf
-    missing_bytes: float  # that are wanted beyond that; 0: there is enough
+    missing_bytes: float  # still missing then; 0: there is enough
 
 
 class _Round:
-    """The decisions of one round, each taken as if those before it were carried out."""
+    """The decisions of one round, each taken as if the earlier ones were carried out."""
 
     def __init__(self, needs: Needs, situation: Situation) -> None:
         self._needs = needs
@@ -107,7 +107,7 @@ class _Round:
         self._blocked = _blocked(needs, situation.avoid)
 
     def assume(self, decision: Decision) -> None:
-        """Go on as if a decision were carried out."""
+        """Proceed as if a decision were carried out."""
         needs = self._needs
         self._present[needs.shards[decision.shard]] = True
         if decision.evict:
@@ -122,7 +122,7 @@ class _Round:
         hungry, in_order = self._hungry()
         starving = [it for it in hungry if it.starving]
         best = self._most_needed(starving or hungry)
-        # What comes next in a fixed order takes turns with the rest, and never goes at the cost of what is needed.
+        # Shards that are next in a fixed order take turns with the rest, and never evict what is needed.
         following = next(filter(None, (self._with_room(*wanted, ordered=True) for wanted in in_order)), None)
         if best is None or (following is not None and self._ordered_is_next):
             return following
@@ -140,7 +140,7 @@ class _Round:
     # -- room ---------------------------------------------------------------------------------------------------------
 
     def _with_room(self, slot: int, dataset: Digest, *, ordered: bool = False) -> Decision | None:
-        """Return the decision to fetch a shard in place of what nobody needs; ``None`` if that is too little room."""
+        """Return the decision to fetch a shard, evicting what nobody needs; ``None`` if that frees too little."""
         room = self._room(slot, dataset)
         if room.missing_bytes > 0:
             return None
@@ -148,13 +148,13 @@ class _Round:
         return Decision(shard, dataset, float(self._needs.sizes[slot]), evict, ordered=ordered)
 
     def _smaller(self, hungry: Sequence[_Hungry]) -> Decision | None:
-        """Return the decision to fetch a smaller shard that fits: it costs no second read, and leaves no room idle."""
+        """Return the decision to fetch a smaller shard that fits: it evicts nothing needed, and uses idle room."""
         most_bytes = self._free_bytes + self._candidates.most(np.inf)[1]
         fitting = self._most_needed(hungry, most_bytes)
         return self._with_room(*fitting) if fitting is not None else None
 
     def _forcing(self, starving: Sequence[_Hungry]) -> Decision | None:
-        """Return what to fetch for those who starve at the cost of what is needed, on account of all it is for."""
+        """Return the decision to fetch a shard for starving consumers in place of needed ones, charged to them."""
         starving = [it for it in starving if self._may_force(it.consumer)]
         best = self._most_needed(starving)
         if best is None:
@@ -190,7 +190,7 @@ class _Round:
         return tuple(self._shelf.name(at) for at in positions)
 
     def _bytes_of(self, digests: Collection[Digest]) -> float:
-        """Return the bytes of what is evicted: by the shelf, and for what is not on it by the needs."""
+        """Return the bytes of these shards: from the shelf, or from the needs for those not on it."""
         if not digests:
             return 0.0
         shelf, needs = self._shelf, self._needs
@@ -202,9 +202,9 @@ class _Round:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
 
     def _victims(self, bytes_wanted: float) -> list[int]:
-        """Return the slots to evict although somebody needs them: of what fewest need, the shard of which most is left.
+        """Return needed slots to evict: of the shards that fewest need, first those with most left to read.
 
-        As a share of the shard: what is read again for the room that it makes.
+        What is left counts as a share of the shard: the bytes to read again per byte of room.
         """
         needs = self._needs
         may_go = needs.held & self._present & ~self._spared() & (needs.counts > 0)
@@ -218,11 +218,11 @@ class _Round:
         return [int(least[np.argmax(left[least])])]
 
     def _spared(self) -> Mask:
-        """Return what those need that starve themselves: nothing of it is evicted for another one.
+        """Return what starving consumers need: none of it is evicted for another starving consumer.
 
-        What was just fetched for one has most left in it, and few need it. If the next one to starve had that evicted,
-        and so on in turn, shards would replace one another before they are read, and nobody would get anywhere.
-        A consumer that reads alone replaces what is its own.
+        A shard just fetched for one consumer has most left in it, and few need it. If the next starving consumer had it
+        evicted, and so on, shards would replace one another before they are read, and no consumer would progress.
+        A consumer that reads alone replaces its own shards.
         """
         needs = self._needs
         spared = np.zeros(len(needs.sizes), bool)
@@ -237,7 +237,7 @@ class _Round:
     # -- who wants what -----------------------------------------------------------------------------------------------
 
     def _most_needed(self, hungry: Sequence[_Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
-        """Return the slot that most groups need of what some miss and is not larger, and of which dataset it is."""
+        """Return the missing slot of at most ``bytes_max`` that most groups need, and its dataset."""
         needs = self._needs
         best: tuple[float, int, Digest] | None = None
         missing: dict[Digest, Mask] = {}
@@ -256,7 +256,7 @@ class _Round:
         return best[1:] if best is not None else None
 
     def _hungry(self) -> tuple[list[_Hungry], list[tuple[int, Digest]]]:
-        """Return who wants something fetched now, and the slots that those of a fixed order want next."""
+        """Return the consumers that need a fetch now, and the slots that those with a fixed order need next."""
         needs, situation = self._needs, self._situation
         reading = [it for it in needs.consumers.values() if it.pending.any()]
         fastest = max((it.report.rate for it in reading if self._is_heard(it)), default=0.0)
@@ -285,7 +285,7 @@ class _Round:
         return hungry, in_order
 
     def _absent(self, name: Digest, here: Mask) -> Mask:
-        """Return which shards of a dataset are mine to fetch: neither here, coming, nor on disk until evicted."""
+        """Return which shards of a dataset are mine to fetch: neither here, coming, nor on disk pending eviction."""
         it = self._needs.datasets[name]
         absent: Mask = it.mine & ~here & ~self._needs.held[it.slots]
         if name in self._blocked:
@@ -300,17 +300,17 @@ class _Round:
         return _Runway(ahead, local - mine_since, float(it.left_mine @ missing))
 
     def _little(self, it: Consumer) -> float:
-        """Return the runway with which a consumer starves: what is asked for now comes a fill later."""
+        """Return the runway below which a consumer starves: a shard fetched now arrives one fill later."""
         shard_bytes = self._needs.datasets[it.dataset].shard_bytes
         return STARVING_SHARDS * shard_bytes + it.report.rate * self._situation.origin.fill_seconds
 
     def _is_heard(self, it: Consumer) -> bool:
-        """Whether a consumer goes on, as far as is known. Of one that is silent nobody knows how far it is."""
+        """Whether a consumer reported recently. The progress of a silent one is unknown."""
         pause = max(self._situation.origin.report_seconds, REPORT_SECONDS_MAX)
         return self._situation.now - it.reported_at <= SILENT_REPORTS * pause
 
     def _has_its_share(self, name: Digest) -> bool:
-        """Whether what is needed of a dataset, here or coming, takes all the bytes that it may."""
+        """Whether a dataset's needed shards, here or coming, take all the bytes that they may."""
         if name not in self._situation.shares:
             return False
         slots = self._needs.datasets[name].slots
@@ -322,7 +322,7 @@ class _Round:
 
 
 def _is_low(it: Consumer, dataset: DatasetNeeds, runway: _Runway, fastest: float, origin: OriginEstimate) -> bool:
-    """Return whether what a consumer has ahead of it by now is little, in all and of what is mine."""
+    """Return whether a consumer's runway is short, in all and of what is mine."""
     rate = it.report.rate
     if rate <= 0:
         return runway.ahead < LOW_SHARDS * dataset.shard_bytes
@@ -331,19 +331,19 @@ def _is_low(it: Consumer, dataset: DatasetNeeds, runway: _Runway, fastest: float
         return True
     if origin.rate <= 0 or dataset.mine_share <= 0:
         return False
-    # The latest moment to begin: an origin that is slow must be asked before the end of the epoch needs it.
+    # The latest time to begin: with a slow origin, fetches must start early enough to finish within the epoch.
     mine_rate = rate * dataset.mine_share
     seconds = (runway.local + runway.absent) / mine_rate if mine_rate > 0 else np.inf
     return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
 
 
 def _coming(needs: Needs, avoid: Set[Recipe]) -> set[Digest]:
-    """Return what is coming by the datasets that are reported on: anybody can have others filled, from anywhere."""
+    """Return what is coming by reported datasets. Others do not count: any client can have them filled."""
     return {it.shard for it in needs.commitments if it.dataset in needs.datasets and it not in avoid}
 
 
 def _blocked(needs: Needs, avoid: Set[Recipe]) -> dict[Digest, Mask]:
-    """Return by dataset, for those that have any, which slots are not fetched by its manifest."""
+    """Return by dataset which slots may not be fetched by its manifest, if there are any."""
     by_dataset: dict[Digest, list[Digest]] = {}
     for recipe in avoid:
         if recipe.dataset in needs.datasets:

@@ -1,4 +1,4 @@
-"""What one consumer reports of its needs: a value. A *consumer* is one rank of one job."""
+"""A consumer's report of its needs: a value. A *consumer* is one rank of one job."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Report:
 
     consumer: bytes
     left: npt.NDArray[np.uint8]
-    rate: float  # bytes per second that the consumer reads while it does not wait; 0: not known yet
-    ahead_bytes: float  # of what is left, what is resident as far as the consumer knows
+    rate: float  # bytes per second that the consumer reads while it does not wait; 0: unknown yet
+    ahead_bytes: float  # resident bytes of what is left, as far as the consumer knows
     lease_seconds: float
-    soon: tuple[int, ...] = ()  # the order is fixed: these shards are next, in this order
+    soon: tuple[int, ...] = ()  # with a fixed order: the next shards, in this order
     ordered: bool = False
 
 

@@ -1,9 +1,9 @@
 """A content-addressed store on local disk that never holds more than its capacity.
 
-Invariant: a file under its final name is complete and hashed to that name when it was put there; of a partial shard its
-table did, and what it has of its samples did to their digests. One recipe sees to it: reserve room (a file of the final
-size in ``tmp``, locked) → write → compare with the name → fsync → rename → fsync of the folder → index. Whatever fails
-on the way leaves nothing; what a killed process leaves is swept at the next start.
+Invariant: a file under its final name is complete, and hashed to that name when it was put there. Of a partial shard
+the table hashed to the name, and each sample that it has to its own digest. One recipe ensures this: reserve room (a
+locked file of the final size in ``tmp``) → write → compare with the name → fsync → rename → fsync of the folder →
+index. A step that fails leaves nothing behind; what a killed process leaves is swept at the next start.
 
 Files are immutable and only ever unlinked, so a file that was opened or mapped stays whole, whatever is evicted.
 """
@@ -37,12 +37,12 @@ RETRY_AFTER_SECONDS: Final = 5.0
 # virtual machine with free page reporting, such writes took 2.5 CPU seconds per GB, and writes of 1 MiB 0.4; most
 # likely because free huge pages are what its host takes back first.
 WRITE_BYTES: Final = 1 << 20
-REHEARSE_BYTES_MAX: Final = 64 << 20  # two shards of the default size: a disk with room for them takes files again
+REHEARSE_BYTES_MAX: Final = 64 << 20  # two shards of the default size: a disk with room for them is usable again
 MADV_POPULATE_READ: Final = 22  # reads mapped pages in, and fails where touching them would be SIGBUS
 _READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
-Evict = Sequence[tuple[Kind, Digest]]  # what is evicted for something: exactly this, in this order
+Evict = Sequence[tuple[Kind, Digest]]  # what to evict: exactly these files, in this order
 I_co = TypeVar("I_co", bound=Inventory, covariant=True)
 
 
@@ -71,11 +71,11 @@ class Store(Generic[I_co]):
     def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store[Any]: ...
     @classmethod
     def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store[Any]:
-        """Open the store at ``root``, made if it is not there; ``shared``: other processes may use it as well.
+        """Open the store at ``root``, creating it if it does not exist. ``shared``: other processes may use it as well.
 
-        ``url`` is that of the daemon that opens it for itself. A shared one that this process may only read is not
-        ``writable``. Raises ``Misconfigured`` if somebody uses it who does not share it, ``DiskFailed`` if it cannot be
-        made.
+        ``url``: the address of the daemon that opens the store for itself alone. A shared store that this process may
+        only read is not ``writable``. Raises ``Misconfigured`` if another process uses the store without sharing it,
+        ``DiskFailed`` if it cannot be created.
         """
         writable = True
         try:
@@ -104,14 +104,14 @@ class Store(Generic[I_co]):
         self.inventory.close()
 
     def resident_bytes(self) -> int:
-        """Return the bytes of all that is held, and of all that is being written."""
+        """Return the bytes of all files that are held or being written."""
         with self.inventory.locked():
             return self.inventory.resident_bytes()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def open_file(self, kind: Kind, digest: Digest) -> OpenFile:
-        """Return the file, open. Raises ``NotFound`` if it is not resident."""
+        """Open the file and return it. Raises ``NotFound`` if it is not resident."""
         with self._lock:
             file = self._open.get((kind, digest))
             if file is not None:
@@ -122,13 +122,13 @@ class Store(Generic[I_co]):
                 self._open[kind, digest] = file
                 while len(self._open) > OPEN_FILES_MAX:
                     self._open.popitem(last=False)
-                if not file.linked:  # dropped just now: kept open, it would keep its room
+                if not file.linked:  # dropped just now: keeping it open would occupy its room
                     self._open.pop((kind, digest), None)
         self.inventory.touched(kind, digest)
         return file
 
     def map_file(self, kind: Kind, digest: Digest) -> memoryview:
-        """Return the file, mapped; no descriptor stays open. Raises ``NotFound``, ``DiskFailed``."""
+        """Map the file and return the mapping; no descriptor stays open. Raises ``NotFound``, ``DiskFailed``."""
         mapped = self._opened(kind, digest).map()
         self.inventory.touched(kind, digest)
         return mapped
@@ -154,13 +154,13 @@ class Store(Generic[I_co]):
         return mapped
 
     def fault(self, digest: Digest, error: Corrupt) -> QuiverError:
-        """Put the file aside: a disk that rots is not asked for it again."""
+        """Quarantine the file, so that a failing disk is not read for it again."""
         self.quarantine(Kind.SHARD, digest)
         return error
 
     def check(self, digest: Digest) -> None:
         """Read and verify a shard. Raises ``Corrupt``, having quarantined it, ``NotFound`` or ``DiskFailed``."""
-        file = self._opened(Kind.SHARD, digest)  # afresh: what has the name now, not what was opened under it once
+        file = self._opened(Kind.SHARD, digest)  # opened again: the name may belong to another file by now
         try:
             with disk_errors(self.root, "read from"):
                 data = file.read()
@@ -172,7 +172,7 @@ class Store(Generic[I_co]):
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def put(self, kind: Kind, digest: Digest, data: Bytes, evict: Evict = ()) -> None:
-        """Write content that was verified. Raises ``OverCapacity`` or ``DiskFailed``; then nothing is left behind."""
+        """Write verified content. Raises ``OverCapacity`` or ``DiskFailed``, having left nothing behind."""
         with self.reserve(kind, digest, len(data), evict) as writing:
             writing.write(data)
             writing.commit()
@@ -193,13 +193,13 @@ class Store(Generic[I_co]):
 
     @contextlib.contextmanager
     def reserve(self, kind: Kind, digest: Digest, size_bytes: int, evict: Evict = ()) -> Iterator[Writing]:
-        """Reserve room, evicting what is said and nothing else. Without a ``commit`` inside the block nothing stays.
+        """Reserve room, evicting exactly ``evict``. Without a ``commit`` inside the block nothing is kept.
 
-        Raises ``OverCapacity`` if there would still be too little room; then nothing is evicted.
+        Raises ``OverCapacity``, having evicted nothing, if there would still be too little room.
         """
         if not self.writable:
             raise self._read_only()
-        # A process in another container may have the same number.
+        # A process in another container may have the same id.
         temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
         with disk_errors(self.root), self.inventory.locked():
             file = reserve_file(temporary, size_bytes)
@@ -220,7 +220,7 @@ class Store(Generic[I_co]):
             self._settle(writing)
 
     def _settle(self, writing: Writing) -> None:
-        """Give back the room of what was not committed. What cannot be removed now is swept later."""
+        """Release the room of a file that was not committed. A file that cannot be removed now is swept later."""
         try:
             if not writing.committed:
                 with disk_errors(self.root), self.inventory.changing():
@@ -230,7 +230,7 @@ class Store(Generic[I_co]):
             writing.close()
 
     def admit(self, writing: Writing) -> None:
-        """Make a written file visible and counted, as one step: nobody may drop it in between."""
+        """Make a written file visible and count it, in one step: it must not be dropped in between."""
         final = file_of(self.root, writing.kind, writing.digest)
         with self.inventory.changing():
             self._put_strays_aside(final)
@@ -243,11 +243,11 @@ class Store(Generic[I_co]):
         try:
             _sync_folder(final.parent)
         except OSError:
-            self.drop(writing.kind, writing.digest)  # not known to last: so not there
+            self.drop(writing.kind, writing.digest)  # the rename may not survive a crash
             raise
 
     def drop(self, kind: Kind, digest: Digest) -> None:
-        """Remove something. Who has it open or mapped keeps it."""
+        """Remove a file. A process that has it open or mapped keeps it."""
         with self.inventory.changing():
             place = file_of(self.root, kind, digest)
             self._put_strays_aside(place)
@@ -255,9 +255,9 @@ class Store(Generic[I_co]):
             self._forget(kind, digest)
 
     def quarantine(self, kind: Kind, digest: Digest) -> None:
-        """Put a wrong file where it is not read any more, and where a person can look at it.
+        """Move a wrong file to the quarantine: it is no longer read, and an operator can inspect it.
 
-        A disk that refuses even that still loses the file from what is held: it is not read again.
+        If the disk refuses even that, the file no longer counts as held, so that it is not read again.
         """
         folder = self.root / "quarantine"
         with self.inventory.changing():
@@ -269,17 +269,17 @@ class Store(Generic[I_co]):
                 path.unlink(missing_ok=True)
 
     def _put_strays_aside(self, place: Path) -> None:
-        """Move what is no file of ours, though it has the name of one, to the quarantine: it must not stop a fill.
+        """Quarantine an entry that has a store file's name but was not written by a store: it must not block a fill.
 
-        A folder stays there, since nothing in it is ours to delete.
+        A folder stays in the quarantine: the store did not write its contents and must not delete them.
         """
         for path, is_ours in ((place.parent, Path.is_dir), (place, is_regular)):
             if os.path.lexists(path) and not is_ours(path):
-                with contextlib.suppress(FileNotFoundError):  # another process did so just now
+                with contextlib.suppress(FileNotFoundError):  # another process moved it first
                     path.rename(self.root / "quarantine" / f"stray.{time.time_ns()}.{os.urandom(4).hex()}")
 
     def forget_open(self, kind: Kind, digest: Digest) -> None:
-        """Open the file anew next time: there is another one under its name."""
+        """Open the file again next time: another file has taken its name."""
         with self._lock:
             self._open.pop((kind, digest), None)
 
@@ -288,7 +288,7 @@ class Store(Generic[I_co]):
         self.inventory.removed(kind, digest)
 
     def trim(self) -> None:
-        """Come down to the capacity, which may have been more the last time. Who only looks must not call it."""
+        """Evict down to the capacity, which may have been reduced. A read-only command must not call this."""
         if not self.writable:
             return
         with disk_errors(self.root), self.inventory.locked():
@@ -301,7 +301,7 @@ class Store(Generic[I_co]):
                     excess -= held.size_bytes
 
     def _quarantined_bytes(self, at_most: int) -> int:
-        """Return what the quarantine occupies, after its oldest files made way until ``at_most`` bytes are kept."""
+        """Remove the quarantine's oldest files until ``at_most`` bytes are left; return how many it occupies."""
         kept = _oldest_first(self.root / "quarantine")
         total = sum(size for _, _, size in kept)
         for _, path, size in kept:
@@ -312,9 +312,9 @@ class Store(Generic[I_co]):
         return total
 
     def lacking(self, size_bytes: int) -> int:
-        """Return how many bytes have to be evicted before so much more fits. Raises ``OverCapacity``, ``DiskFailed``.
+        """Return how many bytes to evict before ``size_bytes`` more fit. Raises ``OverCapacity``, ``DiskFailed``.
 
-        ``OverCapacity``: it would not fit into an empty store.
+        ``OverCapacity``: they would not fit into an empty store.
         """
         if not self.writable:
             raise self._read_only()
@@ -323,9 +323,9 @@ class Store(Generic[I_co]):
             return max(self.inventory.resident_bytes() + size_bytes - self.capacity_bytes, 0)
 
     def _evict(self, evict: Evict, size_bytes: int) -> None:
-        """Evict just this, for so much, of which the file is in ``tmp`` by now.
+        """Evict exactly ``evict`` for a file of ``size_bytes`` that is already in ``tmp``.
 
-        Files in the quarantine are removed first: nobody reads them. Raises ``OverCapacity``, having evicted nothing.
+        Quarantined files are removed first: nobody reads them. Raises ``OverCapacity``, having evicted nothing.
         """
         self._check_size(size_bytes)
         lacking_bytes = self.inventory.bytes_with(size_bytes) - self.capacity_bytes
@@ -344,15 +344,15 @@ class Store(Generic[I_co]):
             )
 
     def _read_only(self) -> DiskFailed:
-        return DiskFailed(f"{self.root} may be read only; let the user that this runs as write to it")
+        return DiskFailed(f"{self.root} is not writable by this process; let its user write to it")
 
     def full(self) -> OverCapacity:
-        """Return what is raised when there is no room."""
+        """Return the error to raise when there is no room."""
         return OverCapacity(f"{self.root}: {format_size(self.capacity_bytes)} are all in use", RETRY_AFTER_SECONDS)
 
 
 class Writing:
-    """One file on its way in: room is reserved, nothing is visible yet."""
+    """A file being written: its room is reserved, and it is not visible yet."""
 
     def __init__(
         self, store: Store[Any], kind: Kind, digest: Digest, size_bytes: int, temporary: Path, file: LockedFile
@@ -367,7 +367,7 @@ class Writing:
         self._at = 0
 
     def write(self, data: Bytes) -> None:
-        """Append. Raises ``Corrupt`` past the size that was reserved, ``DiskFailed`` if the disk refuses."""
+        """Append. Raises ``Corrupt`` past the reserved size, ``DiskFailed`` if the disk refuses."""
         view = memoryview(data)
         if self._at + len(view) > self.size_bytes:
             raise Corrupt(f"more than the {self.size_bytes} bytes announced", "upload")
@@ -378,17 +378,17 @@ class Writing:
                 view = view[written:]
 
     def content(self) -> mmap.mmap:
-        """Return what was written, mapped, for comparing it with its name. Raises ``Corrupt``, ``DiskFailed``."""
+        """Map what was written, to compare it with its name. Raises ``Corrupt``, ``DiskFailed``."""
         if self._at != self.size_bytes or not self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
         try:
             mapped = mmap.mmap(self._file.fd, self.size_bytes, access=mmap.ACCESS_READ)
             mapped.madvise(MADV_POPULATE_READ)
         except ValueError as error:
-            raise DiskFailed(f"{self._store.root}: what was written cannot be read: it became shorter") from error
+            raise DiskFailed(f"{self._store.root}: a file cannot be read back: it was truncated") from error
         except OSError as error:
             if error.errno != errno.EINVAL:  # a kernel before 5.14
-                raise DiskFailed(f"{self._store.root}: what was written cannot be read: {error.strerror}") from error
+                raise DiskFailed(f"{self._store.root}: a file cannot be read back: {error.strerror}") from error
         return mapped
 
     def commit(self) -> None:
@@ -405,7 +405,7 @@ class Writing:
 
 
 def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
-    """Return time, path and bytes of the files in a folder; another process may be tidying it up meanwhile."""
+    """Return time, path and size of the files in a folder. Another process may be removing some meanwhile."""
     found = []
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Files held open, and mapped without staying open. Immutable ones: nobody may shorten a file while it is mapped."""
+"""Files held open, and files mapped without staying open. They are immutable: a mapped file must not be truncated."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from quiver.errors import DiskFailed
 
 
 class OpenFile:
-    """A file of the store held open. It closes when the last one who uses it lets go, evicted or not."""
+    """A file of the store held open. It closes when its last user releases it, evicted or not."""
 
     __slots__ = ("__weakref__", "_mapped", "fd", "size_bytes")
 
     def __init__(self, path: Path) -> None:
-        # Not followed and not waited for: a link or a fifo under a digest's name is a stray, and must not hang us.
+        # Do not follow links or wait for fifos: under a digest's name they are strays, and must not block the open.
         self._take(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), str(path))
 
     @classmethod
     def adopt(cls, fd: int) -> OpenFile:
-        """Return the file behind a descriptor, which is closed with it. Raises ``OSError`` if it is no regular one."""
+        """Take over a descriptor, which is closed with the file. Raises ``OSError`` if it is no regular file's."""
         self = cls.__new__(cls)
-        self._take(fd, "what was passed")
+        self._take(fd, "a passed descriptor")
         return self
 
     def _take(self, fd: int, name: str) -> None:
@@ -45,13 +45,13 @@ class OpenFile:
 
     @property
     def linked(self) -> bool:
-        """Whether the file still has a name: one that was evicted keeps its room until nobody holds it open."""
+        """Whether the file still has a name. An evicted one occupies its room until nobody holds it open."""
         return os.fstat(self.fd).st_nlink > 0
 
     def map(self) -> memoryview:
         """Return the file mapped read-only. The mapping keeps no descriptor: a process may map thousands of shards.
 
-        It ends when the last view of it is gone. Raises ``DiskFailed``.
+        It is unmapped when the last view of it is gone. Raises ``DiskFailed``.
         """
         if not self.size_bytes:
             return memoryview(b"")
@@ -60,13 +60,13 @@ class OpenFile:
         return np.asarray(mapping).data
 
     def mapped(self) -> memoryview:
-        """Return ``map()``, made once: it stays as long as the file is held open."""
+        """Return one mapping, made by the first call: it lasts as long as the file is held open."""
         if self._mapped is None:
             self._mapped = self.map()
         return self._mapped
 
     def read(self) -> memoryview:
-        """Return the file's bytes, copied: unlike a mapping, a disk that fails here is an error and no signal."""
+        """Return a copy of the file's bytes: unlike with a mapping, a failing disk is an error, not a signal."""
         data = np.empty(self.size_bytes, np.uint8).data
         at = 0
         while at < len(data):
@@ -87,15 +87,15 @@ _FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class _Mapping:
-    """Memory that is a file, until this object goes.
+    """A file mapped into memory for as long as this object lives.
 
-    By the C library, since nothing else does it. ``mmap.mmap`` keeps a duplicate of the descriptor until Python 3.13,
-    and 1,024 is all that most processes may have. Arrow opens the file anew by its path in ``/proc``, and the modes of
-    a file that another user passed may forbid that.
+    It calls the C library, since no alternative fits. Until Python 3.13 ``mmap.mmap`` keeps a duplicate of the
+    descriptor, and most processes are limited to 1,024. Arrow reopens the file by its path in ``/proc``, which the
+    mode of another user's file may forbid.
 
-    The last view may be dropped anywhere, in a destructor of C++ too, so unmapping keeps the GIL: a thread that wants
-    it back while the interpreter ends is unwound, which C++ destructors do not survive. Views are numpy's for the same
-    reason, which is plain C.
+    The last view may be dropped anywhere, also in a C++ destructor, so unmapping keeps the GIL: a thread that requests
+    the GIL while the interpreter ends is unwound, and C++ destructors do not survive that. For the same reason views
+    are made by numpy, which is plain C.
     """
 
     __slots__ = ("__array_interface__", "__weakref__")
@@ -111,7 +111,7 @@ class _Mapping:
 
 @contextlib.contextmanager
 def disk_errors(root: Path, doing: str = "write to") -> Iterator[None]:
-    """Raise what the disk refuses as ``DiskFailed``, with what to do about it."""
+    """Raise the disk's errors as ``DiskFailed``, with what to do about them."""
     try:
         yield
     except OSError as error:

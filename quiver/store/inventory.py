@@ -3,10 +3,10 @@
     <root>/shards/<2 hex>/<64 hex>      <root>/manifests/<2 hex>/<64 hex>      <root>/tmp      <root>/quarantine
     <root>/partial/<2 hex>/<64 hex>     in an embedded cache: shards some of whose samples the origin lost
 
-A file in ``tmp`` is locked by its writer and has its final size before room is made for it: so what is reserved counts,
-and what a dead writer left is known by its lock being free. Processes that share a folder stay within the capacity by
-that alone. Each counts what all have reserved after it has reserved its own, so that of two that meet one sees the
-other; the lock of the folder (``locks``) saves both from giving up at that.
+A file in ``tmp`` is locked by its writer and has its final size before room is made for it: so a reservation counts,
+and the file of a dead writer is one whose lock is free. This alone keeps processes that share a folder within the
+capacity. Each reserves first and then counts what all have reserved, so that of two concurrent reservations at least
+one sees the other. The lock of the folder (``locks``) prevents both from giving up then.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ class Kind(enum.StrEnum):
     PARTIAL = "partial"  # shards some of whose samples the origin lost: bytes that do not hash to their digests
 
 
-TOUCH_SECONDS: Final = 20.0  # how exact "last read" is where it is written to the file
+TOUCH_SECONDS: Final = 20.0  # precision of "last read" where the file's mtime stores it
 HIDDEN_SECONDS: Final = 10.0  # longer than it takes to lock and rename a new file
 
 
 class Inventory(Protocol):
-    """What is held, and the lock under which room is given away."""
+    """What is held, and the lock under which room is reserved."""
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
-        """Hold the lock under which room is reserved. StoredFile for moments, never while data is moved.
+        """Hold the lock under which room is reserved: briefly, and never while data is moved.
 
-        Of a folder that is shared it may not be had, since its holder was stopped, and then one goes on without it.
+        In a shared folder the lock's holder may be suspended; then the block runs without the lock.
         """
         ...
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
-        """Hold what makes a change of a file and of what is known of it one step. May be entered under ``locked``."""
+        """Hold the lock that makes changing a file and recording it one step. May be entered under ``locked``."""
         ...
 
     def held(self, kind: Kind) -> list[StoredFile]: ...
 
     def size(self, kind: Kind, digest: Digest) -> int:
-        """Return the bytes of what is held under a digest, 0 if nothing is."""
+        """Return the size of the file held under a digest, 0 if there is none."""
         ...
 
     def resident_bytes(self) -> int:
-        """Return the bytes of all that is held and all that is reserved."""
+        """Return the bytes of all files that are held or reserved."""
         ...
 
     def bytes_with(self, size_bytes: int) -> int:
-        """Return ``resident_bytes`` once so much more is reserved, of which the file in ``tmp`` is there already."""
+        """Return ``resident_bytes`` including ``size_bytes`` more, whose file is in ``tmp`` already."""
         ...
 
     def reserved(self, size_bytes: int) -> None: ...
@@ -86,13 +86,13 @@ class Inventory(Protocol):
     def removed(self, kind: Kind, digest: Digest) -> None: ...
 
     def missed(self, kind: Kind, digest: Digest) -> None:
-        """Hear that the file was not found: somebody else removed it, or it was never there."""
+        """Record that the file was not found: another process removed it, or it was never there."""
         ...
 
     def touched(self, kind: Kind, digest: Digest) -> None: ...
 
     def now(self) -> float:
-        """Return the time on the clock that ``StoredFile.used`` is on, in seconds."""
+        """Return the time in seconds, by the clock of ``StoredFile.used``."""
         ...
 
     def close(self) -> None: ...
@@ -104,7 +104,7 @@ def file_of(root: Path, kind: Kind, digest: Digest) -> Path:
 
 
 def is_regular(path: Path) -> bool:
-    """Whether a file has this name: not a link to one, which somebody else put there."""
+    """Whether a regular file has this name. A link to one was not put there by a store."""
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except OSError:
@@ -112,7 +112,7 @@ def is_regular(path: Path) -> bool:
 
 
 def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
-    """Yield what is on disk. Stray files, folders, links and fifos are passed over: they are not ours to judge."""
+    """Yield what is on disk. Stray files, folders, links and fifos are skipped: no store wrote them."""
     with contextlib.suppress(FileNotFoundError):
         for folder in os.scandir(root / kind):
             if not folder.is_dir(follow_symlinks=False):
@@ -127,9 +127,9 @@ def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
 
 
 def reserve_file(path: Path, size_bytes: int) -> LockedFile:
-    """Make the file of a reservation: locked, and of its final size, without any of its room taken yet.
+    """Create the file of a reservation: locked, and of its final size, with no blocks allocated yet.
 
-    It gets its name once it is locked, since one that nobody has locked is removed by whoever comes by.
+    The file gets its name once it is locked, since any process removes a named one that is not locked.
     """
     hidden = path.with_name(f".{path.name}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -148,9 +148,9 @@ def reserve_file(path: Path, size_bytes: int) -> LockedFile:
 
 
 def sweep(root: Path, *, hidden_seconds: float = HIDDEN_SECONDS) -> dict[int, int]:
-    """Remove what dead writers left in ``tmp``; return the bytes that living ones have reserved, by file (inode).
+    """Remove what dead writers left in ``tmp``; return the bytes that live ones have reserved, by file (inode).
 
-    ``hidden_seconds``: the age of a file, about to be locked and named, from which on its writer is taken to be dead.
+    ``hidden_seconds``: the age at which a hidden file (not locked and named yet) is taken to have a dead writer.
     """
     reserved = {}
     for entry in os.scandir(root / "tmp"):
@@ -160,7 +160,7 @@ def sweep(root: Path, *, hidden_seconds: float = HIDDEN_SECONDS) -> dict[int, in
             info = entry.stat(follow_symlinks=False)
             if entry.name.startswith(".") and time.time() - info.st_mtime < hidden_seconds:
                 continue
-            reserved[info.st_ino] = info.st_size  # also another user's that we may neither read nor remove
+            reserved[info.st_ino] = info.st_size  # also another user's, which this process cannot read or remove
             fd = os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,15 +174,15 @@ def sweep(root: Path, *, hidden_seconds: float = HIDDEN_SECONDS) -> dict[int, in
 
 
 class MemoryInventory:
-    """The inventory of the one process that owns a folder, which it claims for as long as it lives."""
+    """The inventory of a folder that one process owns, from its start to its end."""
 
     def __init__(self, root: Path, url: str = "") -> None:
-        """Claim the folder for the daemon at ``url``. Raises ``Misconfigured`` if somebody uses it, ``DiskFailed``."""
+        """Claim the folder for the daemon at ``url``. Raises ``Misconfigured`` if it is in use, ``DiskFailed``."""
         self._root = root
         self._owner = own(root, url)
         self._lock = forks.rlock()
         sweep(root, hidden_seconds=0.0)
-        # Ages survive a restart by the file's own time; the clock is then the monotonic one.
+        # The file's own time preserves its age across a restart; from then on the clock is the monotonic one.
         age = time.time() - time.monotonic()
         self._files = {kind: FileTable() for kind in Kind}
         for kind, table in self._files.items():
@@ -192,14 +192,14 @@ class MemoryInventory:
         self._shard_bytes = sum(map(shards.size, shards.digests()))
         self._bytes = sum(table.size(digest) for table in self._files.values() for digest in table.digests())
         self._reserved_bytes = 0
-        self._next_edition = itertools.count(time.time_ns())  # no two lives of a daemon give the same
+        self._next_edition = itertools.count(time.time_ns())  # never repeated, not even after a restart
         self._editions = dict.fromkeys(shards.digests(), next(self._next_edition))
         self._listeners: tuple[Listener, ...] = ()
 
     def subscribe(self, listener: Listener) -> Callable[[], None]:
-        """Tell of every shard that is held from now on (True) or no more, in that order; return what ends it.
+        """Call ``listener`` for every shard that arrives (True) or goes (False), in order; return how to unsubscribe.
 
-        Called under the lock: a listener must not wait for anything.
+        It is called under the lock and must not block.
         """
         with self._lock:
             self._listeners = (*self._listeners, listener)
@@ -220,11 +220,11 @@ class MemoryInventory:
             return self._files[kind].files()
 
     def listing(self, kind: Kind) -> Listing:
-        """Return what is held as arrays, without waiting for anybody: what changes at this moment may be wrong."""
+        """Return what is held as arrays, without the lock: an entry that is changing at this moment may be wrong."""
         return self._files[kind].listing()
 
     def digests(self, kind: Kind) -> npt.NDArray[np.uint8]:
-        """Return what is held as rows ``(n, 32)``."""
+        """Return the digests of what is held, as rows ``(n, 32)``."""
         with self._lock:
             return self._files[kind].listing().digests
 
@@ -238,7 +238,7 @@ class MemoryInventory:
         return digest in self._files[kind].rows
 
     def edition(self, digest: Digest) -> int:
-        """Return which of the files that have had this shard's name has it now; 0 if it is not held."""
+        """Return the edition of the file that has this shard's name now; 0 if the shard is not held."""
         return self._editions.get(digest, 0)
 
     def resident_bytes(self) -> int:
@@ -251,7 +251,7 @@ class MemoryInventory:
         return self._reserved_bytes
 
     def shard_bytes(self) -> int:
-        """Return the bytes of the shards that are held, without what is reserved."""
+        """Return the bytes of the shards that are held, without reservations."""
         return self._shard_bytes
 
     def reserved(self, size_bytes: int) -> None:
@@ -285,7 +285,7 @@ class MemoryInventory:
                 listener(digest, held)
 
     def missed(self, kind: Kind, digest: Digest) -> None:
-        with self._lock:  # under which files appear: it may have done so since
+        with self._lock:  # files appear under this lock: this one may have appeared since
             if not is_regular(file_of(self._root, kind, digest)):
                 self.removed(kind, digest)
 
@@ -301,7 +301,7 @@ class MemoryInventory:
 
 
 class FolderInventory:
-    """The inventory of a folder that several processes share: it looks, every time. A file's mtime is its last use."""
+    """The inventory of a folder that several processes share: it scans every time. A file's mtime is its last use."""
 
     def __init__(self, root: Path) -> None:
         """Share the folder. Raises ``Misconfigured`` if a daemon runs on it."""
@@ -314,13 +314,13 @@ class FolderInventory:
         return self._lock.held()
 
     def changing(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # nothing is known beside the files, and a rename is one step
+        return contextlib.nullcontext()  # nothing is recorded beside the files, and a rename is atomic
 
     def held(self, kind: Kind) -> list[StoredFile]:
         return [StoredFile(digest, info.st_size, info.st_mtime) for digest, info in scan(self._root, kind)]
 
     def resident_bytes(self) -> int:
-        files = sweep(self._root)  # first: what is put in place meanwhile is then found twice, and never missed
+        files = sweep(self._root)  # first: a file renamed meanwhile is then counted twice, and never missed
         for kind in Kind:
             files.update((info.st_ino, info.st_size) for _, info in scan(self._root, kind))
         return sum(files.values())
@@ -336,7 +336,7 @@ class FolderInventory:
         return self.resident_bytes()
 
     def reserved(self, size_bytes: int) -> None:
-        pass  # the file in tmp says it
+        pass  # the file in tmp is the record
 
     released = reserved
 

@@ -1,7 +1,7 @@
-"""The locks of a store's folder. Whoever holds one may be stopped at any moment, so none is waited for for long.
+"""The locks of a store's folder. The holder of a lock may be suspended at any moment, so no wait for one is long.
 
-    <root>/owner   who uses the folder, for as long as they do: one daemon alone, or all who share it
-    <root>/lock    held for moments by those who share it, while they make room: it saves them work and nothing else
+    <root>/owner   held by those that use the folder, as long as they use it: one daemon alone, or all that share it
+    <root>/lock    held briefly by a process that shares the folder, while it makes room: it only saves work
 
 Anybody who may read such a file can lock it, so a folder of several users needs no common owner.
 """
@@ -20,25 +20,25 @@ from quiver.errors import BadRequest, DiskFailed, Misconfigured
 from quiver.forks import LockedFile
 from quiver.ring import check_url
 
-FILE_MODE: Final = 0o666  # what the umask leaves of it: in a folder of a group, who may write it is not one user
-LOCK_SECONDS_MAX: Final = 0.25  # healthy holders need milliseconds; with the wait for a fill it stays below a second
+FILE_MODE: Final = 0o666  # less the umask: in a group's folder several users may write the file
+LOCK_SECONDS_MAX: Final = 0.25  # a healthy holder needs milliseconds; with the wait for a fill less than a second
 LOCK_POLL_SECONDS: Final = 0.005  # flock has no timeout
 URL_BYTES_MAX: Final = 1024
 
 
 def open_lock(path: Path) -> int:
-    """Open a file for its lock, made if it is not there. Raises ``OSError``."""
+    """Open a lock file, creating it if it does not exist. Raises ``OSError``."""
     flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, os.O_RDWR | flags)
     except FileNotFoundError:
         return os.open(path, os.O_RDWR | os.O_CREAT | flags, FILE_MODE)
-    except OSError:  # another user's, or on a disk that is read-only: for its lock that is enough
+    except OSError:  # another user's file, or a read-only disk: reading suffices to lock it
         return os.open(path, os.O_RDONLY | flags)
 
 
 def own(root: Path, url: str) -> LockedFile:
-    """Claim a folder for the daemon at ``url`` alone. Raises ``Misconfigured`` if anybody uses it, ``DiskFailed``."""
+    """Claim a folder for the daemon at ``url`` alone. Raises ``Misconfigured`` if it is in use, ``DiskFailed``."""
     try:
         fd = open_lock(root / "owner")
     except OSError as error:
@@ -64,10 +64,10 @@ def own(root: Path, url: str) -> LockedFile:
 
 
 def share(root: Path) -> LockedFile | None:
-    """Claim a folder together with other processes; ``None`` where that cannot be, as in a folder that is read-only.
+    """Claim a folder together with other processes; ``None`` if it cannot be locked, because it is read-only say.
 
-    Raises ``Misconfigured`` if a daemon runs there: it alone knows what the folder holds, and others would read and
-    write behind its back.
+    Raises ``Misconfigured`` if a daemon runs there: it keeps the inventory in memory, and would miss the changes of
+    other processes.
     """
     try:
         file = LockedFile(open_lock(root / "owner"))
@@ -80,22 +80,22 @@ def share(root: Path) -> LockedFile | None:
         file.close()
         how = f'cache="{url}"' if url else "the address that it was given by --listen"
         raise Misconfigured(f"{root} is the folder of a running daemon; read through that daemon: {how}") from None
-    except OSError:  # a file system without locks: nobody has any there
+    except OSError:  # a file system without locks: no daemon can hold one there
         file.close()
         return None
     return file
 
 
 class BriefLock:
-    """``<root>/lock``, tried for a moment and then done without. Safe from threads."""
+    """``<root>/lock``: a caller waits for it briefly, then proceeds without it. Safe from threads."""
 
     def __init__(self, root: Path) -> None:
         self._path = root / "lock"
-        self._is_stuck = False  # its holder was too slow, so nobody waits for it until it is acquired again
+        self._is_stuck = False  # its holder exceeded the time limit: nobody waits until the lock was acquired again
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock, or go on without it."""
+        """Hold the lock, or run the block without it."""
         file = self._acquired()
         try:
             yield

@@ -1,7 +1,7 @@
-"""Room in a store for one more file: decide what to evict, reserve in place of that, and decide again if it changed.
+"""Room in a store for one more file: decide what to evict, reserve the room, and decide again if the store changed.
 
-``Store.reserve`` evicts what it is told and nothing else. Between a decision and its reservation another process may
-have taken the room or evicted the same; then the reservation fails, nothing was evicted, and it is decided anew.
+``Store.reserve`` evicts exactly what it is given. Between a decision and its reservation another process may have taken
+the room or evicted the same files. Then the reservation fails, having evicted nothing, and the next decision is taken.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from quiver.residency.eviction import choose_idle
 from quiver.store.disk import Evict, Store, Writing
 from quiver.store.inventory import Kind
 
-ATTEMPTS_MAX: Final = 4  # each lost to somebody who took the room in the milliseconds between
+ATTEMPTS_MAX: Final = 4  # each lost to a process that took the room in the milliseconds between
 
-Decide = Callable[[int], "Evict | None"]  # what to evict so that so many bytes become free; None: that cannot be
+Decide = Callable[[int], "Evict | None"]  # what to evict to free so many bytes; None: that is impossible
 
 
 @contextlib.contextmanager
 def reserve_with_room(
     store: Store[Any], kind: Kind, digest: Digest, size_bytes: int, decide: Decide
 ) -> Iterator[Writing]:
-    """Reserve room as ``Store.reserve`` does, in place of what ``decide`` says; raises what it raises."""
+    """Reserve room, evicting what ``decide`` returns. Raises what ``Store.reserve`` raises."""
     with contextlib.ExitStack() as stack:
         for attempt in range(1, ATTEMPTS_MAX + 1):
             lacking_bytes = store.lacking(size_bytes)
@@ -42,14 +42,14 @@ def reserve_with_room(
 
 
 def put_with_room(store: Store[Any], kind: Kind, digest: Digest, data: Bytes, decide: Decide) -> None:
-    """Write content that was verified, in place of what ``decide`` says; raises as ``reserve_with_room`` does."""
+    """Write verified content, evicting what ``decide`` returns. Raises what ``reserve_with_room`` raises."""
     with reserve_with_room(store, kind, digest, len(data), decide) as writing:
         writing.write(data)
         writing.commit()
 
 
 def idle_of(store: Store[Any], needed: Callable[[Digest], bool | None] = lambda digest: None) -> Decide:
-    """Return how to decide for a folder: what nobody needs is evicted, idle the longest first, and manifests last."""
+    """Return how to decide for a folder: evict what nobody needs, the longest idle first, and manifests last."""
 
     def decide(free_bytes: int) -> Evict | None:
         for kinds in ((Kind.PARTIAL, Kind.SHARD), (Kind.MANIFEST,)):  # manifests are small, and every fill needs one

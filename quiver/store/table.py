@@ -1,7 +1,7 @@
 """The files of one kind that a store holds, in memory: a dictionary for one file, arrays for all of them at once.
 
-Evicting looks at all files each time that room is wanted. Columns that are kept up to date make that a few copies,
-where a list of objects took a tenth of a second for a full disk.
+Each decision on what to evict examines all files. With columns that are kept up to date it takes a few copies; with a
+list of objects it took a tenth of a second for a full disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ROWS_FIRST: Final = 1024
 
 
 class Listing(NamedTuple):
-    """All files of one kind, ``(n,)`` each: as of one look. ``stamps``: a number that no two files ever share."""
+    """A snapshot of all files of one kind, ``(n,)`` each. ``stamps``: a number that no two files ever share."""
 
     names: list[Digest]
     digests: npt.NDArray[np.uint8]  # (n, 32)
@@ -29,7 +29,7 @@ class Listing(NamedTuple):
 
 
 class FileTable:
-    """Size and time of last use of each file, by digest. Changed under its owner's lock; read without."""
+    """Size and time of last use of each file, by digest. Changed under its owner's lock; read without it."""
 
     def __init__(self) -> None:
         self.rows: dict[Digest, int] = {}
@@ -58,7 +58,7 @@ class FileTable:
             self._stamps[row] = next(self._next_stamp)
             self.rows[digest] = row
             self._sizes[row], self._used[row] = size_bytes, used
-            self._names.append(digest)  # last: whoever reads without the lock reads so many rows
+            self._names.append(digest)  # last: a reader without the lock reads this many rows
         else:
             self._sizes[row], self._used[row] = size_bytes, used
 
@@ -68,7 +68,7 @@ class FileTable:
             self._used[row] = used
 
     def remove(self, digest: Digest) -> int:
-        """Forget a file; return its bytes. The last row takes the place of its own."""
+        """Forget a file; return its size in bytes. The last row moves into its place."""
         row, last = self.rows.pop(digest), len(self._names) - 1
         size_bytes = int(self._sizes[row])
         if row != last:
@@ -87,7 +87,7 @@ class FileTable:
         return [StoredFile(name, sizes[row], used[row]) for row, name in enumerate(self._names)]
 
     def listing(self) -> Listing:
-        """Return all files. Without the owner's lock one that changes at this moment may be wrong, and no other."""
+        """Return all files. Without the owner's lock an entry that is changing at this moment may be wrong."""
         names = list(self._names)
         count = len(names)
         return Listing(

@@ -1,12 +1,12 @@
-"""One connection to a daemon: every byte of every carrier goes through here, under the same deadlines.
+"""One connection to a daemon: every byte of every transport goes through here, under the same deadlines.
 
-The stream of reads, the HTTP verbs and the Unix socket differ in what they say. How long a connection waits, what its
-failures mean, and when a request is sent once more are the same for all three and stand here alone:
+The read stream, the HTTP verbs and the Unix socket differ in their messages. This module defines what they share: how
+long a connection waits, what its failures mean, and when a request is retried.
 
-- A wait ends after silence, at less than the slowest rate, or when a health check fails (``liveness``).
-- A daemon may close an idle connection at any moment, also the one in which the next request is sent. So a request that
-  meets the end of a connection that had been idle is sent once more, on a new one (``Dialogue.run``).
-- A connection is used again only if its last answer was received to its end (``Connection.finish``).
+- A wait ends after silence, below the minimum rate, or when a health check fails (``liveness``).
+- A daemon may close an idle connection at any moment, also while the next request is being sent. So a request that
+  finds an idle connection closed is retried once, on a new one (``Dialogue.run``).
+- A connection is reused only if its last answer was received completely (``Connection.finish``).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Ended(ConnectionResetError):
 
 
 class Watch(Protocol):
-    """When to give up waiting: ``liveness.Vigil``, or a plain ``Deadline``."""
+    """Decides when to stop waiting: ``liveness.Vigil``, or a plain ``Deadline``."""
 
     @property
     def first_wait_seconds(self) -> float: ...
@@ -51,7 +51,7 @@ class Watch(Protocol):
 
 
 class Message(NamedTuple):
-    """A datagram, and what came with it: see ``socket.recvmsg``."""
+    """A datagram and its ancillary data: see ``socket.recvmsg``."""
 
     data: bytes
     ancillary: list[tuple[int, int, bytes]]
@@ -61,13 +61,13 @@ class Message(NamedTuple):
 class Connection:
     """A connected socket. Blocking; belongs to one thread at a time and to the process that opened it.
 
-    An exchange is ``begin``, ``send``, ``receive`` until the answer is complete, then ``finish``. A wait that is too
-    long raises ``TimeoutError`` (``Gone`` after a failed health check), the end of the connection ``ConnectionError``.
+    An exchange is ``begin``, ``send``, ``receive`` until the answer is complete, then ``finish``. A wait that times out
+    raises ``TimeoutError`` (``Gone`` after a failed health check), the end of the connection ``ConnectionError``.
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self.is_finished = True  # the last answer was received to its end, and the connection may be used again
-        self.is_answering = False  # some of this exchange's answer came
+        self.is_finished = True  # the last answer was received completely: the connection may be reused
+        self.is_answering = False  # a part of this exchange's answer arrived
         self._socket = sock
         self._watch: Watch
         self._kernel_waits = kernel_waits(sock)
@@ -82,13 +82,13 @@ class Connection:
         self._socket.close()
 
     def begin(self, watch: Watch) -> None:
-        """Begin an exchange, whose waits ``watch`` ends."""
+        """Begin an exchange. ``watch`` ends its waits."""
         self.is_finished = self.is_answering = False
         self._watch = watch
         self._set_wait(watch.first_wait_seconds)
 
     def finish(self) -> None:
-        """Say that the answer was received to its end, and nothing is behind it."""
+        """Record that the answer was received completely, with nothing after it."""
         self.is_finished = True
 
     def send(self, *buffers: bytes | memoryview) -> None:
@@ -107,7 +107,7 @@ class Connection:
         self._watch.asked()
 
     def receive(self, out: memoryview) -> None:
-        """Fill ``out``, in as few calls as the kernel makes of it."""
+        """Fill ``out``, in as few system calls as possible."""
         while out:
             count = self._receive(out, whole=True)
             out = out[count:]
@@ -115,14 +115,14 @@ class Connection:
                 self._watch.check_rate()
 
     def receive_some(self, out: memoryview) -> int:
-        """Receive what is there, one byte at least; return how much that was."""
+        """Receive what has arrived, at least one byte; return how many bytes that was."""
         self._watch.check_rate()
         return self._receive(out, whole=False)
 
     def receive_until(self, mark: bytes, size_bytes_max: int) -> tuple[bytes, bytes]:
-        """Return what comes up to the first ``mark`` and including it, and what came behind it.
+        """Return the bytes up to and including the first ``mark``, and the bytes received after it.
 
-        Raises ``ValueError`` if there is no mark in so many bytes.
+        Raises ``ValueError`` if there is no mark within ``size_bytes_max``.
         """
         data, piece = b"", memoryview(bytearray(HEAD_PIECE_BYTES))
         while (at := data.find(mark)) < 0:
@@ -133,7 +133,7 @@ class Connection:
         return data[:end], data[end:]
 
     def send_message(self, message: bytes) -> None:
-        """Send a datagram, which goes whole or not at all."""
+        """Send a datagram, whole or not at all."""
         while True:
             try:
                 self._watch.sent(send_some(self._socket, [memoryview(message)]))
@@ -143,7 +143,7 @@ class Connection:
                 return self._watch.asked()
 
     def receive_message(self, size_bytes_max: int, ancillary_bytes_max: int) -> Message:
-        """Return a datagram. Descriptors that come with it are the caller's to close. Empty at the end."""
+        """Return a datagram, empty at the end. The caller closes the descriptors that come with it."""
         while True:
             try:
                 got = self._socket.recvmsg(size_bytes_max, ancillary_bytes_max, socket.MSG_CMSG_CLOEXEC)
@@ -167,7 +167,7 @@ class Connection:
             return count
 
     def _wait(self, events: int) -> None:
-        """Return when it is worth trying again. The kernel has waited already where it does."""
+        """Return when the call is worth repeating: at once if the kernel has waited already."""
         if not self._kernel_waits and is_ready(self._socket, events, self._watch.wait_seconds()):
             return
         self._watch.check(self._socket)
@@ -180,7 +180,7 @@ class Connection:
 
 
 def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return what of the buffers is behind the first ``count`` bytes."""
+    """Return what remains of the buffers after the first ``count`` bytes."""
     for at, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[at + 1 :]]
@@ -193,9 +193,9 @@ def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A daemon by its address: how it is connected to, how long it is waited for, and what its failures are called.
+    """A daemon's address: how to connect to it, how long to wait for it, and which error each failure is.
 
-    ``tls``: speak TLS with it, under this context.
+    ``tls``: speak TLS with the daemon, using this context.
     """
 
     url: str
@@ -209,7 +209,7 @@ class Endpoint:
 
     @property
     def host(self) -> str:
-        """What ``Host`` says in a request."""
+        """The value of the header ``Host``."""
         return urlsplit(self.url).netloc
 
     def connect(self) -> Connection:
@@ -223,11 +223,11 @@ class Endpoint:
         return Connection(sock)
 
     def vigil(self, extra_seconds: float = 0.0) -> Vigil:
-        """Return the watch of one exchange. ``extra_seconds``: for the first byte of the answer, see ``Vigil``."""
+        """Return the watch of one exchange. ``extra_seconds``: see ``Vigil``."""
         return Vigil(self.patience, self._is_alive, extra_seconds)
 
     def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
-        """Return what it means that an exchange failed."""
+        """Return the error for an exchange that failed."""
         if is_answering and isinstance(error, ConnectionError):
             return BrokenOff(self.url, f"{error}; the daemon died, or the shard on its disk is damaged")
         why = f"does not answer ({str(error) or type(error).__name__}); is the daemon running there?"
@@ -242,13 +242,13 @@ class _Failure(Protocol):
 
 
 class Dialogue:
-    """Requests to one daemon on connections that are kept while idle. Safe from threads.
+    """Requests to one daemon, on connections that are kept while idle. Safe from threads.
 
-    The one place that sends a request once more, and that says what failures mean.
+    The one place that retries a request on a new connection, and that turns ``OSError`` into Quiver's errors.
     """
 
     def __init__(self, failure: _Failure, kept_max: int | None = None) -> None:
-        """``failure`` makes an error of ``OSError``; ``kept_max`` bounds the idle connections further."""
+        """``failure`` turns an ``OSError`` into an error; ``kept_max`` limits the idle connections further."""
         self.idle: Idle[Connection] = Idle(kept_max) if kept_max is not None else Idle()
         self._failure = failure
 
@@ -256,17 +256,17 @@ class Dialogue:
         self.idle.close()
 
     def run(self, opened: Callable[[], Connection], exchange: Callable[[Connection], T]) -> T:
-        """Return what ``exchange`` returns, given an idle connection or one that is ``opened``.
+        """Return what ``exchange`` returns, given an idle connection or a new one from ``opened``.
 
-        If the idle one turns out to have been closed, ``exchange`` is run once more with a new one: it must do no harm
-        twice. The connection is kept if the exchange ``finish``-ed it, whether or not it raised then.
+        If the idle connection turns out to be closed, ``exchange`` runs again with a new one, so it must be safe to
+        repeat. The connection is kept if the exchange has ``finish``-ed it, even if it raised afterwards.
         """
         connection = self.idle.take()
         if connection is not None:
             try:
                 return self._run_on(connection, exchange)
             except ConnectionError:
-                self.idle.clear()  # all of them were idle for longer than this one
+                self.idle.clear()  # all of them have been idle for longer than this one
             self.idle.begin_use()
         try:
             connection = opened()

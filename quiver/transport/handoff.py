@@ -1,16 +1,16 @@
 """Open files over a Unix socket: how a daemon hands shards to the readers on its own host (docs/protocol.md).
 
-The socket is of type SOCK_SEQPACKET: a request is one message and so is its answer, each arrives whole or not at all,
-and descriptors belong to exactly one message. In a stream they would need framing, and hang on a byte of it. Messages
-are MessagePack.
+The socket is of type SOCK_SEQPACKET. A request is one message and so is its answer; each arrives whole or not at all,
+and descriptors belong to exactly one message. In a stream they would need framing, and would be attached to a single
+byte. Messages are MessagePack.
 
     hello     the answer has the daemon's node id
-    files     names shards; the answer has for each a status and an edition, and with it come the descriptors of those
-              that are present, in order
-    held      names shards and editions; the answer has for each whether that is still the file of that name
+    files     names shards; the answer has a status and an edition for each, and carries the descriptors of those that
+              are present, in order
+    held      names shards and editions; the answer says for each whether the daemon still holds that edition
 
-One request at a time on a connection. Blocking and without threads of its own, like ``quiver.peer``: connections belong
-to the process that opened them.
+A connection carries one request at a time. The client blocks and has no threads of its own, like ``quiver.peer``:
+connections belong to the process that opened them.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ FILES_MAX: Final = 64  # descriptors of one message; the kernel takes 253
 HELD_MAX: Final = 1024
 NODE_ID_BYTES_MAX: Final = 64
 RECHECK: Final = 1  # flag: the reader found wrong bytes; verify these shards on disk before handing them out
-USED: Final = 2  # flag: the reader read these since its last request: they are in use
-FLAGS_MAX: Final = (1 << 32) - 1  # flags that are not known are ignored
+USED: Final = 2  # flag: the reader has read these since its last request: they are in use
+FLAGS_MAX: Final = (1 << 32) - 1  # unknown flags are ignored
 ANSWER_SECONDS: Final = 1.0
 IDLE_CONNECTIONS_MAX: Final = 2
 EDITION_BYTES_MAX: Final = 9  # of an integer as MessagePack
@@ -53,7 +53,7 @@ _Unsigned = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Verb(enum.IntEnum):
-    """What a reader can ask."""
+    """The requests of a reader."""
 
     HELLO = 0
     FILES = 1
@@ -61,7 +61,7 @@ class Verb(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """What became of a request. After ``REFUSED`` the daemon closes the connection."""
+    """The outcome of a request. After ``REFUSED`` the daemon closes the connection."""
 
     OK = 0
     BUSY = 1
@@ -73,11 +73,11 @@ class FileStatus(enum.IntEnum):
 
     PRESENT = 0
     ABSENT = 1
-    NOT_NOW = 2  # here, and to be verified first; or the daemon has no descriptor left
+    NOT_NOW = 2  # resident, but not verified yet; or the daemon has no descriptor left
 
 
 class Held(NamedTuple):
-    """A file that a reader has: the shard's name, and which of the files that have had it."""
+    """A file that a reader has: the shard's name, and the edition of the file under that name."""
 
     digest: Digest
     edition: int
@@ -87,7 +87,7 @@ _ENTRIES_MAX: Final = {Verb.HELLO: 0, Verb.FILES: FILES_MAX, Verb.HELD: HELD_MAX
 
 
 class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request as it travels: digests back to back; editions of ``HELD`` alone, as many."""
+    """A request as encoded: digests back to back; as many editions, for ``HELD`` only."""
 
     verb: Verb
     shards: bytes = b""
@@ -96,7 +96,7 @@ class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An answer: of hello the node id, of files a ``FileStatus`` and an edition each, of held a 0 or 1 each."""
+    """An answer: to hello the node id, to files a ``FileStatus`` and an edition each, to held a 0 or 1 each."""
 
     status: Status
     node: Annotated[str, msgspec.Meta(max_length=NODE_ID_BYTES_MAX)] = ""
@@ -114,7 +114,7 @@ class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """One message of a reader. The editions of ``files`` are 0: any will do."""
+    """One message of a reader. For ``files`` the editions are 0, which means any."""
 
     verb: Verb
     entries: tuple[Held, ...] = ()
@@ -127,7 +127,7 @@ class HandoffRequest:
 
     @classmethod
     def decode(cls, message: Bytes) -> HandoffRequest:
-        """Parse a message. Raises ``BadRequest`` for one that breaks a limit or does not add up."""
+        """Parse a message. Raises ``BadRequest`` for one that breaks a limit or is inconsistent."""
         if len(message) > REQUEST_BYTES_MAX:
             raise BadRequest(f"a request has at most {REQUEST_BYTES_MAX} bytes, not {len(message)}")
         told = _decode(message, _Request)
@@ -144,7 +144,7 @@ def hello_answer(node: str) -> bytes:
 
 
 def files_answer(files: Sequence[tuple[FileStatus, int]]) -> bytes:
-    """Return the answer about shards, given the status and edition of each. Their descriptors go with it."""
+    """Return the answer to ``files``, given each shard's status and edition. The caller sends the descriptors."""
     statuses, editions = bytes(status for status, _ in files), tuple(edition for _, edition in files)
     return HandoffAnswer(Status.OK, statuses=statuses, editions=editions).encode()
 
@@ -165,7 +165,7 @@ def _decode(message: Bytes, kind: type[T]) -> T:
 
 
 class Handed(NamedTuple):
-    """What became of a shard that was asked for: its file, if it was present."""
+    """The outcome for one requested shard: its file, if it was present."""
 
     status: FileStatus
     edition: int
@@ -173,7 +173,7 @@ class Handed(NamedTuple):
 
 
 class Deadline:
-    """The watch of an exchange that ends at a moment, however it goes: ``connection.Watch``."""
+    """A ``connection.Watch`` that ends an exchange at a fixed time, whatever progress it makes."""
 
     def __init__(self, seconds: float) -> None:
         self._ends_at = time.monotonic() + seconds
@@ -205,16 +205,16 @@ class Deadline:
 class HandoffClient:
     """The verbs of the daemon behind one socket. Safe from threads.
 
-    The kernel says on each connection who listens, which has to be root, this user or one of ``trusted``: whoever may
-    write to a folder can put a socket of its own under a path that was checked before.
+    On each connection the kernel reports which user listens: it must be root, this user or one of ``trusted``. A check
+    of the path would not suffice: a user who may write to its folder can replace the socket after the check.
 
-    Raises ``Unavailable`` when it does not answer or is another daemon than before, ``Forbidden`` when the socket's
-    permissions keep this user out or a stranger listens, ``OverCapacity`` when it is busy, ``Corrupt`` when it answers
-    nonsense. Whatever it sends, no descriptor is left open.
+    Raises ``Unavailable`` if the daemon does not answer or is another one than before, ``Forbidden`` if the socket's
+    permissions exclude this user or an untrusted user listens, ``OverCapacity`` if the daemon is busy, and ``Corrupt``
+    for a malformed answer. Whatever the daemon sends, no descriptor is leaked.
     """
 
     def __init__(self, path: str, trusted: Collection[int] = (), *, answer_seconds: float = ANSWER_SECONDS) -> None:
-        """``trusted``: ids of users. ``answer_seconds``: for a request and what it takes to connect."""
+        """``trusted``: user ids. ``answer_seconds``: for a request, connecting included."""
         self.path = path
         self.trusted = frozenset(trusted)
         self.node = ""  # as the daemon named itself
@@ -228,12 +228,12 @@ class HandoffClient:
         self._dialogue.close()
 
     def hello(self) -> str:
-        """Return the daemon's node id: whether the ring has that member there is for the caller to check."""
+        """Return the daemon's node id. The caller checks that the ring has this member at this address."""
         self._dialogue.run(partial(self._opened, Deadline(self._answer_seconds)), lambda connection: None)
         return self.node
 
     def files(self, digests: Sequence[Digest], flags: int = 0) -> list[Handed]:
-        """Return for each of at most ``FILES_MAX`` shards what became of it. The daemon fills nothing."""
+        """Return the outcome for each of at most ``FILES_MAX`` shards. The daemon fills nothing."""
         if not digests:
             return []
         answer, files = self._asked(Verb.FILES, [Held(digest, 0) for digest in digests], flags)
@@ -249,14 +249,14 @@ class HandoffClient:
         ]
 
     def held(self, held: Sequence[Held], flags: int = 0) -> list[bool]:
-        """Return for each of at most ``HELD_MAX`` files whether the daemon still holds it, as that shard's."""
+        """Return for each of at most ``HELD_MAX`` files whether the daemon still holds that edition of the shard."""
         answer, _ = self._asked(Verb.HELD, held, flags)
         return [bool(entry) for entry in answer.statuses]
 
     # -- one request --------------------------------------------------------------------------------------------------
 
     def _asked(self, verb: Verb, entries: Sequence[Held], flags: int) -> tuple[HandoffAnswer, list[OpenFile]]:
-        """Return the answer, which has as many statuses as the request has entries, and the files that came with it."""
+        """Return the answer, with a status per entry of the request, and the files that came with it."""
         message, deadline = HandoffRequest(verb, tuple(entries), flags).encode(), Deadline(self._answer_seconds)
 
         def exchange(connection: Connection) -> tuple[HandoffAnswer, list[OpenFile]]:
@@ -281,7 +281,7 @@ class HandoffClient:
         return answer
 
     def _opened(self, deadline: Deadline) -> Connection:
-        """Return a new connection, on which the daemon said who it is."""
+        """Return a new connection, after the daemon has sent its node id on it."""
         try:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except (OSError, AttributeError) as error:
@@ -303,34 +303,34 @@ class HandoffClient:
         return connection
 
     def _check_listener(self, sock: socket.socket) -> None:
-        """Raise ``Forbidden`` if it was not somebody trusted who made this a socket to connect to."""
+        """Raise ``Forbidden`` if an untrusted user listens on the socket."""
         told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         _, uid, _ = _CREDENTIALS.unpack(told)
         if uid not in (0, os.geteuid()) and uid not in self.trusted:
             raise Forbidden(
-                f"{self.path}: user {uid} listens there, who is neither root, nor you, nor a system account whose "
-                "socket it is; did somebody put it in the daemon's place?"
+                f"{self.path}: user {uid} listens there, which is neither root, nor this user, nor the system "
+                "account that owns the socket; did another user replace the daemon's socket?"
             )
 
     def _greet(self, node: str) -> None:
-        """Take the daemon's name, which stays the same from the first connection on."""
+        """Record the daemon's node id, which must stay the same from the first connection on."""
         if not node:
             raise Corrupt("malformed answer: no node id", self.path)
         if self.node and self.node != node:
-            raise Unavailable(self.path, f"is another daemon's by now: node {node!r}")
+            raise Unavailable(self.path, f"belongs to another daemon now: node {node!r}")
         self.node = node
 
     def _failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
-        """Return what it means that the socket cannot be used."""
-        if isinstance(error, (BlockingIOError, TimeoutError)):  # the former where the queue of the listener is full
+        """Return the error for a socket that cannot be used."""
+        if isinstance(error, (BlockingIOError, TimeoutError)):  # the former if the listener's queue is full
             return Unavailable(self.path, "does not answer in time")
         if error.errno in (errno.EACCES, errno.EPERM):
-            return Forbidden(f"{self.path}: {error.strerror}; let this user, or a group of its, use the socket")
+            return Forbidden(f"{self.path}: {error.strerror}; let this user, or one of its groups, use the socket")
         return Unavailable(self.path, f"cannot be used ({error.strerror or error}); is the daemon running?")
 
 
 def is_this_host(host: str) -> bool:
-    """Whether a host name or address is this machine's: whether one can bind to it."""
+    """Whether a host name or address is this machine's: whether a socket can bind to it."""
     try:
         addresses = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)
     except OSError:
@@ -352,17 +352,17 @@ def _exchange(connection: Connection, message: bytes, deadline: Deadline) -> tup
     room = socket.CMSG_SPACE(FILES_MAX * array.array("i").itemsize)
     answer, passed, flags = connection.receive_message(ANSWER_BYTES_MAX, room)
     files = _taken(passed)
-    if flags & socket.MSG_CTRUNC:  # more than there can be, or more than this process may have open
-        raise OverCapacity("not all descriptors could be taken; may this process have more open (ulimit -n)?", 1.0)
+    if flags & socket.MSG_CTRUNC:  # more than allowed, or more than this process may have open
+        raise OverCapacity("some descriptors were lost; allow this process more open files (ulimit -n)", 1.0)
     if flags & socket.MSG_TRUNC:
         raise Corrupt(f"an answer of more than {ANSWER_BYTES_MAX} bytes", "the socket's daemon")
     if not answer:
-        raise Ended("the daemon closes the connection")
+        raise Ended("the daemon closed the connection")
     return answer, files
 
 
 def _taken(passed: Sequence[tuple[int, int, bytes]]) -> list[OpenFile]:
-    """Return the files that were passed. Raises ``Corrupt``, all closed, if one of them is no regular file."""
+    """Return the passed files. Raises ``Corrupt``, having closed all, if one of them is no regular file."""
     numbers = array.array("i")
     for level, kind, data in passed:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -374,5 +374,5 @@ def _taken(passed: Sequence[tuple[int, int, bytes]]) -> list[OpenFile]:
         except OSError as error:
             wrong = error.strerror or str(error)
     if wrong:
-        raise Corrupt(f"what was passed is no file of a shard: {wrong}", "the socket's daemon")
+        raise Corrupt(f"a passed descriptor is not a shard's file: {wrong}", "the socket's daemon")
     return files

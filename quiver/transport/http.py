@@ -1,8 +1,8 @@
-"""HTTP requests to one daemon: bounded in time and size, and its errors by what they mean.
+"""HTTP requests to one daemon: bounded in time and size, with error answers mapped to Quiver's errors.
 
-Own code and not ``http.client``, which reads for as long as a byte comes now and then and cannot be given a deadline
-from outside. What it would parse is little: an answer here is a head, then as many bytes as ``Content-Length`` says. No
-redirect, content encoding, chunked body or surprise in length is followed.
+``http.client`` is not used: it reads as long as a byte arrives now and then, and accepts no deadline from outside.
+There is little to parse: an answer is a head, then as many bytes as ``Content-Length`` says. Redirects, content
+encodings, chunked bodies and bodies of another length are rejected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quiver.wire import ErrorBody
 
 HEAD_BYTES_MAX: Final = 64 << 10
 ERROR_BYTES_MAX: Final = 1 << 16
-IGNORED_BYTES_MAX: Final = 1 << 16  # of the answer to a verb that returns nothing
+IGNORED_BYTES_MAX: Final = 1 << 16  # of the answer to a verb without a result
 _STATUS_LINE: Final = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: ([^\r\n]*))?\r?\n")
 _NO_BODY: Final = (204, 304)
 
@@ -42,7 +42,7 @@ class Head:
 
     @classmethod
     def parse(cls, data: bytes) -> Head:
-        """Raises ``ValueError`` for what is no HTTP."""
+        """Raises ``ValueError`` for malformed HTTP."""
         line = _STATUS_LINE.match(data)
         if line is None:
             raise ValueError("malformed answer: no HTTP/1.1 status line")
@@ -54,7 +54,7 @@ class Head:
 
     @property
     def size_bytes(self) -> int:
-        """What the body is said to have, -1 if that is not said. Raises ``ValueError`` for what is no length."""
+        """The announced size of the body, -1 if there is none. Raises ``ValueError`` for a malformed one."""
         told = {value.strip() for value in self.headers.get_all("Content-Length", [])}
         if "Transfer-Encoding" in self.headers or not told:
             return -1
@@ -70,7 +70,7 @@ class Head:
 
     @property
     def retry_after_seconds(self) -> float | None:
-        """What the daemon asks to wait for before a retry, if it says so."""
+        """How long the daemon asks to wait before a retry, if it says so."""
         with contextlib.suppress(ValueError):
             return float(self.headers.get("Retry-After", ""))
         return None
@@ -82,15 +82,15 @@ def tokens(headers: Message, name: str) -> list[str]:
 
 
 def receive_head(connection: Connection) -> tuple[Head, bytes]:
-    """Return the head of an answer, and what came behind it. Raises ``ValueError`` for what is no HTTP."""
+    """Return the head of an answer, and the bytes received after it. Raises ``ValueError`` for malformed HTTP."""
     data, behind = connection.receive_until(b"\r\n\r\n", HEAD_BYTES_MAX)
     return Head.parse(data), behind
 
 
 class HttpVerbs:
-    """Requests to one daemon, over connections that are kept. Blocking; safe from threads.
+    """Requests to one daemon, over connections that are kept open. Blocking; safe from threads.
 
-    Raises ``Unavailable`` when it does not answer, ``Corrupt`` when it answers nonsense, and what it says went wrong.
+    Raises ``Unavailable`` if it does not answer, ``Corrupt`` for a malformed answer, and the error that it answers.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -110,7 +110,7 @@ class HttpVerbs:
         answer_bytes_max: int = IGNORED_BYTES_MAX,
         wait_seconds: float = 0.0,
     ) -> U8:
-        """Return the body of a good answer. ``wait_seconds``: how long the daemon waits for fills before it answers."""
+        """Return the body of a successful answer. ``wait_seconds``: how long the daemon may wait for fills first."""
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._endpoint.host}"]
         if method in ("PUT", "POST"):
             lines += [f"Content-Type: {content_type}", f"Content-Length: {memoryview(body).nbytes}"]
@@ -134,25 +134,25 @@ class HttpVerbs:
         if answer.status not in (200, 201, 204):
             self._raise(connection, answer, behind, size_bytes)
         if size_bytes < 0:
-            raise Corrupt("an answer of unknown length", self._endpoint.name)
+            raise Corrupt("malformed answer: no Content-Length", self._endpoint.name)
         if size_bytes > size_bytes_max:
             what = f"an answer of {size_bytes} bytes where at most {size_bytes_max} were expected"
             raise Corrupt(what, self._endpoint.name)
         return self._body(connection, answer, behind, size_bytes)
 
     def _asked(self, connection: Connection, head: bytes, body: Bytes) -> tuple[Head, bytes]:
-        """Send a request; return the head of the answer, and what came behind it."""
+        """Send a request; return the head of the answer, and the bytes received after it."""
         try:
             connection.send(head, memoryview(body))
         except ConnectionError:
-            # A daemon that refuses an upload answers before it has read all of it: its answer says more than the reset.
+            # A daemon that refuses an upload answers before it has read all of it: prefer its answer to the reset.
             with contextlib.suppress(OSError, ValueError):
                 return receive_head(connection)
             raise
         return receive_head(connection)
 
     def _body(self, connection: Connection, answer: Head, behind: bytes, size_bytes: int) -> U8:
-        """Return a body of this size, of which the beginning came behind the head."""
+        """Return a body of this size. ``behind``: its beginning, received together with the head."""
         data = np.empty(size_bytes, np.uint8)
         here = min(len(behind), size_bytes)
         data[:here] = np.frombuffer(behind, np.uint8, here)
@@ -162,7 +162,7 @@ class HttpVerbs:
         return data
 
     def _raise(self, connection: Connection, answer: Head, behind: bytes, size_bytes: int) -> None:
-        """Raise what an answer means that is no good one."""
+        """Raise the error that an unsuccessful answer stands for."""
         if 300 <= answer.status < 400:
             raise Corrupt(f"a redirect ({answer.status})", self._endpoint.name)
         whole = 0 <= size_bytes <= ERROR_BYTES_MAX

@@ -1,11 +1,12 @@
-"""Connections to a daemon that nobody uses just now, as many as were lately used at once.
+"""The idle connections to a daemon: as many as were recently used at the same time.
 
-A rack has some two thousand reader processes, and each connection that one of them keeps costs every daemon a
-descriptor. So a process keeps as many idle connections to a daemon as it used at once in the last half minute or so,
-which is one for a reader that asks a daemon once per batch. It uses the last one first, so that surplus ones grow old.
+A rack has some two thousand reader processes, and each connection that one of them keeps open costs a daemon a
+descriptor. So a process keeps as many idle connections to a daemon as it used at the same time in the last half minute
+or so: one, for a reader that sends each daemon one request per batch. It reuses the most recently used one first, so
+that surplus ones stay idle.
 
-Connections belong to the process that opened them. After a fork the child closes its end of the parent's and opens its
-own: two processes on one connection would read each other's answers.
+Connections belong to the process that opened them. After a fork the child closes its copies of the parent's and opens
+its own: two processes on one connection would read each other's answers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ WINDOW_SECONDS: Final = 15.0  # a peak of use counts for one to two windows
 
 
 class Closable(Protocol):
-    """What can be kept."""
+    """A connection that can be kept."""
 
     def close(self) -> None: ...
 
@@ -33,13 +34,13 @@ C = TypeVar("C", bound=Closable)
 class Idle(Generic[C]):
     """The idle connections to one daemon. Safe from threads.
 
-    Each use is ``take`` (or ``begin_use``, for a connection that is opened without looking here), then ``keep`` or
-    ``drop``. A child that was forked leaves its parent's connections alone. What lives across forks (a ``Dataset``)
-    makes its clients anew in each process.
+    Each use is ``take`` (or ``begin_use``, for a connection that is always opened), then ``keep`` or ``drop``. A forked
+    child does not use its parent's connections. An object that survives forks (a ``Dataset``) makes its clients again
+    in each process.
     """
 
     def __init__(self, kept_max: int = IDLE_CONNECTIONS_MAX, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.kept: list[C] = []  # the one that was used last is last
+        self.kept: list[C] = []  # the most recently used one is last
         self._kept_max = kept_max
         self._clock = clock
         self._used = 0  # at the moment
@@ -53,7 +54,7 @@ class Idle(Generic[C]):
         return f"Idle({len(self.kept)} kept, {self._used} used)"
 
     def take(self) -> C | None:
-        """Return the one that was used last; ``None`` if there is none, and the caller opens one."""
+        """Return the most recently used one; ``None`` if there is none: then the caller opens one."""
         with self._lock:
             foreign = self._foreign()
             self._use()
@@ -67,7 +68,7 @@ class Idle(Generic[C]):
             self._use()
 
     def keep(self, connection: C) -> None:
-        """End a use and keep the connection. Closes the oldest that are more than were used at once."""
+        """End a use and keep the connection. Closes the oldest beyond the number recently used at the same time."""
         with self._lock:
             self._end_use()
             if self._owner != os.getpid() or self._closed:
@@ -93,15 +94,15 @@ class Idle(Generic[C]):
         _close(kept)
 
     def close(self) -> None:
-        """Close what is kept, and from now on what would be."""
+        """Close what is kept, and from now on every connection that is given back."""
         self._closed = True
         self.clear()
 
     def _foreign(self) -> list[C]:
-        """Take the parent's connections out, if this process is a child that was forked since."""
+        """Remove and return the parent's connections, if this process was forked since they were opened."""
         if self._owner == os.getpid():
             return []
-        # This process's end of the parent's: the daemon sees no end of it until nobody has one any more.
+        # The child's copies of the parent's descriptors: the daemon sees a connection end only once all are closed.
         foreign, self.kept, self._owner = self.kept, [], os.getpid()
         self._used = self._peak = self._peak_before = 0
         return foreign

@@ -1,12 +1,12 @@
-"""How long a client waits for a daemon, and how it tells a slow daemon from one that is gone.
+"""How long a client waits for a daemon, and how it tells a slow daemon from a dead one.
 
-A daemon may be silent for seconds with good reason: it waits for a fill. One that is stopped, or cut off by the
-network, looks the same on the connection that waits for it. So after a moment of silence the client asks it on another
-connection whether it is alive (``GET /healthz``). If it does not answer that either, the client reads elsewhere after
-half a second instead of after its whole patience.
+A daemon may be silent for seconds because it waits for a fill. A daemon that is suspended, or cut off by the network,
+looks the same on the waiting connection. So after a moment of silence the client sends a health check on another
+connection (``GET /healthz``). If the daemon does not answer it either, the client reads elsewhere after half a second
+instead of waiting for the full timeout.
 
-A ``Vigil`` ends a wait in three cases: silence, a failed health check, and slowness, when the daemon is further behind
-``SLOWEST_BYTES_PER_SECOND`` than it may be silent.
+A ``Vigil`` ends a wait in three cases: silence; a failed health check; and slowness, when the transfer lags behind
+``SLOWEST_BYTES_PER_SECOND`` by more time than the daemon may be silent.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ class Patience(NamedTuple):
     """How long one side of a connection waits for the other, in seconds. The defaults suit a person's command."""
 
     connect_seconds: float = 2.0
-    silence_seconds: float = 10.0  # without a single byte; what a request may wait for fills comes on top
-    suspect_seconds: float = 1.0  # of silence, after which a daemon is asked whether it is alive
-    alive_seconds: float = 1.0  # for it to say so
+    silence_seconds: float = 10.0  # without a single byte; the request's own wait for fills is added
+    suspect_seconds: float = 1.0  # of silence, after which a health check is sent
+    alive_seconds: float = 1.0  # for the daemon to answer the health check
 
 
 PATIENT: Final = Patience()
 # For the path of a batch. A daemon in the rack answers a health check in a millisecond, a busy one in tens. A check
-# that is made too early costs next to nothing, one that fails wrongly costs a few reads of the origin.
+# sent too early costs next to nothing; one that fails wrongly costs a few reads from the origin.
 IN_RACK: Final = Patience(connect_seconds=0.5, silence_seconds=5.0, suspect_seconds=0.15, alive_seconds=0.35)
 
 
 class Gone(TimeoutError):
-    """The daemon answers nothing, not even that it is alive."""
+    """The daemon answers nothing, not even a health check."""
 
 
 class Vigil:
-    """The wait of one exchange with a daemon: says how long to wait for the next byte, and when to give up.
+    """The watch of one exchange with a daemon: decides how long to wait for the next byte, and when to give up.
 
-    Wait ``wait_seconds``; then call ``sent`` or ``heard`` if bytes went or came, and ``check`` if none did.
+    Wait ``wait_seconds``; then call ``sent`` or ``heard`` if bytes were sent or received, and ``check`` if none were.
     """
 
     def __init__(
         self, patience: Patience, is_alive: Callable[[socket.socket], bool], extra_seconds: float = 0.0
     ) -> None:
-        """``is_alive`` does the health check, ended early by bytes on the socket that it is given.
+        """``is_alive`` does the health check; bytes on the socket that it is given end the check early.
 
-        ``extra_seconds``: how much later the first byte of the answer may come, since the daemon waits for fills.
+        ``extra_seconds``: how much later the first byte of the answer may arrive, because the daemon waits for fills.
         """
         self._patience = patience
         self._is_alive = is_alive
@@ -67,22 +67,22 @@ class Vigil:
 
     @property
     def first_wait_seconds(self) -> float:
-        """How long to wait for a byte when an exchange begins: the same for each."""
+        """How long to wait for a byte when an exchange begins: the same for every exchange."""
         return min(self._patience.suspect_seconds, self._patience.silence_seconds)
 
     def wait_seconds(self) -> float:
         return max(min(self._check_at, self._silent_until, self._due_at) - time.monotonic(), 0.001)
 
     def asked(self) -> None:
-        """The whole request is sent: the answer has the usual time."""
+        """Record that the whole request was sent: the time for the answer begins."""
         self._begin(time.monotonic())
 
     def sent(self, count: int) -> None:
-        """The daemon took so many bytes of the request."""
+        """Record that so many bytes of the request were sent."""
         self._moved(count, time.monotonic())
 
     def heard(self, count: int) -> None:
-        """So many bytes of the answer came."""
+        """Record that so many bytes of the answer were received."""
         now = time.monotonic()
         if not self._is_answering:
             self._is_answering, self._extra_seconds = True, 0.0
@@ -90,12 +90,12 @@ class Vigil:
         self._moved(count, now)
 
     def check_rate(self) -> None:
-        """Raise ``TimeoutError`` if the daemon sends or takes less than the slowest that is waited for."""
+        """Raise ``TimeoutError`` if the daemon sends or accepts bytes below the minimum rate."""
         if time.monotonic() >= self._due_at:
             raise TimeoutError("answers too slowly" if self._is_answering else "takes the request too slowly")
 
     def check(self, sock: socket.socket) -> None:
-        """Return if waiting on is worth it. Raises ``Gone`` after a failed health check, else ``TimeoutError``."""
+        """Return if waiting is still worthwhile. Raises ``Gone`` after a failed health check, else ``TimeoutError``."""
         now = time.monotonic()
         if now >= self._silent_until:
             raise TimeoutError("answers nothing any more")
@@ -103,7 +103,7 @@ class Vigil:
         if now >= self._check_at:
             if not self._is_alive(sock):
                 raise Gone("answers nothing, not even a health check")
-            self._interval_seconds *= 2  # it is busy: many readers may wait for the same fill, and all of them check
+            self._interval_seconds *= 2  # many readers may wait for the same fill, and each of them checks
             self._check_at = time.monotonic() + self._interval_seconds
 
     def _begin(self, now: float) -> None:
@@ -120,7 +120,7 @@ class Vigil:
 def is_alive(
     url: str, seconds: float, meanwhile: socket.socket | None = None, tls: ssl.SSLContext | None = None
 ) -> bool:
-    """Return whether the daemon answers a health check within ``seconds``, or ``meanwhile`` has something to read."""
+    """Return whether the daemon answers a health check within ``seconds``, or bytes arrive on ``meanwhile``."""
     parts = urlsplit(url)
     deadline = time.monotonic() + seconds
     request = f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
@@ -135,7 +135,7 @@ def is_alive(
 
 
 def _answers(probe: socket.socket, meanwhile: socket.socket | None, deadline: float) -> bool:
-    """Return whether bytes come on the probe, or on ``meanwhile``, by the deadline."""
+    """Return whether bytes arrive on the probe, or on ``meanwhile``, by the deadline."""
     poll = select.poll()
     poll.register(probe, select.POLLIN)
     if meanwhile is not None:
@@ -145,9 +145,9 @@ def _answers(probe: socket.socket, meanwhile: socket.socket | None, deadline: fl
             return True
         try:
             receive_some(probe, memoryview(bytearray(1)))
-        except NotReady:  # TLS records that carry none of the answer, such as a session ticket
+        except NotReady:  # TLS records without application data, such as a session ticket
             continue
         except ConnectionError:
-            pass  # somebody is there to reset the connection
+            pass  # a reset is an answer too: its host is alive
         return True
     return False

@@ -1,9 +1,9 @@
-"""Giving bytes to a socket and taking them from one: the one place that knows whether TLS lies in between.
+"""Sending to and receiving from a socket: the one place that knows whether it uses TLS.
 
-Whatever sends or receives goes through ``send_some`` and ``receive_some``, which behave the same for a plain socket and
-for an ``ssl.SSLSocket``. Only a plain socket can be given many buffers in one call without copying them, and only the
-kernel can wait for all of a buffer by itself (``kernel_waits``); an ``SSLSocket`` does not block and is polled. What is
-sent on a plain one is read by the kernel: a mapped page that cannot be read is an error of ``send_vector``, no signal.
+All code sends and receives by ``send_some`` and ``receive_some``, which behave the same for a plain socket and for an
+``ssl.SSLSocket``. Only a plain socket takes many buffers in one call without copying them, and only there can the
+kernel wait until a buffer is full (``kernel_waits``); an ``SSLSocket`` does not block and is polled. What a plain
+socket sends is read by the kernel: a mapped page that cannot be read is an error of ``send_vector``, not a signal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-TLS_PIECE_BYTES: Final = 256 << 10  # joined before they are encrypted: small buffers would be a TLS record each
+TLS_PIECE_BYTES: Final = 256 << 10  # small buffers are joined before encryption: each would be a TLS record
 VECTOR_MAX: Final = 1024  # buffers of one call: the kernel's IOV_MAX
 
 
 class NotReady(BlockingIOError):
-    """The socket takes, or has, nothing now. ``events``: what to poll it for, which under TLS may be either."""
+    """The socket can send, or receive, nothing now. ``events``: what to poll it for; under TLS it may be either."""
 
     def __init__(self, events: int) -> None:
         super().__init__("the socket is not ready")
@@ -34,7 +34,7 @@ class NotReady(BlockingIOError):
 
 
 def connect(host: str, port: int, seconds: float, tls: ssl.SSLContext | None = None) -> socket.socket:
-    """Return a connection without Nagle's delay; with ``tls``, the handshake done. Raises ``OSError``."""
+    """Return a connection without Nagle's delay; with ``tls``, after the handshake. Raises ``OSError``."""
     sock = socket.create_connection((host, port), seconds)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -45,15 +45,15 @@ def connect(host: str, port: int, seconds: float, tls: ssl.SSLContext | None = N
 
 
 def kernel_waits(sock: socket.socket) -> bool:
-    """Whether to have blocking calls wait as long as ``set_wait`` says, which saves calls for streams of bytes.
+    """Whether blocking calls wait as long as ``set_wait`` says, which saves system calls on byte streams.
 
-    Not under TLS, where a write may have to read, nor for messages, whose waits end to the millisecond by ``poll``.
+    Not under TLS, where a write may have to read, nor for datagrams, whose waits ``poll`` ends to the millisecond.
     """
     return sock.type == socket.SOCK_STREAM and not isinstance(sock, ssl.SSLSocket)
 
 
 def set_wait(sock: socket.socket, seconds: float) -> None:
-    """Have the kernel end a blocking call after so long without progress: ``NotReady``, or what came until then."""
+    """Have the kernel end a blocking call after so long: with what was transferred, or with ``NotReady`` if nothing."""
     microseconds = max(int(seconds * 1e6), 1000)
     wait = struct.pack("ll", *divmod(microseconds, 1_000_000))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, wait)
@@ -61,17 +61,17 @@ def set_wait(sock: socket.socket, seconds: float) -> None:
 
 
 def is_ready(sock: socket.socket, events: int, seconds: float) -> bool:
-    """Wait for one of these events of ``poll``; return whether it came in time."""
+    """Wait for one of these ``poll`` events; return whether it occurred in time."""
     poller = select.poll()
     poller.register(sock, events)
     return bool(poller.poll(max(seconds, 0.0) * 1000))
 
 
 def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
-    """Give the socket as much of the buffers, in order, as it takes; return how many bytes that was.
+    """Send as much of the buffers, in order, as the socket accepts; return how many bytes that was.
 
-    Raises ``NotReady`` if it takes nothing now, ``OSError`` if it failed. Under TLS, send the same bytes again after
-    ``NotReady``, as OpenSSL demands.
+    Raises ``NotReady`` if it accepts nothing now, ``OSError`` if it failed. Under TLS, send the same bytes again after
+    ``NotReady``, as OpenSSL requires.
     """
     if not isinstance(sock, ssl.SSLSocket):
         try:
@@ -89,21 +89,21 @@ def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
 
 
 def is_plain(sock: socket.socket) -> bool:
-    """Whether the kernel itself takes what is sent, so that ``send_vector`` may be used."""
+    """Whether the socket uses no TLS, so that ``send_vector`` may be used."""
     return not isinstance(sock, ssl.SSLSocket)
 
 
 def unread_bytes(sock: socket.socket) -> int:
-    """Return how many bytes were received and are held in this process, where no poll sees them: under TLS alone."""
+    """Return how many received bytes TLS holds in this process, where ``poll`` does not see them."""
     return sock.pending() if isinstance(sock, ssl.SSLSocket) else 0
 
 
 def send_vector(sock: socket.socket, vector: npt.NDArray[np.uint64], first: int = 0) -> int:
-    """Give a plain socket buffers by address; return how many bytes it took.
+    """Send buffers, given by address, on a plain socket; return how many bytes it accepted.
 
-    ``vector``: ``(n, 2)`` address and length in bytes, of which those from ``first`` on are sent; at most
-    ``VECTOR_MAX`` of them. No Python object per buffer, and the GIL is free meanwhile. The caller keeps the memory
-    mapped. Raises ``NotReady``; ``OSError`` if the socket failed, and with ``EFAULT`` for a page that cannot be read.
+    ``vector``: ``(n, 2)`` address and length in bytes; those from ``first`` on are sent, at most ``VECTOR_MAX``. There
+    is no Python object per buffer, and the GIL is released meanwhile. The caller keeps the memory mapped. Raises
+    ``NotReady``; ``OSError`` if the socket failed, with ``EFAULT`` for a page that cannot be read.
     """
     address = vector.__array_interface__["data"][0] + first * _ENTRY_BYTES
     message = _Message(None, 0, address, len(vector) - first, None, 0, 0)
@@ -117,10 +117,10 @@ def send_vector(sock: socket.socket, vector: npt.NDArray[np.uint64], first: int 
 
 
 def receive_some(sock: socket.socket, buffer: memoryview, *, whole: bool = False) -> int:
-    """Receive into the buffer; return how many bytes came, 0 at the end of the stream.
+    """Receive into the buffer; return how many bytes arrived, 0 at the end of the stream.
 
-    ``whole``: a blocking plain socket may wait for all of it, which saves calls. Raises ``NotReady`` if nothing is here
-    now, ``OSError`` if the socket failed.
+    ``whole``: a blocking plain socket may wait until the buffer is full, which saves calls. Raises ``NotReady`` if
+    nothing has arrived, ``OSError`` if the socket failed.
     """
     try:
         if isinstance(sock, ssl.SSLSocket):
@@ -133,7 +133,7 @@ def receive_some(sock: socket.socket, buffer: memoryview, *, whole: bool = False
 
 
 def _first_bytes(buffers: Sequence[memoryview]) -> memoryview | bytes:
-    """Return the first buffer, or several small ones joined: up to ``TLS_PIECE_BYTES`` in any case."""
+    """Return the first buffer, or several small ones joined: at most ``TLS_PIECE_BYTES``."""
     first = memoryview(buffers[0]).cast("B")
     if len(buffers) == 1 or len(first) >= TLS_PIECE_BYTES:
         return first[:TLS_PIECE_BYTES]

@@ -1,9 +1,9 @@
-"""Batched reads on a connection of their own: what ``POST /v1/read`` says, without HTTP around every batch.
+"""Batched reads on a connection of their own: the body of ``POST /v1/read``, without HTTP around every batch.
 
-A reader asks ``GET /v1/stream`` to upgrade a connection and from then on sends read requests on it, one after the
-other, each answered by a frame (docs/protocol.md). It saves both ends the parsing of HTTP and the daemon its event
-loop: for a batch of small samples that is most of what a request costs. A daemon that does not take the upgrade, or has
-no stream to spare, is read by HTTP meanwhile.
+A reader upgrades a connection by ``GET /v1/stream``. From then on it sends read requests on it, one after the other,
+and the daemon answers each by a frame (docs/protocol.md). A stream needs neither HTTP parsing nor the daemon's event
+loop, which for a batch of small samples is most of the cost of a request. If a daemon does not support the upgrade, or
+has no stream free, the reader uses HTTP meanwhile.
 
     request   size u32, then the body of ``POST /v1/read``
     answer    "QRA1", kind u32, size u64; kind 0: a status byte per range, then the bytes of those that are present;
@@ -37,23 +37,23 @@ MAGIC: Final = b"QRA1"
 RANGES: Final = 0
 REFUSAL: Final = 1
 REFUSAL_BYTES_MAX: Final = 1 << 16
-HANDSHAKE_SECONDS: Final = 1.0  # a proxy in between may not know how to upgrade, and say nothing at all
-# How long a daemon that took no upgrade is read by HTTP: one that has none of it is asked rarely, one that has no
-# stream to spare says how long.
+HANDSHAKE_SECONDS: Final = 1.0  # a proxy in between may not support the upgrade, and never answer
+# How long to read by HTTP from a daemon that refused the upgrade. One that does not support it is rarely asked again;
+# one that has no stream free sends its own retry time.
 NO_STREAM_SECONDS: Final = 5.0
 NO_STREAM_SECONDS_MAX: Final = 60.0
-EAGER_BYTES_MAX: Final = 64 << 20  # of memory for an answer before its head says how large it is
+EAGER_BYTES_MAX: Final = 64 << 20  # memory for an answer before its head announces the size
 ALIGNED_BYTES: Final = 64
 
 
 class Refusal(ErrorBody, frozen=True):
-    """Why a read was not answered; the connection goes on unless the request was a bad one."""
+    """Why a read was refused. The connection stays open unless the request was malformed."""
 
     retry_after_seconds: float = 0.0
 
 
 class NotUpgraded(Exception):
-    """The daemon is there and gave no stream. ``retry_after_seconds``: when it asks to try again, 0 if it does not."""
+    """The daemon answered and gave no stream. ``retry_after_seconds``: after which to retry, 0 if it did not say."""
 
     def __init__(self, retry_after_seconds: float = 0.0) -> None:
         super().__init__("no stream")
@@ -68,12 +68,12 @@ def refusal_frame(error: QuiverError) -> bytes:
 
 
 def ranges_frame(statuses: U8, payload_bytes: int) -> bytes:
-    """Return what comes before the bytes of the ranges that are present."""
+    """Return what precedes the bytes of the ranges that are present."""
     return FRAME.pack(MAGIC, RANGES, len(statuses) + payload_bytes) + statuses.tobytes()
 
 
 class ReadStreams:
-    """The streams to one daemon, as long as it takes upgrades. Blocking; safe from threads."""
+    """The streams to one daemon, as long as it accepts upgrades. Blocking; safe from threads."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.dialogue = Dialogue(endpoint.failure)
@@ -89,9 +89,9 @@ class ReadStreams:
         self.dialogue.close()
 
     def read(self, request: ReadRequest) -> tuple[U8, U8] | None:
-        """Ask for ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
+        """Read ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
 
-        Returns ``None`` if reads go by HTTP for now. Raises what the daemon refused with, ``Corrupt`` for a wrong
+        Returns ``None`` if the caller has to use HTTP for now. Raises the daemon's refusal, ``Corrupt`` for a malformed
         answer, and ``Unavailable``.
         """
         if self.no_stream.is_waiting and not self.idle.kept:
@@ -116,7 +116,7 @@ class ReadStreams:
 def open_stream(endpoint: Endpoint) -> Connection:
     """Return a new connection that the daemon upgraded to a stream.
 
-    Raises ``NotUpgraded`` if it did not, ``Unavailable`` if it does not answer anything else either.
+    Raises ``NotUpgraded`` if it did not, ``Unavailable`` if it does not answer a health check either.
     """
     connection = endpoint.connect()
     try:
@@ -124,7 +124,7 @@ def open_stream(endpoint: Endpoint) -> Connection:
     except Gone as error:
         connection.close()
         raise endpoint.failure(error, is_answering=False) from error
-    except (OSError, ValueError) as error:  # what is alive and cannot upgrade is read by HTTP
+    except (OSError, ValueError) as error:  # a live daemon that does not upgrade is read by HTTP
         connection.close()
         raise NotUpgraded from error
     except BaseException:
@@ -140,7 +140,7 @@ def _upgrade(connection: Connection, endpoint: Endpoint) -> None:
         f"GET {PATH} HTTP/1.1\r\nHost: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
     )
     head, behind = receive_head(connection)
-    if not _is_switched(head) or behind:  # a daemon says nothing more until it is asked
+    if not _is_switched(head) or behind:  # a daemon sends nothing more before the first request
         busy = head.status == OverCapacity.status
         raise NotUpgraded((head.retry_after_seconds or 0.0) if busy else 0.0)
     connection.finish()
@@ -151,14 +151,14 @@ def _is_switched(head: Head) -> bool:
 
 
 def read_on(endpoint: Endpoint, request: ReadRequest, connection: Connection) -> tuple[U8, U8]:
-    """Send a read on a stream; return what ``ReadStreams.read`` does. Raises ``OSError`` besides."""
+    """Send a read on a stream; return what ``ReadStreams.read`` returns. Raises what it raises, and ``OSError``."""
     lengths = request.ranges["length"]
     count, wanted = len(lengths), int(lengths.sum())
     body = request.encode()
     connection.begin(endpoint.vigil(request.wait_ms / 1000))
     connection.send(SIZE.pack(len(body)), body)
-    # Nearly always every range is present. So room for all of them is taken before the size of the answer is known, and
-    # the head, the statuses and the first bytes come in one call.
+    # Nearly always every range is present. So memory for all of them is allocated before the size of the answer is
+    # known, and one call receives the head, the statuses and the first bytes.
     head_bytes = FRAME.size + count
     start = -head_bytes % ALIGNED_BYTES
     buffer = np.empty(start + head_bytes + (wanted if wanted <= EAGER_BYTES_MAX else 0), np.uint8)
@@ -178,7 +178,7 @@ def read_on(endpoint: Endpoint, request: ReadRequest, connection: Connection) ->
     if size != count + present or received > head_bytes + present:
         raise Corrupt(f"an answer of {size} bytes where {count + present} belong", endpoint.name)
     data = answer[head_bytes : head_bytes + present]
-    if len(data) < present:  # there was no room for it before the statuses were known
+    if len(data) < present:  # it was not allocated before the statuses were known
         data = np.empty(present, np.uint8)
     connection.receive(data[received - head_bytes :].data)
     connection.finish()
@@ -186,14 +186,14 @@ def read_on(endpoint: Endpoint, request: ReadRequest, connection: Connection) ->
 
 
 def _receive_at_least(connection: Connection, out: U8, received: int, wanted: int) -> int:
-    """Receive into ``out``, of which so much is here, until ``wanted`` bytes are; return how many are."""
+    """Receive into ``out``, which has ``received`` bytes, until it has ``wanted`` or more; return how many it has."""
     while received < wanted:
         received += connection.receive_some(out[received:].data)
     return received
 
 
 def _refusal(connection: Connection, endpoint: Endpoint, begin: bytes, size: int) -> QuiverError:
-    """Return what the daemon refused with. ``begin``: what is here of a refusal of this size."""
+    """Return the daemon's refusal as an error. ``begin``: what was received of its ``size`` bytes."""
     if size > REFUSAL_BYTES_MAX or len(begin) > size:
         raise Corrupt(f"a refusal of {size} bytes", endpoint.name)
     body = bytearray(size)
@@ -203,6 +203,6 @@ def _refusal(connection: Connection, endpoint: Endpoint, begin: bytes, size: int
         told = msgspec.json.decode(body, type=Refusal)
     except (msgspec.DecodeError, RecursionError) as error:
         raise Corrupt(f"malformed refusal: {error}", endpoint.name) from error
-    if told.error == OverCapacity.code:  # after others the daemon may close the connection
+    if told.error == OverCapacity.code:  # after other errors the daemon may close the connection
         connection.finish()
     return error_from(told.error, told.message, endpoint.url, retry_after_seconds=told.retry_after_seconds)

@@ -452,7 +452,7 @@ def test_nothing_is_unpacked_of_a_report_on_an_unknown_dataset_or_of_other_shard
     assert (status, NeedsAnswer.decode(answer).status) == (200, NeedsStatus.NO_MANIFEST)
     with Consumer(lone, files) as consumer:
         manifest = consumer.manifest
-        for shards, why in ((1 << 24, "where the manifest has"), (manifest.shard_count, "cannot be unpacked")):
+        for shards, why in ((1 << 24, "where the manifest has"), (manifest.shard_count, "cannot be decompressed")):
             status, answer, _ = lone.ask("POST", "/v1/needs", body_of(manifest.digest, shards))
             assert (status, error_of(answer)) == (400, "bad_request")
             assert why in answer.decode()

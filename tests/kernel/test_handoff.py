@@ -396,7 +396,7 @@ def test_a_daemon_that_changes_its_name_is_another_one(tmp_path: Path) -> None:
     with server(tmp_path / "s", answer) as path:
         client = HandoffClient(str(path))
         assert client.hello() == "me"
-        with pytest.raises(Unavailable, match="another daemon's"):
+        with pytest.raises(Unavailable, match="belongs to another daemon"):
             client.held([Held(NAME, 7)])
         client.close()
 

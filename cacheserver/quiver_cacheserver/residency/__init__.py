@@ -2,10 +2,10 @@
 
     reports ──► Needs (kernel) ──► decider ──► fills, uploads ──► rooms ──► store
                                      ▲                              │
-                                     └── datasets: what the store holds by now
+                                     └── datasets: what the store holds
 
-``reports`` takes consumers' reports, ``datasets`` learns the datasets that they are about; ``decider`` has the kernel's
-policy decide and carries it out; ``fills`` runs the fetches, one per shard, and ``filler`` makes one shard resident;
-``uploads`` knows what clients were asked to put here; ``rooms`` decides what is evicted for each file, and ``holders``
-on whose account. Each knows those to its right alone.
+``reports`` takes consumers' reports, ``datasets`` loads the datasets that they are about; ``decider`` calls the
+kernel's policy and carries out its decisions; ``fills`` runs the fetches, one per shard, and ``filler`` makes one shard
+resident; ``uploads`` knows which shards clients were asked to upload; ``rooms`` decides what to evict for each file,
+and ``holders`` records for which client each file was filled. Each module knows only those to its right.
 """

@@ -1,6 +1,6 @@
-"""The datasets that consumers report on: learned from their manifests in threads, and forgotten once nobody does.
+"""The datasets that consumers report on: loaded from their manifests in threads, and forgotten once no consumer does.
 
-What is held of them is kept up to date by the store's own events, which come through the event loop, in order.
+The store's events, which pass through the event loop in order, keep the record of what is held up to date.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from quiver_cacheserver.bounds import FILL_BYTES_MAX
 from quiver_cacheserver.rack.registry import Registry
 
 DATASETS_MAX: Final = 256
-IDLE_BYTES_MAX: Final = 1 << 30  # of manifests in memory of datasets that nobody reports on
-DATASET_BYTES_MAX: Final = 2 << 30  # of those of all datasets; a larger one alone
+IDLE_BYTES_MAX: Final = 1 << 30  # of manifests in memory whose datasets nobody reports on
+DATASET_BYTES_MAX: Final = 2 << 30  # of all datasets' manifests; a larger one alone
 
 Mask = npt.NDArray[np.bool_]
-GetManifest = Callable[[Digest, str], Awaitable[Manifest | None]]  # on behalf of which client
+GetManifest = Callable[[Digest, str], Awaitable[Manifest | None]]  # the client on whose behalf
 
 
 @dataclass(slots=True, eq=False)
 class Dataset:
     manifest: Manifest
-    ring: Ring  # by which ``Needs`` was told what is this daemon's
-    used: float  # when somebody last reported on it
+    ring: Ring  # the ring by which ``Needs`` knows this daemon's shards
+    used: float  # when a consumer last reported on it
 
 
 class _Learned(NamedTuple):
-    """What is found out of a dataset in a thread: which shards are held, which are this daemon's, and ``grown``."""
+    """What a thread computes about a dataset: which shards are held, which are this daemon's, and ``grown``."""
 
     held: Mask
     mine: Mask
@@ -48,7 +48,7 @@ class _Learned(NamedTuple):
 
 
 class Datasets:
-    """The datasets whose shards ``Needs`` counts. Belongs to the event loop. ``changed`` is set when something did."""
+    """The datasets whose shards ``Needs`` counts. Belongs to the event loop. ``changed`` is set on every change."""
 
     def __init__(
         self, needs: Needs, store: Store[MemoryInventory], get_manifest: GetManifest, registry: Registry, name: str
@@ -61,7 +61,7 @@ class Datasets:
         self._name = name  # this daemon's, in the ring
         self._datasets: dict[Digest, Dataset] = {}
         self._learning = asyncio.Lock()
-        self._heard_meanwhile: list[tuple[Digest, bool]] = []  # since the dataset that is learned now was looked at
+        self._heard_meanwhile: list[tuple[Digest, bool]] = []  # events since the current ``_learn`` began
         self._unsubscribe: Callable[[], None] | None = None
 
     def __len__(self) -> int:
@@ -78,12 +78,12 @@ class Datasets:
             self._unsubscribe()
 
     async def manifest(self, name: Digest, client: str) -> Manifest | None:
-        """Return a dataset's manifest; ``None`` if nobody has it."""
+        """Return a dataset's manifest; ``None`` if no daemon has it."""
         dataset = self._datasets.get(name)
         return dataset.manifest if dataset is not None else await self._get_manifest(name, client)
 
     async def learn(self, name: Digest, manifest: Manifest) -> Dataset | None:
-        """Return the dataset, learned from its manifest if need be; ``None`` if there is no memory for its manifest."""
+        """Return the dataset, loaded from its manifest if necessary; ``None`` if memory for manifests is used up."""
         if name in self._datasets:
             return self._datasets[name]
         async with self._learning:  # one at a time, as each sorts the shards of all
@@ -94,7 +94,7 @@ class Datasets:
             return await self._learn(name, manifest)
 
     def has_elsewhere(self, recipe: Recipe) -> bool:
-        """Whether a shard is another dataset's as well, whose manifest may describe it better."""
+        """Whether a shard also belongs to another dataset, whose manifest may locate it better."""
         return any(
             recipe.shard in dataset.manifest.shard_numbers
             for name, dataset in self._datasets.items()
@@ -102,7 +102,7 @@ class Datasets:
         )
 
     async def follow_ring(self) -> None:
-        """Tell ``Needs`` what is this daemon's to fetch, if the ring changed."""
+        """Tell ``Needs`` which shards this daemon fetches, if the ring changed."""
         ring = self._registry.ring
         loop = asyncio.get_running_loop()
         for name, dataset in list(self._datasets.items()):
@@ -113,10 +113,10 @@ class Datasets:
                     self._needs.set_mine(name, mine)
 
     def forget_idle(self, now: float) -> None:
-        """Forget datasets that nobody reports on: not at once, since then they would be taken to be in use.
+        """Forget datasets that no consumer reports on any more, after a while.
 
-        What nobody needs of a dataset that is known is evicted for whatever is needed; of one that is not known, being
-        idle decides, and it was read until a moment ago.
+        An unneeded shard of a known dataset may be evicted at once. Of an unknown dataset the idle time decides: a
+        dataset forgotten immediately would count as in use, since it was read a moment ago.
         """
         reported = {lease.dataset for lease in self._needs.leases}
         idle = [dataset for name, dataset in self._datasets.items() if name not in reported]
@@ -134,7 +134,7 @@ class Datasets:
         self._datasets = {name: it for name, it in self._datasets.items() if self._needs.has_dataset(name)}
 
     def _fits(self, manifest: Manifest) -> bool:
-        """Whether one more manifest may be kept, once those that nobody reports on are forgotten if need be."""
+        """Whether one more manifest fits; if necessary, forget those that no consumer reports on."""
         most = DATASET_BYTES_MAX - len(manifest.content)
         if _bytes_of(self._datasets.values()) > most:
             self._forget_unused()
@@ -143,25 +143,25 @@ class Datasets:
     async def _learn(self, name: Digest, manifest: Manifest) -> Dataset:
         ring = self._registry.ring
         self.listen()
-        heard = self._heard_meanwhile = []  # from before what is held is looked at: nothing is missed
+        heard = self._heard_meanwhile = []  # begins before the scan of what is held, so it misses no event
         learned = await asyncio.get_running_loop().run_in_executor(None, self._look_into, manifest, ring)
         tables = manifest.tables
         sizes = tables.shard_sizes.astype(np.float64)
         self._needs.add_dataset(name, tables.shard_digests, sizes, learned.held, learned.mine, learned.grown)
-        for digest, held in heard:  # hearing twice does no harm
+        for digest, held in heard:  # applying an event twice does no harm
             (self._needs.arrived if held else self._needs.gone)(digest)
         self._datasets[name] = Dataset(manifest, ring, time.monotonic())
         return self._datasets[name]
 
     def _look_into(self, manifest: Manifest, ring: Ring) -> _Learned:
-        """In a thread, since it takes a while for many shards."""
+        """In a thread, since many shards take a while."""
         held = np.zeros(manifest.shard_count, bool)
         rows = manifest.shard_numbers.rows_of(self._store.inventory.digests(Kind.SHARD))
         held[rows[rows >= 0]] = True
         return _Learned(held, self._mine(manifest, ring), self._needs.grown(manifest.tables.shard_digests))
 
     def _mine(self, manifest: Manifest, ring: Ring) -> Mask:
-        """In a thread: return which shards the ring gives to this daemon first, and are not too large for it."""
+        """In a thread: return the shards whose first owner is this daemon, without those too large for it."""
         own = next((at for at, member in enumerate(ring.members) if member.id == self._name), -2)
         largest = min(self._store.capacity_bytes, FILL_BYTES_MAX)
         tables = manifest.tables
@@ -169,13 +169,13 @@ class Datasets:
         return first
 
     def listen(self) -> None:
-        """Follow what the store holds, from now on."""
+        """Subscribe to the store's events."""
         if self._unsubscribe is not None:
             return
         loop = asyncio.get_running_loop()
 
         def hear(digest: Digest, held: bool) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop ended, and with it whoever wanted to know
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it every listener
                 loop.call_soon_threadsafe(self._heard, digest, held)
 
         self._unsubscribe = self._store.inventory.subscribe(hear)

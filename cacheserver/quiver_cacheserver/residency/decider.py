@@ -1,8 +1,8 @@
-"""Follows what consumers need: wakes when something changed, asks the policy, and carries out what it decides.
+"""Wakes when consumers' needs or the cache change, calls the policy, and carries out its decisions.
 
-All state belongs to the event loop. A round looks at the needs, at what is coming and at the room that is free, has
-``quiver.residency.decide`` decide, and begins each fetch as it was decided; it waits for nothing, so a fill that hangs
-costs one of its few places and no more.
+All state belongs to the event loop. A round takes the needs, what is coming and the free room, calls
+``quiver.residency.decide``, and begins each fetch exactly as decided. It waits for nothing, so a fill that hangs only
+occupies one of the few places for fetches.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from quiver_cacheserver.residency.uploads import UPLOADS_PER_READER
 log = logging.getLogger(__name__)
 
 TICK_SECONDS: Final = 0.25
-COALESCE_SECONDS: Final = 0.02  # what comes within it is decided on together
-IDLE_SHARE: Final = 4  # the loop has this much time for others for every second of deciding
-SUPERVISED_SECONDS: Final = 1.0  # after a round of deciding that failed unexpectedly
+COALESCE_SECONDS: Final = 0.02  # changes within it are decided on together
+IDLE_SHARE: Final = 4  # per second of deciding, the loop has this many seconds for other work
+SUPERVISED_SECONDS: Final = 1.0  # the pause after a round that failed unexpectedly
 PAUSE_SECONDS: Final = 0.05  # after a failed fill; doubled with each further one until one succeeds
 UPLOADS_WANTED_MAX: Final = 64  # of one dataset
 
 
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A fetch that was begun. Its thread writes, the loop reads once it ended."""
+    """A fetch under way. Its thread writes it; the loop reads it after the end."""
 
     decision: Decision
     source: str = ""
@@ -51,7 +51,7 @@ class _Fetch:
 
 
 class Decider:
-    """The loop that follows what is needed of one daemon."""
+    """The loop that fetches what consumers need of this daemon."""
 
     def __init__(
         self, needs: Needs, datasets: Datasets, fills: Fills, rooms: Rooms, filler: Filler, counters: Counters
@@ -65,16 +65,16 @@ class Decider:
         self._filler = filler
         self._counters = counters
         self._fetching = 0
-        self._chosen: dict[Recipe, bytes] = {}  # the consumer that was asked to put a shard here
+        self._chosen: dict[Recipe, bytes] = {}  # the consumer that was asked to upload the shard
         self._backoff = Backoff(PAUSE_SECONDS, FAILURE_SECONDS)
 
     async def run(self, is_up: Callable[[], bool] = lambda: True) -> None:
-        """Follow what is needed, until cancelled. The loop's supervisor: a bug costs a round, never the daemon."""
+        """Run rounds until cancelled. The loop's supervisor: a bug costs a round, never the daemon."""
         self._datasets.listen()
         while True:
             try:
                 await self._round(is_up)
-            except Exception:  # whatever is wrong with deciding, the daemon serves what it holds
+            except Exception:  # if deciding fails, the daemon still serves what it holds
                 log.exception("deciding what to fetch failed")
                 await asyncio.sleep(SUPERVISED_SECONDS)
 
@@ -90,7 +90,7 @@ class Decider:
         await asyncio.sleep(max(COALESCE_SECONDS, IDLE_SHARE * (time.monotonic() - began)))
 
     def step(self, now: float, *, fetch: bool = True) -> None:
-        """Forget what has expired, decide, and begin what was decided. ``fetch``: unless this daemon drains."""
+        """Expire leases, decide, and begin what was decided. ``fetch``: whether to fetch, false while draining."""
         self._needs.expire(now)
         self._fills.expire()
         self._tidy_uploads()
@@ -120,7 +120,7 @@ class Decider:
     # -- carrying out -------------------------------------------------------------------------------------------------
 
     def _begin(self, decision: Decision, now: float) -> None:
-        """Begin the fetch that was decided, or want it uploaded; what comes of neither is not committed to."""
+        """Begin the fetch that was decided, or request its upload. If neither is possible, commit to nothing."""
         fetch = _Fetch(decision)
         client = self._needs.leases.clients().get(decision.dataset, "")
         manifest = self._datasets[decision.dataset].manifest
@@ -136,7 +136,7 @@ class Decider:
             if self._want(decision):
                 self._needs.charge(decision)
                 self._charge(decision.starving)
-        elif begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs go first
+        elif begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs come first
             self._backoff.pause(TICK_SECONDS)
 
     def _fetch(self, fetch: _Fetch, manifest: Manifest, client: str) -> None:
@@ -167,7 +167,7 @@ class Decider:
     # -- uploads ------------------------------------------------------------------------------------------------------
 
     def choose_uploads(self, told: NeedsReport, client: str) -> tuple[int, ...]:
-        """Choose which wanted shards this consumer is to read from the origin and put here; return their numbers."""
+        """Choose the wanted shards that this consumer is to read from the origin and upload; return their numbers."""
         consumer = told.report.consumer
         at_most = UPLOADS_PER_READER - sum(who == consumer for who in self._chosen.values())
         numbers = self._datasets[told.manifest].manifest.shard_numbers
@@ -180,7 +180,7 @@ class Decider:
             decision = self._needs.commitments.get(recipe)
             if decision is None or self._uploads.awaits(recipe):
                 continue
-            # Room is kept for what was chosen alone, so by now something else may have taken it.
+            # Room is kept only for chosen uploads, so another file may have taken it by now.
             with_room = self._rooms.with_room(decision, client)
             if with_room is None:
                 self._uploads.unwant(recipe)
@@ -190,9 +190,9 @@ class Decider:
         return tuple(uploads)
 
     def _want(self, decision: Decision) -> bool:
-        """Want an upload, unless so many of the dataset are wanted that nobody can be asked; return whether it is.
+        """Want an upload, unless all consumers of the dataset have enough to upload; return whether it is wanted.
 
-        Only what is evicted although somebody needs it is claimed meanwhile: it may never come.
+        The upload may never arrive, so meanwhile it claims only the needed shards that it evicts.
         """
         if self._wants_enough(decision.dataset):
             return False
@@ -200,13 +200,13 @@ class Decider:
         return True
 
     def _wants_enough(self, dataset: Digest) -> bool:
-        """Whether all consumers of a dataset have enough to upload. Other datasets do not wait for them."""
+        """Whether all consumers of a dataset have enough to upload. Other datasets are not affected."""
         consumers = sum(lease.dataset == dataset for lease in self._needs.leases)
         wanted = sum(recipe.dataset == dataset for recipe in self._uploads.wanted)
         return wanted >= min(UPLOADS_PER_READER * consumers, UPLOADS_WANTED_MAX)
 
     def _tidy_uploads(self) -> None:
-        """Want no upload of what came, of what nobody needs any more, and from nobody who has gone."""
+        """Drop uploads of shards that arrived or that nobody needs now, and choices of consumers that have left."""
         uploads = self._uploads
         uploads.expire_all()
         for recipe, consumer in list(self._chosen.items()):

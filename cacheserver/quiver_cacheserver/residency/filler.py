@@ -1,4 +1,4 @@
-"""Makes one shard resident: from disk, from a peer or from the origin, verified, and with room made for it last."""
+"""Makes one shard resident: verified, from disk, a peer or the origin. Room is made last."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Filler:
         disk: DiskHealth,
         admitted: Callable[[Digest, str, str], None],
     ) -> None:
-        """``admitted`` is told of each shard that was written, where it came from, and on behalf of which client."""
+        """``admitted`` is called for each shard that was written, with its source and the client that it is for."""
         self._sources = sources
         self._rooms = rooms
         self._verification = verification
@@ -36,9 +36,9 @@ class Filler:
         self._memory = FillMemory()
 
     def fill(self, digest: Digest, manifest: Manifest | None, client: str = "") -> str:
-        """Make the shard resident and verified; return where it was, or raise why it is not here.
+        """Make the shard resident and verified; return where it was, or raise why that failed.
 
-        ``client``: on whose behalf, ``""`` for what consumers at several addresses need.
+        ``client``: the address on whose behalf, ``""`` if consumers at several addresses need it.
         """
         if self._verification.verify(digest):
             return "disk"
@@ -48,7 +48,8 @@ class Filler:
         size_bytes = int(manifest.tables.shard_sizes[number])
         try:
             with self._memory.taken(size_bytes):
-                # Room is made last: nothing is evicted for what nobody has. What would find none is not read either.
+                # Room is made last: nothing is evicted for a shard that no source has. Check first that there can be
+                # room, to avoid a useless read.
                 self._disk.check()
                 self._rooms.check(Kind.SHARD, digest, size_bytes, client)
                 source = self._move(digest, manifest, size_bytes, client)

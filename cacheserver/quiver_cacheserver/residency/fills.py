@@ -1,14 +1,15 @@
-"""Filling missing shards: one fill per shard and manifest at a time, whoever asks, a few at once.
+"""Filling missing shards: a few fills at once, and single-flight per shard and manifest.
 
-A fill belongs to the daemon and not to the reader who asked first: readers wait for it as long as they care to and it
-goes on without them. Clients take turns: what one asked for waits for one fill of each other client, not for all of
-them. Success alone is shared; a failure is remembered for a moment, here and nowhere else, so that a hundred readers of
-one broken object do not read it a hundred times.
+A fill belongs to the daemon and not to its first reader: readers wait for it as long as they choose, and it continues
+without them. Clients take turns: a client's fill waits for one fill of each other client, not for all of them. Only
+success is shared. A failure is remembered briefly, in this module alone, so that a hundred readers of one broken object
+do not read it a hundred times.
 
-Anybody may put a manifest that names somebody else's shards and a wrong place for their samples. So failures, fills
-that hang and uploads that never come count against a shard *as one manifest describes it* (a ``Recipe``), and against
-no other recipe. Success counts for all, since a digest names the bytes. So a fill waits while another manifest's fill
-of the same shard runs, and need not begin if that one succeeds; it waits until that one fails, or ``OTHERS_SECONDS``.
+A client may upload a manifest that names other datasets' shards and locates their samples wrongly. So failures, fills
+that hang and uploads that never arrive count against a shard *as one manifest describes it* (a ``Recipe``), and against
+no other recipe. Success counts for all recipes, since a digest names the bytes. So a fill waits while another
+manifest's fill of the same shard runs, and is not needed if that one succeeds; it waits until that one fails, or
+``OTHERS_SECONDS``.
 """
 
 from __future__ import annotations
@@ -35,25 +36,25 @@ log = logging.getLogger(__name__)
 
 Work = Callable[[], object]
 
-# Past it a reader is told to ask again, which costs nothing here; unless its client has none that wait.
+# Beyond it readers are told to retry, which costs nothing here, unless their client has no fill waiting.
 PENDING_MAX: Final = 4096
 FAILURE_SECONDS: Final = 3.0
-NO_ROOM_SECONDS: Final = 1.0  # of a fetch that the policy decided on, whose room was taken meanwhile
-FORBIDDEN_SECONDS: Final = 600.0  # for which the daemon does not try again to read what it may not
-OTHERS_SECONDS: Final = 5.0  # for which one manifest's fill or upload waits for another's: most take less
+NO_ROOM_SECONDS: Final = 1.0  # for a fetch by the policy whose room was taken meanwhile
+FORBIDDEN_SECONDS: Final = 600.0  # for which the daemon does not retry a forbidden origin
+OTHERS_SECONDS: Final = 5.0  # for which a fill waits for another manifest's fill or upload: most take less
 REMEMBERED_MAX: Final = 65536
 
 
 class _Fill:
-    """A fill that runs, or waits for its turn."""
+    """A fill that is running, or waiting for its turn."""
 
     def __init__(self, recipe: Recipe, work: Work, client: str) -> None:
         self.recipe, self.work, self.client = recipe, work, client
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.running = False
         self.since = inf  # it runs
-        self.patience_until = inf  # for another manifest's fill of the shard; its turn came first then
-        self.timer: asyncio.TimerHandle | None = None  # it is put aside until then
+        self.patience_until = inf  # for another manifest's fill of the shard; set at its first turn
+        self.timer: asyncio.TimerHandle | None = None  # while it is put aside
 
 
 class _Failure(NamedTuple):
@@ -75,20 +76,20 @@ class Fills:
         self._executor = executor
         self._commitments = commitments
         self._count_failure = count_failure
-        self._fills: dict[Digest, dict[Digest, _Fill]] = {}  # of a shard, by manifest; those that wait as well
+        self._fills: dict[Digest, dict[Digest, _Fill]] = {}  # by shard, then manifest; including waiting ones
         self._pending = 0
         self._waiting: OrderedDict[str, deque[_Fill]] = OrderedDict()  # by whose turn it is
         self._active = 0
         self._closed = False
         self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)  # for seconds
-        self._forbidden: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)  # a client may be able to
+        self._forbidden: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)
 
     @property
     def in_flight(self) -> int:
         return self._pending
 
     def stuck(self, manifests: Container[Digest]) -> Iterator[Recipe]:
-        """Yield what is coming by these manifests and takes long, or depends on a client."""
+        """Yield what is coming by these manifests and takes long or depends on a client."""
         late = time.monotonic() - OTHERS_SECONDS
         for fill in [fill for fills in self._fills.values() for fill in fills.values()]:
             if fill.recipe.dataset in manifests and fill.running and fill.since < late:
@@ -103,7 +104,7 @@ class Fills:
 
     @property
     def failed(self) -> list[Recipe]:
-        """What the daemon does not try to fetch now, since it failed a moment ago; not what clients may put."""
+        """What the daemon does not fetch now, since it failed a moment ago; without what clients may upload."""
         since = time.monotonic() - NO_ROOM_SECONDS
         return [
             recipe
@@ -126,9 +127,9 @@ class Fills:
     def start(
         self, decision: Decision, work: Work, client: str = "", *, room: bool = False
     ) -> asyncio.Future[object] | RangeStatus:
-        """Return the fill that is under way, or why there is none. ``room``: there is some now, if there was none.
+        """Start a fill or join it; return it, or why there is none. ``room``: there is room now, if there was none.
 
-        ``client``: whose turn it takes; ``""`` is the daemon's own.
+        ``client``: the client whose turn the fill takes; ``""`` is the daemon's own.
         """
         recipe = decision.recipe
         running = self._fills.get(recipe.shard, {}).get(recipe.dataset)
@@ -137,7 +138,7 @@ class Fills:
         self.uploads.expire(recipe)
         arrival = self.uploads.arrival(recipe)
         if arrival is not None:
-            return arrival  # a client was chosen to put the shard here: wait for it as for a fill
+            return arrival  # a client was chosen to upload the shard: wait for it as for a fill
         status = self.refusal(recipe)
         if status is not None and not (room and status is RangeStatus.NO_ROOM):
             return status
@@ -153,7 +154,7 @@ class Fills:
         return fill.future
 
     def _begin(self) -> None:
-        """Begin what there are threads for, one of each client in turn."""
+        """Begin as many fills as there are threads, one of each client at a time."""
         while self._waiting and self._active < FILL_THREADS and not self._closed:
             client, queue = self._waiting.popitem(last=False)
             fill = queue.popleft()
@@ -167,7 +168,7 @@ class Fills:
             ran.add_done_callback(partial(self._ran, fill))
 
     def _put_aside(self, fill: _Fill) -> bool:
-        """Put a fill aside while another manifest's of the same shard runs, for a while; return whether it is."""
+        """Put a fill aside, for a while, if another manifest's fill of the shard runs; return whether it is."""
         now = time.monotonic()
         fill.patience_until = min(fill.patience_until, now + OTHERS_SECONDS)
         others = self._fills.get(fill.recipe.shard, {}).values()
@@ -178,7 +179,7 @@ class Fills:
         return True
 
     def _resume(self, fill: _Fill) -> None:
-        """Give a fill that was put aside its turn again, before its client's others."""
+        """Queue a fill that was put aside again, before its client's others."""
         assert fill.timer is not None
         if time.monotonic() >= fill.timer.when():
             fill.patience_until = -inf
@@ -191,7 +192,7 @@ class Fills:
         self._active -= 1
         fill.running = False
         error = None if ran.cancelled() else ran.exception()
-        if fill.future.done():  # the shard came another way meanwhile
+        if fill.future.done():  # the shard arrived another way meanwhile
             pass
         elif ran.cancelled():
             fill.future.cancel()
@@ -202,9 +203,9 @@ class Fills:
         self._begin()
 
     def status(self, recipe: Recipe) -> RangeStatus:
-        """Return what to tell a reader of a shard that is not there after its fill ended, or while it goes on.
+        """Return the status of an absent shard whose fill has ended, or is still running.
 
-        ``UPLOAD``: a client has to put it here, and nobody is chosen; ``choose_uploader`` chooses one.
+        ``UPLOAD``: a client has to upload it, and none is chosen; ``choose_uploader`` chooses one.
         """
         if self.is_coming(recipe):
             return RangeStatus.FILLING
@@ -212,11 +213,11 @@ class Fills:
         return RangeStatus.FILLING if status is RangeStatus.UPLOAD and self._waits_for_another(recipe) else status
 
     def choose_uploader(self, decision: Decision, client: str) -> bool:
-        """Have a client put a shard here that the daemon cannot read; return whether it is chosen."""
+        """Choose a client to upload a shard that the daemon cannot read; return whether it was chosen."""
         return self.status(decision.recipe) is RangeStatus.UPLOAD and self.uploads.choose(decision, client)
 
     def arrived(self, digest: Digest) -> None:
-        """The shard is here: nobody needs to fill it or to put it here any more, whatever manifest they go by."""
+        """Record that the shard is here: end its fills and uploads by whatever manifest."""
         for manifest, fill in list(self._fills.get(digest, {}).items()):
             self._forget_failure(Recipe(digest, manifest))
             if not fill.future.done():
@@ -227,13 +228,13 @@ class Fills:
         self.uploads.arrived(digest)
 
     def forgo(self, recipe: Recipe, client: str) -> None:
-        """The client that was to put the shard here cannot: let all read the origin themselves, for a moment."""
+        """The chosen client cannot upload the shard: for a moment all clients read the origin themselves."""
         if self.uploads.client_of(recipe) == client:
             self.uploads.end(recipe)
             self._remember(recipe, RangeStatus.FAILED, FAILURE_SECONDS)
 
     def refusal(self, recipe: Recipe) -> RangeStatus | None:
-        """Return what is remembered against a shard, as a manifest describes it."""
+        """Return the remembered failure of a recipe as a status."""
         failure = self._failure(recipe)
         return failure.status if failure is not None else None
 
@@ -245,7 +246,7 @@ class Fills:
         self._forbidden.pop(recipe)
 
     def _waits_for_another(self, recipe: Recipe) -> bool:
-        """Whether another manifest's upload of the shard is awaited, which is waited for, for a moment."""
+        """Whether to wait, for a moment, for another manifest's upload of the shard."""
         failure = self._failure(recipe)
         recent = failure is not None and time.monotonic() < failure.since + OTHERS_SECONDS
         return recent and self.uploads.awaits_shard(recipe.shard)
@@ -267,16 +268,16 @@ class Fills:
             self.arrived(recipe.shard)
             return
         for other in list(fills.values()):
-            if other.timer is not None:  # one begins, the others are put aside again
+            if other.timer is not None:  # one of them begins, the others are put aside again
                 self._resume(other)
         if not isinstance(error, QuiverError):
             log.error("a fill failed unexpectedly", exc_info=error)
             self._remember(recipe, RangeStatus.FAILED, FAILURE_SECONDS)
             return
         if isinstance(error, NotFound):
-            return  # whoever asked did not say where the samples lie: nothing against the next one, who may
+            return  # the request named no manifest; the next one may name one
         self._count_failure(error)
-        if isinstance(error, Forbidden | Misconfigured):  # it lasts; a client may be able to
+        if isinstance(error, Forbidden | Misconfigured):  # this lasts; a client may be able to read it
             if not isinstance(error, NotAllowed):
                 log.warning("a shard was not filled: %s", error)
             self._remember(recipe, RangeStatus.UPLOAD, FORBIDDEN_SECONDS)

@@ -1,4 +1,4 @@
-"""For which client each file was filled, as long as no other one reads it: who has to give room to whom."""
+"""The holder of each file: the client for which it was filled, as long as no other one reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.residency.eviction import SHARED
 
-HOLDERS_MAX: Final = 4096  # addresses told apart; what is filled for others beyond that is everybody's
+HOLDERS_MAX: Final = 4096  # addresses distinguished; files filled for any further ones are shared
 PRUNED_FROM: Final = 1024
 
 
@@ -27,7 +27,7 @@ class Holders:
         self._lock = threading.Lock()
 
     def filled(self, digest: Digest, client: str) -> None:
-        """A file was filled on behalf of a client; ``""``: of several, or of none."""
+        """Record that a file was filled on behalf of a client; ``""``: of several, or of none."""
         number = self.number(client)
         if number == SHARED:
             self._of.pop(digest, None)
@@ -35,14 +35,14 @@ class Holders:
             self._of[digest] = number
 
     def read(self, digests: Iterable[Digest], client: str) -> None:
-        """A client reads shards: what was filled for another one is everybody's from now on."""
+        """Record that a client reads shards: those filled for another client are shared from now on."""
         own = self._numbers.get(client, SHARED)
         for digest in digests:
             if self._of.get(digest, own) != own:
                 self._of.pop(digest, None)
 
     def number(self, client: str) -> int:
-        """Return the number of a client, ``SHARED`` for nobody in particular."""
+        """Return the number of a client, ``SHARED`` for no single one."""
         if not client:
             return SHARED
         with self._lock:
@@ -58,7 +58,7 @@ class Holders:
         return np.fromiter(map(self._of.get, files, itertools.repeat(SHARED)), np.int64, len(files))
 
     def prune(self, is_held: Callable[[Digest], bool], count: int) -> None:
-        """Forget what is not held any more, now and then: ``count`` files are."""
+        """Forget files that are no longer held, now and then. ``count``: how many files are held."""
         if len(self._of) > count + PRUNED_FROM:
             for digest in [digest for digest in list(self._of) if not is_held(digest)]:
                 self._of.pop(digest, None)

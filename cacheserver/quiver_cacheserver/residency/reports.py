@@ -1,4 +1,4 @@
-"""``POST /v1/needs``: takes consumers' reports in, and answers what is held and which shards to upload."""
+"""``POST /v1/needs``: takes consumers' reports, and answers what is held and which shards to upload."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
 
-INLINE_SHARDS_MAX: Final = 1 << 20  # reports of more are unpacked, and their answers packed, in a thread: milliseconds
+INLINE_SHARDS_MAX: Final = 1 << 20  # larger reports are unpacked, and answers packed, in a thread: milliseconds
 
 
 class Reports:
-    """What consumers report. Belongs to the event loop."""
+    """The reports of consumers. Belongs to the event loop."""
 
     def __init__(self, needs: Needs, datasets: Datasets, decider: Decider, budgets: Budgets) -> None:
         self._needs = needs

@@ -1,10 +1,10 @@
-"""Room for a daemon's files: what is evicted for fills, uploads and manifests, decided in one place by one policy.
+"""Room for a daemon's files: what to evict for fills, uploads and manifests, decided in one place by one policy.
 
-Nothing is evicted for what nobody has: room is made last, once a shard was fetched and verified, or the first megabytes
-of an upload are here. A fetch that the policy decided on says what it evicts (``Decision.evict``); if that is not
-enough by then, or the fetch is a reader's, what to evict is decided here, under one lock with the reservation that uses
-it. The policy is ``quiver.residency.eviction``; here is what it is told. Manifests have a share of the capacity: past
-it, manifests are evicted for one another, before any shard is.
+Nothing is evicted for a shard that no source has: room is made last, once a shard was fetched and verified, or the
+first megabytes of an upload have arrived. A fetch by the policy names what it evicts (``Decision.evict``). If that
+frees too little by then, or the fetch is a reader's, this module decides what to evict, under the same lock as the
+reservation. The policy is ``quiver.residency.eviction``; this module supplies its inputs. Manifests have a share of the
+capacity: one beyond it evicts other manifests before any shard.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MANIFESTS_SHARE: Final = 4  # manifests may take a quarter of the capacity; usua
 
 
 class _LookedUp(NamedTuple):
-    """The slots in ``Needs`` of the files that were held at the last look, by their stamps in order."""
+    """The slots in ``Needs`` of the files held at the last lookup, ordered by stamp."""
 
     shards: DigestRows
     stamps: npt.NDArray[np.int64]
@@ -41,7 +41,7 @@ class _LookedUp(NamedTuple):
 
 
 class Rooms:
-    """Who gives room to whom. Safe from threads; only ``shelf`` and ``free_bytes`` are asked on the event loop."""
+    """Decides what to evict for whom. Safe from threads; the event loop calls only ``shelf`` and ``free_bytes``."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class Rooms:
         self._budgets = budgets
         self._counters = counters
         self._looked_up = _LookedUp(needs.shown[0], np.zeros(0, np.int64), np.zeros(0, np.int64))
-        self._lock = threading.Lock()  # held while room is decided on and reserved, and never while data is moved
+        self._lock = threading.Lock()  # held while room is decided on and reserved, never while data is moved
 
     def check(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> None:
-        """Raise what ``reserve`` would raise now for want of room. Nothing is evicted and nothing reserved."""
+        """Raise what ``reserve`` would raise now for lack of room. Evicts and reserves nothing."""
         with self._lock:
             self._evictions(kind, digest, size_bytes, client)
 
     @contextlib.contextmanager
     def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
-        """Reserve room on behalf of a client, ``""`` for several, in place of what may be evicted for it.
+        """Reserve room on behalf of a client, ``""`` for several, evicting what may be evicted for it.
 
-        Raises ``OverCapacity``, ``DiskFailed``. Without a ``commit`` inside the block nothing stays.
+        Raises ``OverCapacity``, ``DiskFailed``. Without a ``commit`` inside the block nothing is kept.
         """
         with contextlib.ExitStack() as stack:
             with self._lock:
@@ -97,7 +97,7 @@ class Rooms:
         return free_bytes - max(reserved_bytes, promised_bytes)  # what is coming reserves its room when it was fetched
 
     def with_room(self, decision: Decision, client: str) -> Decision | None:
-        """Return a decision with all that is to be evicted for it by now; ``None`` if that makes too little room."""
+        """Return the decision with everything to evict for it as of now; ``None`` if that frees too little."""
         given = sum(self._inventory.size(Kind.SHARD, digest) for digest in decision.evict)
         lacking_bytes = decision.size_bytes - self.free_bytes() - given
         if lacking_bytes <= 0:
@@ -112,13 +112,13 @@ class Rooms:
         held = self._inventory.listing(Kind.SHARD)
         idle = self._inventory.now() - held.used
         needed = self._needed(held)
-        in_use = needed < 0  # where it makes a difference, the manifests say whether it is
+        in_use = needed < 0  # if unknown, the manifests say whether it is
         asked = np.flatnonzero(in_use & (idle >= IDLE_SECONDS))
         in_use[asked] = self._opened.in_use_of(held.digests[asked])
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
 
     def _needed(self, held: Listing) -> npt.NDArray[np.int8]:
-        """Return ``Needs.needed_of``, looking up only files that were not there the last time."""
+        """Return ``Needs.needed_of``, looking up only files that are new since the last call."""
         shards, counts = self._needs.shown
         before = self._looked_up
         if before.shards is shards and len(before.stamps):
@@ -135,7 +135,7 @@ class Rooms:
         return np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8)
 
     def on_behalf(self, client: str) -> OnBehalf:
-        """Return for whom room is made when a client wants it. One that had too much evicted replaces its own alone."""
+        """Return on whose behalf room is made for a client. One that had too much evicted may only replace its own."""
         if not client:
             return OnBehalf()
         spent = self._budgets.left(client, Cost.EVICTIONS, time.monotonic()) <= 0
@@ -146,12 +146,12 @@ class Rooms:
         return {dataset: self.on_behalf(client) for dataset, client in clients.items() if client}
 
     def out_of_budget(self, clients: Set[str]) -> set[str]:
-        """Return the clients for which nothing may be evicted now that somebody needs."""
+        """Return the clients for which no needed shard may be evicted now."""
         now = time.monotonic()
         return {client for client in clients if self._budgets.left(client, Cost.EVICTIONS, now) <= 0}
 
     def charge_forced(self, clients: Set[str]) -> None:
-        """Charge clients for a shard that is evicted on their behalf although somebody needs it."""
+        """Charge clients for a needed shard that is evicted on their behalf."""
         now = time.monotonic()
         for client in clients:
             self._budgets.charge(client, Cost.EVICTIONS, 1, now)
@@ -159,7 +159,7 @@ class Rooms:
     # -- what is evicted ----------------------------------------------------------------------------------------------
 
     def _evictions(self, kind: Kind, digest: Digest, size_bytes: int, client: str) -> Evict:
-        """Return what to evict so that so much fits. Raises ``OverCapacity``."""
+        """Return what to evict so that ``size_bytes`` fit. Raises ``OverCapacity``."""
         lacking_bytes = self.store.lacking(size_bytes)
         if not lacking_bytes:
             return ()
@@ -176,7 +176,7 @@ class Rooms:
         return [*decided, *chosen]
 
     def _decided(self, shard: Digest) -> list[Digest]:
-        """Return what was decided to be evicted for a shard, but for what somebody came to need since then."""
+        """Return what the policy decided to evict for a shard, without what a consumer came to need since then."""
         needs = self._needs
         return [
             victim
@@ -186,7 +186,7 @@ class Rooms:
         ]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
-        """Return what to evict beyond what was decided, so that so many bytes become free; ``None``: it cannot be."""
+        """Return what to evict beyond the decision to free ``free_bytes``; ``None`` if that is impossible."""
         manifests = self._manifests_shelf()
         excess = int(manifests.sizes.sum()) - self.store.capacity_bytes // MANIFESTS_SHARE
         evict: list[tuple[Kind, Digest]] = []
@@ -228,7 +228,7 @@ class Rooms:
         return self._inventory.has(Kind.SHARD, digest) or self._inventory.has(Kind.MANIFEST, digest)
 
     def _charge(self, evict: Evict, client: str) -> None:
-        """Count what is evicted: what somebody needs, and for the client's budget what is another's."""
+        """Count evictions: of needed shards, and, against the client's budget, of other clients' files."""
         if not evict:
             return
         shards = as_rows(digest for kind, digest in evict if kind is Kind.SHARD)

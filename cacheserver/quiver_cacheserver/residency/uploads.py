@@ -1,8 +1,8 @@
-"""Shards that clients put here, since the daemon may not read their origin: which are wanted, and who was chosen.
+"""Shards that clients upload because the daemon may not read their origin: which are wanted, and who was chosen.
 
-A shard is *wanted* when the policy decided to fetch it; it is *awaited* from the moment that a client was chosen to
-read and put it, until it is here, the client forgoes it, or ``UPLOAD_SECONDS`` have passed. Choosing is a command of
-its own (``choose``): no question changes who was chosen.
+A shard is *wanted* once the policy decided to fetch it. It is *awaited* from the moment that a client was chosen to
+read and upload it, until it arrives, the client forgoes it, or ``UPLOAD_SECONDS`` have passed. Only the command
+``choose`` changes who is chosen; queries do not.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from quiver.digest import Digest
 from quiver.expiring import Expiring
 from quiver.residency import Commitments, Decision, Recipe
 
-UPLOADS_PER_READER: Final = 4  # shards that one reader is asked to put here at a time: the others' turn comes meanwhile
+UPLOADS_PER_READER: Final = 4  # shards that one reader is asked to upload at a time, so that others get a turn
 UPLOADS_PER_ADDRESS: Final = 16  # a machine's readers together
-UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and put it here
-LAPSED_SECONDS: Final = 10.0  # for which another address is chosen before one that took too long: readers ask often
-WANTED_SECONDS: Final = 30.0  # for which a shard is wanted of nobody; then it is decided anew, and what to evict for it
+UPLOAD_SECONDS: Final = 60.0  # how long one client may take to read a shard and upload it
+LAPSED_SECONDS: Final = 10.0  # for which others are chosen before an address that timed out: readers ask often
+WANTED_SECONDS: Final = 30.0  # for which a shard is wanted without an uploader; then the policy decides again
 AWAITED_MAX: Final = 65536
 
 
 class _Upload:
-    """A client was chosen to put a shard here; ``arrival`` ends when it did, or when it is not waited for any more."""
+    """The upload of a shard by a chosen client; ``arrival`` is done when it has arrived or is no longer awaited."""
 
     def __init__(self, client: str) -> None:
         self.client = client
@@ -39,7 +39,7 @@ class _Upload:
 
 
 class Uploads:
-    """Who was chosen to put which shard here, and who of late was and did not. Belongs to the event loop."""
+    """Which client was chosen to upload which shard, and which recently failed to. Belongs to the event loop."""
 
     def __init__(self, commitments: Commitments) -> None:
         self._commitments = commitments
@@ -53,21 +53,21 @@ class Uploads:
 
     @property
     def wanted(self) -> list[Recipe]:
-        """What is wanted, whether or not somebody was chosen, the longest wanted first."""
+        """What is wanted, whether or not a client was chosen, the longest wanted first."""
         return list(self._wanted)
 
     def want(self, decision: Decision) -> None:
-        """Want a shard that was decided on. No room is kept for it until somebody is chosen."""
+        """Want a shard that the policy decided on. No room is kept for it until a client is chosen."""
         self._wanted[decision.recipe] = time.monotonic()
         self._commitments.add(decision, keeps_room=False)
 
     def unwant(self, recipe: Recipe) -> None:
-        """Want a shard no more. One that is awaited is waited for all the same."""
+        """Stop wanting a shard. If it is awaited, it stays awaited."""
         if self._wanted.pop(recipe, None) is not None and recipe not in self._awaited:
             self._commitments.end(recipe)
 
     def is_stale(self, recipe: Recipe) -> bool:
-        """Whether a shard has been wanted of nobody for so long that it is decided anew."""
+        """Whether a shard was wanted without an uploader for so long that the policy decides again."""
         return not self.awaits(recipe) and time.monotonic() >= self._wanted[recipe] + WANTED_SECONDS
 
     # -- awaited ------------------------------------------------------------------------------------------------------
@@ -77,24 +77,24 @@ class Uploads:
         return (recipe for recipe in list(self._awaited) if self.awaits(recipe))
 
     def awaits(self, recipe: Recipe) -> bool:
-        """Whether a client was chosen to put the shard here, and may still do so."""
+        """Whether a client was chosen to upload the shard, and may still do so."""
         upload = self._awaited.get(recipe)
         return upload is not None and time.monotonic() < upload.since + UPLOAD_SECONDS
 
     def awaits_shard(self, shard: Digest) -> bool:
-        """Whether a shard is awaited by whatever manifest."""
+        """Whether a shard is awaited by any manifest."""
         return any(self.awaits(Recipe(shard, manifest)) for manifest in self._of.get(shard, ()))
 
     def arrival(self, recipe: Recipe) -> asyncio.Future[object] | None:
-        """Return what ends when an awaited shard is here, or is awaited no more; ``None`` if it is not awaited."""
+        """Return a future, done when the shard has arrived or is no longer awaited; ``None`` if it is not now."""
         return self._awaited[recipe].arrival if self.awaits(recipe) else None
 
     def client_of(self, recipe: Recipe) -> str | None:
-        """Return who was chosen to put a shard here; ``None`` if nobody is."""
+        """Return the client chosen to upload a shard; ``None`` if there is none."""
         return self._awaited[recipe].client if self.awaits(recipe) else None
 
     def choose(self, decision: Decision, client: str) -> bool:
-        """Have a client put a shard here; return whether it may: not if it owes many, or let this one lapse of late."""
+        """Choose a client to upload a shard; return whether it may: not if it owes many or recently timed out."""
         recipe = decision.recipe
         self.expire(recipe)
         if (recipe.shard, client) in self._lapsed:
@@ -112,33 +112,33 @@ class Uploads:
         return True
 
     def arrived(self, shard: Digest) -> None:
-        """The shard is here: nobody needs to put it any more, whatever manifest they go by."""
+        """Record that the shard is here: no upload of it is needed, by whatever manifest."""
         for recipe in [Recipe(shard, manifest) for manifest in self._of.get(shard, ())]:
             self.end(recipe)
         for recipe in [it for it in self._wanted if it.shard == shard]:
             self.unwant(recipe)
 
     def expire(self, recipe: Recipe) -> None:
-        """Await an upload no longer whose client took too long."""
+        """Stop awaiting an upload if its client took too long."""
         upload = self._awaited.get(recipe)
         if upload is not None and not self.awaits(recipe):
             self.end(recipe, lapsed=True)
 
     def expire_all(self) -> None:
-        """Await none any longer whose client took too long."""
+        """Stop awaiting every upload whose client took too long."""
         for recipe in list(self._awaited):  # the one chosen longest ago first
             if self.awaits(recipe):
                 break
             self.end(recipe, lapsed=True)
 
     def dismiss(self, recipe: Recipe) -> None:
-        """The client that was to put the shard here is gone: let the next one who asks be chosen."""
+        """Record that the chosen client has left, so that the next client can be chosen."""
         upload = self._awaited.get(recipe)
         if upload is not None:
             self.end(recipe, lapsed=time.monotonic() >= upload.since + LAPSED_SECONDS)
 
     def end(self, recipe: Recipe, *, lapsed: bool = False) -> None:
-        """Await an upload no longer, if it is. ``lapsed``: it did not come, and others are chosen first now."""
+        """Stop awaiting an upload, if it is awaited. ``lapsed``: it timed out, and other clients are chosen first."""
         upload = self._awaited.pop(recipe, None)
         if upload is None:
             return

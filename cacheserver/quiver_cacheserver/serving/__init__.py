@@ -1,14 +1,14 @@
-"""What the daemon serves, and on which connections: all that knows HTTP, streams and sockets.
+"""What the daemon serves, and on which connections: all modules that know HTTP, streams and sockets.
 
 ``app``           the table of routes, and the one place where errors become answers
 ``listening``     accepts connections; their deadlines until they are streams
-``requests``      what a route asks of its connection: the client, the deadline, the body
+``requests``      what a route needs of its connection: the client, the deadline, the body
 ``reads``         answering a batched read, and ``POST /v1/read``
-``absence``       what a request is told of shards that are not resident
+``absence``       the statuses of shards that are not resident
 ``streams``       ``GET /v1/stream``: the same reads on connections of their own
 ``verbs``         ``POST /v1/fill``, ``/v1/forgo``, ``/v1/recheck``
 ``transfers``     whole shards and manifests: ``PUT``, ``GET``, ``HEAD``
-``turns``         which reads are answered now
+``turns``         which reads may be answered now
 ``poller``        connections that wait, and the threads that serve those that are ready
 ``sender``        answers on their way to readers, by stream or HTTP
 ``payload``       the ranges of files that are sent, plain or through TLS

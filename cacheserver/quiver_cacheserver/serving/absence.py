@@ -1,4 +1,4 @@
-"""What one request is told of shards that are not resident, and which of them its client is chosen to upload."""
+"""The statuses of non-resident shards in one answer, and which of them the client is chosen to upload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Absence:
     """The statuses of absent shards in one answer. At most ``UPLOADS_PER_READER`` of them are ``UPLOAD``."""
 
     def __init__(self, node: Node, listed: Set[Digest], manifest: Digest | None, client: str) -> None:
-        """``listed``: the shards that the manifest has, of those that the request names."""
+        """``listed``: those of the request's shards that the manifest has."""
         self._node = node
         self._listed = listed
         self._manifest = manifest
@@ -22,7 +22,7 @@ class Absence:
         self._uploads = 0
 
     def status_of(self, digest: Digest) -> RangeStatus:
-        """Return the status of an absent shard; if a client has to upload it, choose this one or say ``FILLING``."""
+        """Return the status of an absent shard. If it has to be uploaded, choose this client or return ``FILLING``."""
         status = self._node.absence(digest, self._listed, self._manifest)
         if status is not RangeStatus.UPLOAD or self._manifest is None:
             return status

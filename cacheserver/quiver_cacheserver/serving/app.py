@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-SWEEP_SECONDS: Final = 1.0  # how exact deadlines of streams and of payloads are
+SWEEP_SECONDS: Final = 1.0  # the precision of the deadlines of streams and payloads
 
 
 class Route(NamedTuple):
@@ -67,7 +67,7 @@ def make_app(node: Node) -> web.Application:
 
 
 def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
-    """Return every verb of the daemon: the one table, to which access control will add who may use each."""
+    """Return every verb of the daemon: the one table. Access control would add who may use each."""
     transfers, verbs = Transfers(node, sender), Verbs(node)
     return [
         # data
@@ -164,8 +164,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     began(request)
     try:
         return await handler(request)
-    except ConnectionError as error:  # the client left: nobody reads an answer, and it may happen often
-        log.debug("a request was given up by its client: %s", error)
+    except ConnectionError as error:  # the client left: nobody reads the answer, and this may happen often
+        log.debug("a client abandoned its request: %s", error)
         gone = web.Response(status=400)
         gone.force_close()
         return gone
@@ -177,7 +177,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
             raise
         return _json(ErrorBody("http", error.reason), error.status, dict(_allow(error)))
     finally:
-        began(request)  # a route that was unhurried is done; its answer has the usual time
+        began(request)  # an unhurried route has finished: the usual deadline applies to its answer
 
 
 def _allow(error: web.HTTPException) -> list[tuple[str, str]]:

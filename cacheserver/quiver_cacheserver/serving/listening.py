@@ -1,4 +1,4 @@
-"""Connections of the daemon: accepted, bounded per address and in all, and closed when nothing comes of them.
+"""Connections of the daemon: accepted, bounded per address and in all, and closed at their deadlines.
 
 Invariant: every connection has a deadline. A new one sends the whole head of a request within ``HEAD_SECONDS``, as does
 an old one from the first byte of its next request on; between requests it may be idle for ``IDLE_SECONDS``; an answer
@@ -8,8 +8,8 @@ idle ones are closed for its next: their owners connect again. Streams leave thi
 keeps their deadlines.
 
 aiohttp closes idle connections, but not those that send half a head, or do not take their answer. Its site leaves
-accepting to libuv, which stops listening for good when descriptors run out at the wrong moment. So accepting is done
-here, and pauses then.
+accepting to libuv, which stops listening permanently if no descriptor is left at the wrong moment. So this module
+accepts connections itself, and pauses then.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ IDLE_SECONDS: Final = 120.0  # as of a stream; a reader that pauses for longer c
 SWEEP_SECONDS: Final = 1.0
 ACCEPTED_MAX: Final = 64  # in one go; then the connections that are open have their turn
 PAUSE_SECONDS: Final = 0.1  # without descriptors; idle connections are closed meanwhile
-CLOSED_SHARE: Final = 16  # of an address's connections are closed at a time, so that the search through them pays
+CLOSED_SHARE: Final = 16  # of an address's connections are closed at a time, to amortize the search for them
 SHUTDOWN_SECONDS: Final = 5.0
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -91,7 +91,7 @@ class Connection(Timed):
         self.deadline = self._loop.time() + IDLE_SECONDS
 
     def end(self) -> None:
-        """Close it, whatever is under way on it."""
+        """Close it, even during a request."""
         self._give_back()  # at once: the next connection may need what it held
         if self.transport is not None:
             self.transport.abort()
@@ -120,7 +120,7 @@ class Listening:
         self._group = asyncio.TaskGroup()
         self._resuming: asyncio.TimerHandle | None = None
         self._sweeping: asyncio.Task[None] | None = None
-        self._spare = -1  # a descriptor, given up to tell somebody that there is none
+        self._spare = -1  # a spare descriptor, closed to accept and refuse a client when none is left
         # The rest is for shards.
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         for what, share in ((Resource.CONNECTIONS, 2), (Resource.ARRIVING, 4), (Resource.STREAMS, 4)):
@@ -178,7 +178,7 @@ class Listening:
                 accepted.close()
 
     def _admit(self, address: str) -> bool:
-        """Hold what a new connection takes; return whether the address may have one more."""
+        """Reserve budget for a new connection; return whether the address may have one more."""
         held = self.budgets.hold
         if not held(address, Resource.CONNECTIONS, counted=False) and not (
             self._close_idle(address) and held(address, Resource.CONNECTIONS)

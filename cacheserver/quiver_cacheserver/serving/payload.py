@@ -1,11 +1,11 @@
-"""Ranges of files on their way to a reader, without passing through this process.
+"""Sends ranges of files to a reader without copying them through this process.
 
-The kernel is given slices of mapped files by address, many in one call: nothing is copied here, no Python step is taken
-per range or per byte, and the GIL is free meanwhile. A cold page is read from disk inside that call; one that cannot be
-read is an error of the call (``EFAULT``) and no signal.
+The kernel gets slices of mapped files by address, many in one call: this process copies nothing, takes no Python step
+per range or per byte, and releases the GIL meanwhile. The call reads a cold page from disk; a page that cannot be read
+is an error of the call (``EFAULT``), not a signal.
 
-Under TLS it is this process that would touch the pages, and a file that became shorter would be SIGBUS. There the bytes
-are read into a buffer instead (``preadv``), and encrypted from it.
+Under TLS this process would touch the pages itself, and a truncated file would raise SIGBUS. So there it reads the
+bytes into a buffer (``preadv``), and encrypts them from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quiver.transport.sockets import TLS_PIECE_BYTES, VECTOR_MAX, is_plain, send
 Ints = npt.NDArray[np.int64]
 
 BUFFERS_KEPT: Final = 16
-_buffers: deque[bytearray] = deque(maxlen=BUFFERS_KEPT)  # to be used again: fresh memory costs as much as copying
+_buffers: deque[bytearray] = deque(maxlen=BUFFERS_KEPT)  # reused: fresh memory costs as much as copying
 
 
 class Payload:
@@ -56,14 +56,14 @@ class Payload:
         self.shards = shards
         self._files = files
         self._head = head
-        # What is asked for back to back is one range.
+        # Adjacent ranges are merged.
         ends = offsets + lengths
         begins = np.ones(len(numbers), bool)
         begins[1:] = (numbers[1:] != numbers[:-1]) | (offsets[1:] != ends[:-1])
         firsts = np.flatnonzero(begins)
         self._numbers, self._offsets = numbers[firsts], offsets[firsts]
         self._lengths = np.add.reduceat(lengths, firsts) if len(firsts) else lengths
-        self._next = 0  # range, that is not in the vector yet
+        self._next = 0  # the first range that is not in the vector yet
         self._addresses = np.zeros(len(files), np.uint64)  # of the files; 0: not mapped yet
         self._views: list[npt.NDArray[np.uint8]] = []  # what the vector points into
         self._vector = np.empty((0, 2), np.uint64)  # address and length: what is being sent
@@ -85,10 +85,10 @@ class Payload:
         return self._next >= len(self._numbers) and self._sent >= self._size and not self._head and not self._copied
 
     def send(self, sock: socket.socket) -> int:
-        """Send what the socket takes in one call; return how many bytes that was, the head's included.
+        """Send what the socket accepts in one call; return how many bytes that was, the head's included.
 
-        Raises ``NotReady`` if it takes nothing now, ``OSError`` of the reader's connection, and ``DiskFailed`` of a
-        disk that does not return what it holds.
+        Raises ``NotReady`` if it accepts nothing now, ``OSError`` if the connection failed, and ``DiskFailed`` if the
+        disk cannot be read.
         """
         return self._send_mapped(sock) if is_plain(sock) else self._send_copied(sock)
 
@@ -139,8 +139,8 @@ class Payload:
         """Return where the files are mapped, those of ``numbers`` at least. Raises ``DiskFailed``."""
         used = np.bincount(numbers, minlength=len(self._addresses))
         for number in np.flatnonzero((used > 0) & (self._addresses == 0)).tolist():
-            # Of several threads that map a file at once the last one's mapping stays with the file: hold on to ours,
-            # or its address could become that of anything else in this process.
+            # If several threads map a file at once, the file keeps the last mapping only. Keep a reference to this one:
+            # once unmapped, its address could be reused for anything else in this process.
             view = np.frombuffer(self._files[number].mapped(), np.uint8)
             self._views.append(view)
             self._addresses[number] = view.__array_interface__["data"][0]

@@ -33,15 +33,15 @@ READABLE: Final = select.EPOLLIN
 WRITABLE: Final = select.EPOLLOUT
 PARKED: Final = 0  # the event loop will call ``resume``
 ENDED: Final = -1
-AGAIN: Final = -2  # there is more to do at once, after whoever else is ready
+AGAIN: Final = -2  # there is more to do at once, after the other ready channels
 WORKERS: Final = HELD_MAX[Resource.SENDS]
 
 
 class Channel(ABC):
     """A connection that a poller waits for.
 
-    ``sock`` does not block, and is the channel's own. ``deadline``: of ``time.monotonic``, until when it may wait;
-    set before the events to wait for are returned. ``late``: it has passed, and the socket was shut down.
+    ``sock`` is non-blocking and belongs to the channel. ``deadline``: until when it may wait, by ``time.monotonic``;
+    set before ``serve`` returns events. ``late``: the deadline has passed, and the socket was shut down.
     """
 
     __slots__ = ("client", "deadline", "late", "sock")
@@ -54,7 +54,7 @@ class Channel(ABC):
 
     @abstractmethod
     def serve(self) -> int:
-        """In a worker: do what can be done without waiting for the other end, for a stint.
+        """In a worker: do, for a stint, what does not have to wait for the other end.
 
         Return the events to wait for, ``AGAIN``, ``PARKED`` or ``ENDED``.
         """
@@ -87,7 +87,7 @@ class Poller:
             thread.start()
 
     def stop(self) -> None:
-        """End all channels and threads, once. Blocks for what the disk takes at most."""
+        """End all channels and threads, once. Blocks no longer than a disk access takes."""
         with self._lock:
             if self._stopped:
                 return
@@ -104,7 +104,7 @@ class Poller:
     # -- channels -----------------------------------------------------------------------------------------------------
 
     def add(self, channel: Channel, events: int) -> None:
-        """Wait for events of a new channel. From here on it is the poller's. Raises ``OSError``."""
+        """Wait for events of a new channel, which belongs to the poller from now on. Raises ``OSError``."""
         fd = channel.sock.fileno()
         with self._lock:
             if self._stopped:
@@ -123,19 +123,19 @@ class Poller:
                 self._arm(channel, WRITABLE)
 
     def end(self, channel: Channel) -> None:
-        """Have a channel end, whoever owns it now."""
+        """Make a channel end, whichever thread owns it now."""
         with self._lock:
             _shut_down(channel)
 
     def end_all(self, kind: type[Channel]) -> None:
-        """Have all channels of a kind end."""
+        """Make all channels of a kind end."""
         with self._lock:
             for channel in self._channels.values():
                 if isinstance(channel, kind):
                     _shut_down(channel)
 
     def sweep(self) -> None:
-        """Have those end that waited past their deadlines. Cheap: a comparison per channel."""
+        """Make channels end that waited past their deadlines. Cheap: a comparison per channel."""
         now = time.monotonic()
         with self._lock:
             for channel in self._channels.values():
@@ -161,7 +161,7 @@ class Poller:
         while True:
             channel = self._ready(-1)
             if self._stopped:
-                return  # and the event stays, for the other workers
+                return  # the event stays pending, for the other workers
             while channel is not None and not self._stopped:
                 channel = self._turn(channel)
 
@@ -185,7 +185,7 @@ class Poller:
             while (
                 events == AGAIN and not self._deferred and not self._stopped and (following := self._ready(0)) is None
             ):
-                events = channel.serve()  # nobody else is ready: to arm it would only wake another worker
+                events = channel.serve()  # no other channel is ready: arming this one would only wake another worker
         except Exception:  # a supervisor: a bug costs this connection, and not the worker
             log.exception("a connection was closed")
             events = ENDED
@@ -216,6 +216,6 @@ class Poller:
 
 
 def _shut_down(channel: Channel) -> None:
-    """Let the owner find the connection at its end. The plain socket's: TLS has nothing to say to whom we cut off."""
+    """Make the owner see the end of the connection. Shuts down the plain socket: no TLS closing handshake is needed."""
     with contextlib.suppress(OSError):
         socket.socket.shutdown(channel.sock, socket.SHUT_RDWR)

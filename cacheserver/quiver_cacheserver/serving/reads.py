@@ -1,8 +1,8 @@
-"""Batched reads: all that one reader wants of this daemon for a batch, in one answer.
+"""Batched reads: everything that a reader needs of this daemon for a batch, in one answer.
 
-Shards that are missing are filled while the reader waits, for as long as it said it would; the rest is answered by
-status. ``unpacked``, ``at_hand`` and ``gather`` answer a read however it came; ``read_route`` is ``POST /v1/read``, the
-plain way, and ``streams`` the fast one.
+Missing shards are filled while the reader waits, for as long as its request says; those still missing are answered by
+status. ``unpacked``, ``at_hand`` and ``gather`` serve both transports: ``read_route`` is ``POST /v1/read``, the plain
+one, and ``streams`` the fast one.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from quiver_cacheserver.serving.turns import Places, Turn
 from quiver_cacheserver.slices import SLICE
 
 FREE_SHARDS: Final = 4096  # of a request; each further one is charged
-SHARD_SECONDS: Final = 10e-6  # what it takes to unpack one, look it up and answer for it
+SHARD_SECONDS: Final = 10e-6  # the time to unpack one, look it up and answer
 PRESENT: Final = int(RangeStatus.PRESENT)  # which is 0
 STATUS_NAMES: Final = {int(status): status.name.lower() for status in RangeStatus}
 
 
 class Answer(NamedTuple):
-    """A status per range, and of those that are present in which file they are, and offset and length in bytes."""
+    """A status per range, and for those present the file, and offset and length in bytes."""
 
     statuses: npt.NDArray[np.uint8]
     shards: Sequence[Digest]  # that the files are
@@ -86,7 +86,7 @@ def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
 
 
 def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
-    """In a thread: answer a read all of whose shards are resident and verified; ``None`` if the loop has to."""
+    """In a thread: answer a read if all its shards are resident and verified; else ``None``: the loop must."""
     if asked.flags or not all(map(node.resident, asked.shards)):
         return None
     read_from = _read_from(asked)
@@ -115,7 +115,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
     loop = asyncio.get_running_loop()
     opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
     files = opened[1]
-    if listed is None and None in files:  # something was evicted meanwhile, or no range is of it
+    if listed is None and None in files:  # a shard was evicted meanwhile, or has no range
         listed = await node.listed(wanted, manifest)
     statuses = await _statuses(node, asked, turn.client, opened, listed or frozenset())
     await node.slices.walk(wanted, lambda some: node.holders.read(some, turn.client))
@@ -140,7 +140,7 @@ async def _statuses(
     opened: tuple[Sequence[Digest | None], Sequence[OpenFile | None]],
     listed: Set[Digest],
 ) -> list[RangeStatus]:
-    """Return the status of each shard. ``opened``: whose files were to be opened, and those that were."""
+    """Return the status of each shard. ``opened``: the shards to open, and their files as far as they opened."""
     here, files = opened
     statuses: list[RangeStatus] = []
     absence = Absence(node, listed, asked.manifest, client)
@@ -151,7 +151,7 @@ async def _statuses(
             if files[at] is not None:
                 status = RangeStatus.PRESENT
             elif here[at] is not None and node.resident(digest):
-                status = RangeStatus.FAILED  # it is resident, and the disk does not return it
+                status = RangeStatus.FAILED  # it is resident, and the disk cannot read it
             else:
                 status = absence.status_of(digest)
             statuses.append(status)
@@ -163,7 +163,7 @@ async def _statuses(
 def _answer(
     node: Node, asked: ReadRequest, files: Sequence[OpenFile | None], of_shards: Sequence[RangeStatus]
 ) -> Answer:
-    """Return the status of each range, which is its shard's unless it ends past that, and what is present."""
+    """Return the answer: each range has its shard's status, unless it ends past the shard."""
     numbers, offsets, lengths = asked.ranges["shard"], asked.ranges["offset"], asked.ranges["length"]
     statuses = np.asarray([*of_shards, 0], np.uint8)[numbers]
     sizes = np.asarray([*(file.size_bytes if file else 0 for file in files), 0], np.uint64)[numbers]

@@ -1,4 +1,4 @@
-"""What a route asks of the connection that its request came on: whose it is, how long its answer may take, the body."""
+"""What a route needs of its request's connection: the client, the deadline of the answer, and the body."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quiver.errors import BadRequest
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 
 BODY_SECONDS_MAX: Final = 10.0
-ANSWER_SECONDS: Final = 60.0  # for a report's body, the work, and the answer to be taken
+ANSWER_SECONDS: Final = 60.0  # to receive a report's body, do the work and send the answer
 
 
 class Timed(web.RequestHandler):
@@ -26,7 +26,7 @@ class Timed(web.RequestHandler):
     deadline: float  # of the event loop's time; the connection is closed when it has passed
 
     def begin(self) -> None:
-        """The head of a request has arrived: its answer has the usual time from now on."""
+        """Start the usual deadline for the answer: the head of a request has arrived."""
         raise NotImplementedError
 
 
@@ -39,13 +39,13 @@ def client_of(request: web.Request) -> str:
 
 
 def began(request: web.Request) -> None:
-    """Give the answer to a request the usual time."""
+    """Start the usual deadline for the answer to a request."""
     if isinstance(request.protocol, Timed):
         request.protocol.begin()
 
 
 def unhurried(request: web.Request) -> None:
-    """Leave the deadline of this request to its route, which keeps the time itself."""
+    """Disable the connection's deadline for this request: its route has a deadline of its own."""
     if isinstance(request.protocol, Timed):
         request.protocol.deadline = inf
 
@@ -54,13 +54,13 @@ def unhurried(request: web.Request) -> None:
 async def body_of(request: web.Request, budgets: Budgets, limit_bytes: int) -> AsyncIterator[bytes]:
     """Yield a request's body, which counts as held until the end of the block.
 
-    Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or on its way.
+    Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or arriving.
     """
     client, size_bytes = client_of(request), request.content_length
     if size_bytes is None or size_bytes > limit_bytes:
         raise BadRequest(f"the request must have a Content-Length, of at most {limit_bytes} bytes")
     with budgets.holding(client, Resource.BODY_BYTES, size_bytes):
-        here = request.content.is_eof()  # as that of most is, with the head
+        here = request.content.is_eof()  # usually it arrives with the head
         with contextlib.nullcontext() if here else budgets.holding(client, Resource.ARRIVING):
             try:
                 async with asyncio.timeout(BODY_SECONDS_MAX):

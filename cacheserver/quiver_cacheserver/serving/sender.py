@@ -1,8 +1,8 @@
-"""Answers on their way to readers: one loop sends them all, whether they were asked for on a stream or by HTTP.
+"""Sends answers to readers: one loop for all of them, on streams and by HTTP.
 
-A worker of the poller gives a connection what it takes, for a stint; a reader that takes nothing more for a moment goes
-back to the poller with the rest of its answer, and holds no thread. What fails once an answer has begun can only cut
-the connection: an error behind the first bytes would be taken for the bytes that were promised.
+A worker of the poller sends on a connection for a limited stint. A reader that accepts nothing for a moment goes back
+to the poller with the rest of its answer, and occupies no thread. A failure after the answer has begun can only cut the
+connection: the reader would take an error message for the announced bytes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from quiver_cacheserver.serving.requests import client_of
 log = logging.getLogger(__name__)
 
 STINT_BYTES: Final = 16 << 20  # then it is the next reader's turn
-STINT_SECONDS: Final = 1.0  # or then: a reader may take little at a time without ever being waited for
-SEND_SECONDS_MAX: Final = 60.0  # without anything taken, and of delay in all: see ``Sending``
+STINT_SECONDS: Final = 1.0  # likewise: a slow reader may accept a little at a time and never block
+SEND_SECONDS_MAX: Final = 60.0  # without progress, and of delay in all: see ``Sending``
 
 
 class Sending:
-    """How a reader takes an answer: bytes taken are counted, and the rest is waited for, though not for ever.
+    """The progress of an answer: counts the bytes sent, and sets the deadline for the rest.
 
-    A reader that takes a little now and then would otherwise hold one of the reads that may be under way for as long as
-    it likes. So whatever was sent, it took no longer than it takes at the rate at which readers themselves give up.
+    A reader that accepts a little now and then could otherwise occupy one of the concurrent reads for as long as it
+    likes. So sending may take no longer than at the minimum rate, below which readers themselves give up.
     """
 
     __slots__ = ("_counters", "_head_bytes", "_until", "payload")
@@ -52,11 +52,11 @@ class Sending:
 
     @property
     def deadline(self) -> float:
-        """Until when the reader is to take something more, of ``time.monotonic``."""
+        """When the reader must have accepted more, by ``time.monotonic``."""
         return min(self._until, time.monotonic() + SEND_SECONDS_MAX)
 
     def stint(self, sock: socket.socket) -> int:
-        """In a worker: send what the reader takes, for a stint; return the events to wait for, or ``AGAIN``.
+        """In a worker: send what the reader accepts, for a stint; return the events to wait for, or ``AGAIN``.
 
         0: all is sent. Raises ``OSError`` of the connection, and ``DiskFailed``.
         """
@@ -133,8 +133,8 @@ class Sender:
         response = web.StreamResponse(headers=headers)
         transport = request.transport
         if transport is None:
-            return response  # the reader is gone, as the server finds when it starts to send
-        transport.set_write_buffer_limits(0)  # what is drained has left the process: the rest goes past the transport
+            return response  # the reader has left; the server notices when it starts to send
+        transport.set_write_buffer_limits(0)  # drained data has left the process: the rest bypasses the transport
         try:
             async with asyncio.timeout(SEND_SECONDS_MAX):
                 writer = await response.prepare(request)
@@ -153,7 +153,7 @@ class Sender:
         return response
 
     async def _send(self, transport: asyncio.Transport, payload: Payload, client: str) -> None:
-        """Send a payload. Raises ``OSError`` and ``DiskFailed``; the connection is of no use then."""
+        """Send a payload. Raises ``OSError`` and ``DiskFailed``; the connection is then unusable."""
         sock = own_socket(transport)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         answer = _Answer(sock, client, Sending(payload, self._node.counters), done)
@@ -165,7 +165,7 @@ class Sender:
         try:
             await done
         except asyncio.CancelledError:
-            self._poller.end(answer)  # nothing may be sent on it any more, by whomever
+            self._poller.end(answer)  # no worker may send on it any more
             raise
 
 
@@ -196,7 +196,7 @@ def suspect_if_damaged(node: Node, error: OSError | QuiverError, shards: Sequenc
 
 def log_cut(error: OSError | QuiverError) -> bool:
     """Log why an answer ends early; return whether its shards are to be verified again."""
-    gone = isinstance(error, ConnectionError)  # thousands of readers may leave, and nothing is wrong here
+    gone = isinstance(error, ConnectionError)  # thousands of readers may leave, which is no fault here
     level = logging.DEBUG if gone else logging.WARNING
     log.log(level, "an answer was cut off: %s", str(error) or "the reader does not take it")
     return isinstance(error, DiskFailed)

@@ -1,9 +1,9 @@
 """``GET /v1/stream``: connections that carry batched reads and nothing else.
 
 An idle stream is a file descriptor in the poller and a few hundred bytes. A read of shards that are resident, which is
-nearly every one, is answered without the event loop: the worker that the request woke takes it off the socket, and
-gives the kernel the head of the answer and slices of the files in one call. What has to be filled first is a coroutine
-on the loop, as with any other route, and no thread waits for it.
+nearly every one, is answered without the event loop: the worker that the request woke reads it from the socket, and
+passes the head of the answer and slices of the files to the kernel in one call. A read that needs fills first becomes a
+coroutine on the loop, as with any other route, and no thread waits for it.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Streams:
         stream.loop.call_soon_threadsafe(self._begin, stream, asked, turn)
 
     def suspect(self, stream: Stream, payload: Payload) -> None:
-        """Have shards verified again of which the disk did not return what it holds."""
+        """Have shards verified again that the disk could not read."""
         stream.loop.call_soon_threadsafe(self.node.suspect, payload.shards)
 
     # -- on the event loop --------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ class Stream(Channel):
                 size = SIZE.unpack_from(self._received)[0]
                 refusal = self._refusal_of(size)
                 if refusal is not None:
-                    self._ends = True  # its body is not read: what follows is no request
+                    self._ends = True  # its body is not read, so no request can follow
                     return self._refuse(refusal)
                 if len(self._received) >= SIZE.size + size:
                     return self._begin(self._received, SIZE.size + size)
@@ -205,7 +205,7 @@ class Stream(Channel):
                 self._received += buffer[:count]
 
     def _refusal_of(self, size: int) -> QuiverError | None:
-        """Hold what the body of a request takes; return why it is not read, if so."""
+        """Reserve memory for the body of a request; return why it is refused, if it is."""
         budgets = self._streams.node.budgets
         if size > READ_REQUEST_BYTES_MAX:
             return BadRequest(f"a request of {size} bytes; {READ_REQUEST_BYTES_MAX} are the most")
@@ -216,7 +216,7 @@ class Stream(Channel):
         return None
 
     def _patience(self) -> float:
-        """Return until when the other end is waited for: longer for a new request than for the rest of one."""
+        """Return until when to wait for the reader: longer for a new request than for the rest of one."""
         now = time.monotonic()
         if not self._received:
             return now + IDLE_SECONDS
@@ -267,7 +267,7 @@ class Stream(Channel):
         self._sending = sending
         try:
             if self.late:
-                raise TimeoutError("the reader does not take it in time")
+                raise TimeoutError("the reader is too slow")
             events = sending.stint(self.sock)
         except (OSError, QuiverError) as error:
             if log_cut(error):

@@ -1,7 +1,7 @@
 """Whole files by digest: ``PUT``, ``GET`` and ``HEAD`` of shards and manifests.
 
 An upload is written as it arrives, compared with its name, and visible only then. ``GET`` serves what is resident and
-never makes the daemon fill: daemons ask one another this way, and must not send each other to the origin.
+never starts a fill: daemons fetch from one another this way, and must not make each other read the origin.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from quiver_cacheserver.serving.sender import Sender
 PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
 PIECE_BYTES_MIN: Final = 16 << 10  # of a client that sends byte by byte: bytes are not written one by one
 FIRST_BYTES: Final = 4 << 20  # of an upload arrive before space is reserved for all of it, which may evict shards
-SILENCE_SECONDS: Final = 10.0  # without anything, and of delay in all: see ``Arriving``
+SILENCE_SECONDS: Final = 10.0  # without a byte, and of delay in all: see ``Arriving``
 
 
 class Transfers:
@@ -126,11 +126,11 @@ class Transfers:
 
 
 class Arriving:
-    """An upload's body, as its client sends it: it is waited for, but within limits.
+    """An upload's body, as its client sends it: the daemon waits for it, within limits.
 
-    A client that sends a byte now and then would otherwise hold one of the uploads that may be under way, and space on
-    disk, for as long as it likes. So the time spent waiting for it is bounded by a minimum rate, the one at which
-    readers themselves give up. What the disk takes meanwhile does not count against the client.
+    A client that sends a byte now and then could otherwise occupy one of the concurrent uploads, and disk space, for as
+    long as it likes. So a minimum rate, the one below which readers give up, bounds the time spent waiting for it. Time
+    that the disk needs does not count against the client.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -139,7 +139,7 @@ class Arriving:
         self._left_seconds = SILENCE_SECONDS
 
     async def piece(self, size_bytes_max: int) -> bytes:
-        """Return the next piece. Raises ``BadRequest`` if it does not come in time."""
+        """Return the next piece. Raises ``BadRequest`` if it does not arrive in time."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(min(self._left_seconds, SILENCE_SECONDS)):

@@ -1,8 +1,8 @@
 """Which reads are answered now: a bounded number at once, of which one address never has all.
 
-A read that only waits, for a fill, an upload or a manifest, holds no place among those: it would keep out others whose
-shards are resident. It holds a place among the waiting, which cost less, and takes its turn again afterwards, address
-by address, so that of a thousand readers that waited for one fill none is refused.
+A read that waits for a fill, an upload or a manifest releases its place, so that it does not block reads of resident
+shards. Instead it holds a place among the waiting reads, which cost less. Afterwards it queues for its turn again,
+address by address, so that none of a thousand readers that waited for one fill is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ RESUME_SECONDS: Final = 5.0  # after a wait; a reader's own patience is twice th
 
 
 class Places:
-    """Places of one resource, for which clients wait in turn. On the event loop; ``end`` is safe from threads."""
+    """Places of one resource, given to addresses in turn. On the event loop; ``end`` is safe from threads."""
 
     def __init__(self, budgets: Budgets, what: Resource) -> None:
         self.budgets = budgets
@@ -30,13 +30,13 @@ class Places:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def end(self, client: str) -> None:
-        """Give a place back."""
+        """Release a place."""
         self.budgets.release(client, self.what)
         if self._queue and self._loop is not None:
             self._loop.call_soon_threadsafe(self._wake)
 
     async def take(self, client: str, seconds: float) -> None:
-        """Take a place, waiting for one if need be. Raises ``OverCapacity`` if there is none in time."""
+        """Take a place, waiting for one if necessary. Raises ``OverCapacity`` if none is free in time."""
         if client not in self._queue and self.budgets.hold(client, self.what, counted=False):
             return
         self._loop = asyncio.get_running_loop()
@@ -48,7 +48,7 @@ class Places:
                 await mine
         except TimeoutError:
             if mine.done() and not mine.cancelled():
-                return  # it was given just as the time was up
+                return  # the place was granted just as the time expired
             self.budgets.refused[self.what] += 1
             raise self.budgets.refusal(self.what) from None
         except asyncio.CancelledError:
@@ -62,7 +62,7 @@ class Places:
         while given:
             given = False
             for client, waiting in list(self._queue.items()):
-                while waiting and waiting[0].done():  # who did not wait for so long
+                while waiting and waiting[0].done():  # those that timed out
                     waiting.popleft()
                 if waiting and self.budgets.hold(client, self.what, counted=False):
                     waiting.popleft().set_result(None)
@@ -73,7 +73,7 @@ class Places:
 
 
 class Turn:
-    """One read, from when its request is here until its answer is sent. Owned by one thread or coroutine at a time."""
+    """One read, from the arrival of its request until its answer is sent. One thread or coroutine owns it at a time."""
 
     def __init__(self, places: Places, counters: Counters, client: str) -> None:
         self.client = client
@@ -82,7 +82,7 @@ class Turn:
         self._held = False
 
     def begin(self) -> None:
-        """Take a place among the reads that are answered. Raises ``OverCapacity`` if there is none."""
+        """Take a place among the reads that are answered. Raises ``OverCapacity`` if none is free."""
         if not self._places.budgets.hold(self.client, Resource.READS):
             raise self._places.budgets.refusal(Resource.READS)
         self._held = True
@@ -101,7 +101,7 @@ class Turn:
 
     @contextlib.asynccontextmanager
     async def waiting(self) -> AsyncIterator[None]:
-        """Leave the place to others for the length of the block. Raises ``OverCapacity`` before or after it."""
+        """Release the place for the duration of the block. Raises ``OverCapacity`` before or after it."""
         with self._places.budgets.holding(self.client, Resource.WAITING):
             self._leave()
             yield

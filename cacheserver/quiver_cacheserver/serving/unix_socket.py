@@ -1,9 +1,8 @@
 """The socket of ``--socket``: open shard files for the readers on this host (docs/protocol.md).
 
-Who may connect is said by the socket's permissions and its folder's. Whoever may can make the daemon open files and
-look things up, and nothing else: a request is one message of bounded size, descriptors that are sent here are dropped
-by the kernel, and a reader that does not take its answers is not answered again, so at most one answer's descriptors
-are on the way to anybody.
+The permissions of the socket and of its folder decide who may connect. A reader can only make the daemon open files and
+look up shards. A request is one message of bounded size, and the kernel drops descriptors that are sent here. A reader
+that has not received an answer gets no further one, so at most one answer's descriptors are queued per reader.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG: Final = 128
 SILENCE_SECONDS: Final = 30.0  # of a reader; while it has maps it asks every few seconds
-THREADS: Final = 2  # not the disk's: to open a file takes microseconds, and must not queue behind reads of cold ones
-PAUSE_SECONDS: Final = 0.5  # without descriptors nobody is accepted; meanwhile one may be closed
+THREADS: Final = 2  # not the disk's: opening a file takes microseconds, and must not queue behind reads of cold files
+PAUSE_SECONDS: Final = 0.5  # between attempts to accept while no descriptor is left
 PROBE_SECONDS: Final = 1.0
 MODE: Final = 0o660
 
@@ -61,7 +60,7 @@ MODE: Final = 0o660
 def bound(path: str) -> Iterator[socket.socket | None]:
     """Listen at ``path`` (``None`` for none) until the end of the block, and remove it then.
 
-    What a dead daemon left there is replaced. Raises ``Misconfigured`` if a living one is there, or no socket may be.
+    A dead daemon's socket is replaced. Raises ``Misconfigured`` if a live daemon listens there, or binding fails.
     """
     if not path:
         yield None
@@ -78,7 +77,7 @@ def bound(path: str) -> Iterator[socket.socket | None]:
         listener.close()
         with contextlib.suppress(OSError):
             found = os.lstat(path)
-            if (found.st_dev, found.st_ino) == made:  # and not the one of a daemon that took our place
+            if (found.st_dev, found.st_ino) == made:  # and not another daemon's, bound since
                 Path(path).unlink()
 
 
@@ -103,7 +102,7 @@ def _bind(path: str) -> tuple[socket.socket, tuple[int, int]]:
     finally:
         os.close(folder)
     if found.st_uid not in (0, parent.st_uid):
-        log.warning("--socket %s: readers of other users want the folder to belong to this daemon's user", path)
+        log.warning("--socket %s: for readers of other users the folder must belong to this daemon's user", path)
     return listener, (found.st_dev, found.st_ino)
 
 
@@ -127,7 +126,7 @@ def _remove_dead(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(found.st_mode):
-        raise Misconfigured(f"--socket {path}: there is something else by that name; remove it, or choose another name")
+        raise Misconfigured(f"--socket {path}: another kind of file has that name; remove it, or choose another name")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.settimeout(PROBE_SECONDS)
         try:
@@ -138,7 +137,7 @@ def _remove_dead(path: str) -> None:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EPROTOTYPE, errno.ETIMEDOUT):  # with those a process listens
                 raise
-    raise Misconfigured(f"--socket {path}: a living process listens there; give each daemon its own")
+    raise Misconfigured(f"--socket {path}: another process listens there; give each daemon its own socket")
 
 
 class Handoff:
@@ -150,7 +149,7 @@ class Handoff:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-handoff")
         self._group = asyncio.TaskGroup()
         self._tasks: list[asyncio.Task[None]] = []
-        # By user, the longest silent one first.
+        # By user, the longest silent reader first.
         self._connections: dict[str, OrderedDict[asyncio.Task[None], None]] = {}
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)  # closed when none is left, to refuse a reader
 
@@ -192,13 +191,13 @@ class Handoff:
             await asyncio.sleep(0)  # accepting takes turns with everything else on the loop
 
     def _has_room(self, user: str) -> bool:
-        """Hold what one more connection takes; the user's own oldest is closed for it, if that is what it takes."""
+        """Reserve budget for one more connection; if necessary, close the user's own oldest one for it."""
         hold = self._node.budgets.hold
         if hold(user, Resource.SOCKET_CONNECTIONS, counted=False):
             return True
         its = self._connections.get(user)
         if its:
-            next(iter(its)).cancel()  # a reader that still wants something connects again
+            next(iter(its)).cancel()  # a reader that still needs the socket connects again
             self._forget(next(iter(its)), user)
         return hold(user, Resource.SOCKET_CONNECTIONS)
 
@@ -215,7 +214,7 @@ class Handoff:
         connection.close()  # also of a task that was cancelled before it began
 
     def _turn_away(self) -> None:
-        """Refuse one reader that waits while there are no descriptors: it reads over TCP meanwhile."""
+        """Refuse one waiting reader while no descriptor is left: it reads over TCP meanwhile."""
         if self._spare >= 0:
             os.close(self._spare)
         try:

@@ -1,7 +1,6 @@
-"""What a client asks for whole shards, without reading them: fill, forgo, recheck (MessagePack, docs/protocol.md).
+"""The verbs about whole shards, without reading them: fill, forgo, recheck (MessagePack, docs/protocol.md).
 
-A read that wants the same says so by flags, which clients set before there were verbs for it; both come down to the
-same calls of the node.
+A read can request the same by flags, which older clients use; both make the same calls of the node.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ class Verbs:
         self._node = node
 
     async def fill(self, request: web.Request) -> web.Response:
-        """``POST /v1/fill``: make shards resident; answer once they are, or when the client has waited long enough."""
-        unhurried(request)  # it waits for as long as the request says, which has a limit
+        """``POST /v1/fill``: fill shards; answer once they are resident, or when the client's wait has expired."""
+        unhurried(request)  # it waits as long as the request says, up to a limit
         node, client = self._node, client_of(request)
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:  # held while the fill waits
             asked = await self._unpacked(FillRequest.decode, body, client)
@@ -67,7 +66,7 @@ class Verbs:
         return web.Response(status=204)
 
     async def recheck(self, request: web.Request) -> web.Response:
-        """``POST /v1/recheck``: wrong bytes of these shards came: verify them before they are served again."""
+        """``POST /v1/recheck``: a reader got wrong bytes of these shards: verify them before serving them again."""
         node, client = self._node, client_of(request)
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
             asked = await self._unpacked(RecheckRequest.decode, body, client)
