@@ -1,7 +1,8 @@
 """Uploads: shards that this process reads from the origin and puts into a daemon which may not read that origin.
 
-A daemon reads only origins that its operator allows. It asks one client for each other shard, and readers of the shard
-wait for that upload; so a client that cannot deliver says so at once (``forgo``), and the daemon asks somebody else.
+A daemon reads only origins that its operator allows. For each shard of another origin it asks one client to upload it,
+and readers of the shard wait for that upload. So a client that cannot upload says so at once (``forgo``), and the
+daemon asks another client.
 Invariant: every upload that was begun ends in a verified shard at the daemon or in a ``forgo``.
 """
 
@@ -32,8 +33,8 @@ class Uploads:
     def upload(self, peer: PeerClient, shard: int, received: Callable[[Bytes], None] = lambda data: None) -> None:
         """Read a shard from the origin, verify it, and put it into the daemon.
 
-        ``received`` gets the verified shard before it is sent. Raises what the origin or the verification failed with;
-        a daemon that does not take the shard costs a warning only.
+        ``received`` gets the verified shard before it is sent. Raises the error of the origin or of the
+        verification; if the daemon does not accept the shard, only a warning is logged.
         """
         digest = self._manifest.shard_digest(shard)
         try:
