@@ -3,7 +3,7 @@
     sample bytes, back to back | for each sample: BLAKE3 (32 bytes), length (u64) | count (u64)      all little-endian
 
 The name of a shard is BLAKE3 over ``quiver-shard-v1`` and everything from the table on: a hash tree of two levels. So a
-shard is verified without a manifest, and a single rotten sample is found and mended alone.
+shard is verified without a manifest, and a single corrupt sample can be found and mended by itself.
 
 Invariant: bytes become a ``Shard`` through ``verified`` only.
 """

@@ -1,14 +1,14 @@
-"""Memory for shards on their way from an origin to the disk, reused from one fill to the next.
+"""Memory for shards between an origin and the disk, reused from one fill to the next.
 
-A fill needs memory for a whole shard, for a moment. Taken from the system for each shard, every page of it is cleared,
-and on a virtual machine fetched from the host, before a byte is read into it. So what one fill took the next one gets.
+A fill needs memory for a whole shard for a moment. If each fill took it from the system, the kernel would clear every
+page, and on a virtual machine fetch it from the host, before a byte is read into it. So fills reuse memory.
 
-Invariant: memory is reused only once nobody holds a view of it. ``take`` returns a view; when that view and all that
-were made of it (slices, arrays, what an exception's traceback still names) are gone, the memory is free again. Nobody
-gives it back by hand, so nobody can read what another fill wrote into it.
+Invariant: memory is reused only once no view of it exists. ``take`` returns a view; the memory is free again when that
+view and all views made of it (slices, arrays, those that an exception's traceback refers to) are garbage. No caller
+returns it explicitly, so none can read what another fill writes into it.
 
-Bounded: ``idle_max`` pieces of ``piece_bytes`` are kept at most. A larger shard gets memory of its own, which is
-unmapped when its last view is gone, as is every piece beyond ``idle_max``.
+Bounded: at most ``idle_max`` pieces of ``piece_bytes`` are kept. A larger shard gets memory of its own, which is
+unmapped with its last view, as is every piece beyond ``idle_max``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ import numpy as np
 PIECE_BYTES: Final = 33 << 20  # a shard of the default size (32 MiB) and its table
 
 Take = Callable[[int], memoryview]
-"""Return writable memory of a size in bytes, of undefined content, that is valid for as long as it is referred to."""
+"""Return writable memory of a size in bytes, of undefined content, valid as long as a reference to it exists."""
 
 
 def fresh(size_bytes: int) -> memoryview:
-    """``Take`` that keeps nothing."""
+    """A ``Take`` that keeps no memory for reuse."""
     return np.empty(size_bytes, np.uint8).data
 
 
 class ShardMemory:
-    """Keeps what was taken for the next one who takes. Safe from threads, and a child that was forked begins empty."""
+    """Keeps memory for the next ``take``. Safe from threads; empty in a forked child."""
 
     def __init__(self, idle_max: int, piece_bytes: int = PIECE_BYTES) -> None:
         self._idle_max = idle_max
         self._piece_bytes = piece_bytes
-        # Views may die in any thread and at any moment, during garbage collection too, so there is no lock: operations
-        # of a deque are atomic, and a full one drops its oldest piece.
+        # The last view may be freed in any thread and at any moment, during garbage collection too, so there is no
+        # lock: operations of a deque are atomic, and a full one drops its oldest piece.
         self._idle: deque[mmap.mmap] = deque(maxlen=idle_max)
         self._used = time.monotonic()
         self._owner = os.getpid()
@@ -52,11 +52,11 @@ class ShardMemory:
 
     @property
     def idle_bytes(self) -> int:
-        """How many bytes are kept and not taken."""
+        """How many bytes are kept and not in use."""
         return len(self._idle) * self._piece_bytes
 
     def take(self, size_bytes: int) -> memoryview:
-        """Return memory of this size, free again when the last view of it is gone."""
+        """Return memory of this size, which is free again when the last view of it is garbage."""
         self._used = time.monotonic()
         if size_bytes > self._piece_bytes:
             return fresh(size_bytes)
@@ -66,16 +66,16 @@ class ShardMemory:
         return array.data
 
     def drop_if_idle(self, seconds: float) -> None:
-        """Return what is idle to the system if nothing was taken for so long."""
+        """Return idle memory to the system if ``take`` was not called for so long."""
         if time.monotonic() - self._used >= seconds:
             self._idle.clear()
 
     def _popped(self) -> mmap.mmap | None:
-        if self._owner != os.getpid():  # a copy of the parent's pages, which would be copied again one by one
+        if self._owner != os.getpid():  # the parent's pages: each would be copied when it is written to
             self._owner = os.getpid()
             self._idle.clear()
         try:
-            return self._idle.pop()  # the one used last, whose pages are in the CPU's cache
+            return self._idle.pop()  # the piece used last, whose pages are in the CPU's cache
         except IndexError:
             return None
 

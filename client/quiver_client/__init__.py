@@ -12,8 +12,8 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 - ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
-- ``process_exit`` starts threads and ends them before the interpreter; ``thread_pool`` is a pool of them, ``imports``
-  what they need imported; ``memory`` tunes malloc
+- ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
+  ``imports`` imports what they need; ``memory`` tunes malloc
 - ``indexing`` makes manifests, ``cli`` is the ``quiver`` command
 """
 

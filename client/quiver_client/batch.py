@@ -1,12 +1,12 @@
-"""A batch on its way in: which samples arrived, from where, and the one door at which they are verified.
+"""A batch while it is read: which samples arrived, from where, and the one function that verifies them.
 
-A tier says in which buffer a sample lies and at which offset; only what passes ``check`` counts as received. What fails
-is removed again, so that the next try or the next tier delivers it. Nothing is copied on the way, with one exception:
-small samples of one size are first copied into one array, since such a batch is wanted as one array, and the bytes that
-were hashed are then the bytes that are handed out.
+A tier puts in which buffer and at which offset each sample lies; only samples that pass ``check`` count as received.
+``check`` removes the others, so that a retry or the next tier delivers them. Nothing is copied, with one exception:
+small samples of one size are first copied into one array, since the caller wants such a batch as one array, and the
+bytes that were hashed are then the bytes that are handed out.
 
-A mapped file may be truncated, or its disk fail, at any moment. Bytes that cannot be read fail the check; bytes that
-cannot be read later, when they are copied, are requested from the tiers once more, for those samples alone.
+A mapped file may be truncated, or its disk may fail, at any moment. Bytes that cannot be read fail the check. If bytes
+cannot be read later, when they are copied, only those samples are requested from the tiers again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from quiver_client.buffers import SMALL_BYTES_MAX, Buffer, Mask, copy_each, copy
 
 Verify = Literal["fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
-COPIES_MAX: Final = 3  # attempts to copy a sample whose file was truncated, each from another delivery
+COPIES_MAX: Final = 3  # attempts to copy a sample whose file was truncated; before each it is delivered again
 
 
 class Batch:
@@ -37,7 +37,7 @@ class Batch:
         verify: Verify,
         on_torn: Callable[[Batch, Positions], None] = lambda batch, positions: None,
     ) -> None:
-        """``on_torn`` delivers anew samples that were verified, and whose file was then truncated."""
+        """``on_torn`` delivers samples again whose file was truncated after they were verified."""
         self.plan = plan
         self.verified = np.zeros(len(plan), bool)
         self._verify = verify
@@ -51,11 +51,11 @@ class Batch:
     # -- what a tier does ---------------------------------------------------------------------------------------------
 
     def not_verified(self) -> Positions:
-        """Return the positions of samples that no tier has delivered right."""
+        """Return the positions of samples that no tier has delivered correctly."""
         return np.flatnonzero(~self.verified)
 
     def not_received(self) -> Positions:
-        """Return the positions that nothing was put for, or only what failed the last check."""
+        """Return the positions of samples that no tier has put, or that failed the last check."""
         return np.flatnonzero(self._in < 0)
 
     def put(self, positions: Positions, buffer: Buffer, offsets: Ints) -> None:
@@ -82,7 +82,7 @@ class Batch:
         self._put(positions, list(shards.values()), which, offsets)
 
     def check(self) -> Positions:
-        """Verify what was put since the last call; return the positions that were wrong, which were removed again."""
+        """Verify what was put since the last call; remove the samples that are wrong, and return their positions."""
         new = np.flatnonzero((self._in >= 0) & ~self.verified)
         if not len(new):
             return new
@@ -112,7 +112,7 @@ class Batch:
         return [buffers[which][start:end] if length >= 0 else None for which, start, end, length in cuts]
 
     def copies(self, field: int) -> Iterator[bytes | None]:
-        """Yield the bytes of a byte field of each sample, as ``views`` does, copied when their turn comes."""
+        """Yield the bytes of a byte field of each sample, as ``views`` does; each is copied when it is yielded."""
         at = tries = 0
         while tries < COPIES_MAX:
             starts, lengths = self._cuts(slice(at, None), field)
@@ -175,7 +175,7 @@ class Batch:
         return np.isin(used, [at for at in np.unique(used).tolist() if not self._buffers[at].is_whole])
 
     def _fetch_again(self, positions: Positions) -> None:
-        """Have samples delivered anew whose file was truncated."""
+        """Have samples delivered again whose file was truncated."""
         self.verified[positions], self._in[positions], self._whole = False, -1, None
         self._on_torn(self, positions)
         if not self.verified.all():
@@ -200,7 +200,7 @@ class Batch:
         return right
 
     def _copy_together(self, new: Positions) -> None:
-        """Copy small samples of one size into an array, in which they lie from now on; torn ones are zeros there."""
+        """Copy small samples of one size into an array, and refer to them there; torn ones are zeros in it."""
         sizes = self.plan.sizes[new]
         size = int(sizes[0])
         if not 0 < size <= SMALL_BYTES_MAX or len(new) < 2 or (sizes != size).any():
@@ -211,7 +211,7 @@ class Batch:
         self._whole = together if len(new) == len(self.plan) else None
 
     def _blake3(self, positions: Positions) -> npt.NDArray[np.uint8]:
-        """Return the BLAKE3 of the samples, ``(n, 32)``. Beside hashing, calls and copies cost nothing."""
+        """Return the BLAKE3 of the samples, ``(n, 32)``. The calls and copies cost little compared with hashing."""
         starts, sizes = self._at[positions], self.plan.sizes[positions]
         cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
         digests = b"".join([_digest(self._buffers[which], start, end) for which, start, end in cuts])

@@ -27,15 +27,15 @@ I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 Mask = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.intp]
-SMALL_BYTES_MAX: Final = 16 << 10  # a larger sample is hashed and copied as fast where it lies
-JOINED_BYTES: Final = 256 << 10  # of small samples: copied by one call, and cut apart while the CPU's cache holds them
+SMALL_BYTES_MAX: Final = 16 << 10  # larger samples are hashed and copied as fast one by one
+JOINED_BYTES: Final = 256 << 10  # of small samples, copied by one call and split while in the CPU's cache
 JOINED_MIN: Final = 24  # fewer are copied one by one as fast
 
 
 class Buffer(NamedTuple):
     """Bytes in memory and their address. Holding it keeps them there.
 
-    ``mapped``: they are a mapped file, which may be truncated, so only the functions here read them.
+    ``mapped``: the bytes are a mapped file, which may be truncated, so only the functions here read them.
     """
 
     view: memoryview
@@ -51,7 +51,7 @@ class Buffer(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a mapped shard's file has not been truncated: then all that was read of it was its content.
+        """Whether a mapped shard's file has not been truncated, so that everything read from it was its content.
 
         Past the end of a file, the rest of its last page reads as zeros. A shard ends in its count of samples, never 0.
         """
@@ -95,9 +95,9 @@ def copy_rows(buffers: Sequence[Buffer], which: Places, starts: I64, length: int
 
 
 def copy_each(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
-    """Yield a copy of ``lengths (n,)`` bytes of each piece, made by ``Buffer.copy`` when its turn comes.
+    """Yield a copy of ``lengths (n,)`` bytes of each piece, made by ``Buffer.copy`` when it is yielded.
 
-    ``None`` for a piece that is torn, and for a negative length. Small pieces of mapped files are copied some ahead.
+    ``None`` for a piece that is torn, and for a negative length. Small pieces of mapped files are copied in groups.
     """
     joins = np.zeros(len(which), bool)
     if native.pieces is not None and len(which) >= JOINED_MIN:
@@ -121,7 +121,7 @@ def copy_each(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I6
 
 
 def _joined(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I64) -> Iterator[bytes | None]:
-    """Yield copies of pieces of mapped files: one native call reads a run of them, from which they are cut."""
+    """Yield copies of pieces of mapped files: one native call reads several, which are then split."""
     if native.pieces is None or not len(which):
         return
     addresses = _addresses(buffers, which, starts, lengths)
@@ -171,7 +171,7 @@ def _addresses(buffers: Sequence[Buffer], which: Places, starts: I64, lengths: I
     if not starts.dtype == lengths.dtype == np.int64:
         raise TypeError(f"starts and lengths are int64, not {starts.dtype} and {lengths.dtype}")
     sizes = np.asarray([len(buffer.view) for buffer in buffers], np.int64)
-    # Not by the sum of start and length, which could overflow.
+    # Do not compare the sum of start and length: it could overflow.
     if (which < 0).any() or ((starts < 0) | (lengths < 0) | (starts > sizes[which] - lengths)).any():
         raise IndexError("bytes outside a buffer")
     return np.asarray([buffer.address for buffer in buffers], np.int64)[which] + starts

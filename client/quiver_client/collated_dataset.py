@@ -1,4 +1,4 @@
-"""A dataset of whole batches: ``Dataset`` read by collated columns, where nothing is to be done with each sample."""
+"""A dataset of whole batches: ``Dataset`` read as collated columns, for datasets that process no sample by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CollatedDataset(torch.utils.data.Dataset[Any]):
 
     @staticmethod
     def can_read(dataset: Dataset) -> bool:
-        """Whether nothing is to be done with each sample: no transform, and no override by a subclass."""
+        """Whether no sample is processed alone: no transform is given, and no subclass overrides a method."""
         kind = type(dataset)
         own = kind.__getitem__ is Dataset.__getitem__ and kind.__getitems__ is Dataset.__getitems__
         return own and dataset.transform is None
@@ -39,5 +39,5 @@ class CollatedDataset(torch.utils.data.Dataset[Any]):
 
 
 def collated(batch: Any) -> Any:
-    """Return a batch as it is: a collate function for batches that are collated already."""
+    """Return a batch unchanged: a collate function for batches that are collated already."""
     return batch

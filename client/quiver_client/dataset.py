@@ -1,7 +1,7 @@
 """``Dataset``: a map-style torch dataset whose bytes come through the cache.
 
-It is a description (where the manifest is, where the cache is, what is wanted), so it pickles in a few bytes and
-survives a fork; the session behind it opens on first use in each process.
+It is a description (where the manifest is, where the cache is, which fields to read), so it pickles in a few bytes and
+survives a fork; each process opens a session of its own on first use.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Dataset(TorchDataset[Any]):
     rack, ``file:///folder?capacity=200GiB`` for a folder of this machine, by default ``$QUIVER_CACHE`` or else
     ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
-    ``"off"`` nothing (shards are verified when they are filled in any case). XXH3 finds accidents and is no defence:
+    ``"off"`` nothing (shards are always verified when they are filled). XXH3 detects accidents and is no defence:
     any member of the ring, or machine on the network to it, can forge a sample of equal XXH3 in milliseconds. If not
     all of them are trusted, choose ``"full"``. ``copy=False`` hands byte fields out as read-only ``memoryview`` instead
     of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps the buffer or the mapping that it is
     part of alive, and is for a ``transform`` or a collate function: sent to another process, as by a loader's worker,
     it arrives as ``bytes``. It was readable when it was verified, or with ``verify="off"`` when it was mapped; if the
     file of a shard is truncated afterwards, or its disk fails, touching the view ends the process by SIGBUS. Copied
-    bytes are safe from that: they are read again, from elsewhere.
+    bytes are safe from that: they are read again, from another source.
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
@@ -90,8 +90,8 @@ class Dataset(TorchDataset[Any]):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``: one plan, one request per peer, every sample checked.
 
-        A subclass that overrides ``__getitem__`` alone is asked for each sample by itself, which takes a request each;
-        one that overrides this method, or a ``transform``, is asked once.
+        If a subclass overrides ``__getitem__`` alone, this method calls it for each sample, at one request per sample;
+        a subclass that overrides this method, or a ``transform``, causes one request per peer.
         """
         alone = self._makes_samples() and type(self).__getitems__ is Dataset.__getitems__
         return [self._alone(int(index)) for index in indices] if alone else self._batch(indices)
@@ -99,7 +99,7 @@ class Dataset(TorchDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield all samples, in the order of the manifest.
 
-        Without this Python would iterate by ``__getitem__`` until an ``IndexError``, whoever raised it.
+        Without this method Python would iterate by ``__getitem__`` until any ``IndexError``, even one of a transform.
         """
         for index in range(len(self)):
             yield self._alone(index)
@@ -113,9 +113,9 @@ class Dataset(TorchDataset[Any]):
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest: the same in every process that this dataset was pickled to, or forked into.
+        """The manifest: the same in every process that receives this dataset by pickle or by fork.
 
-        Raises ``Corrupt``, naming both digests, if the file at its path is another manifest by now.
+        Raises ``Corrupt``, naming both digests, if the file at its path has become another manifest.
         """
         if self._manifest is None:
             self._manifest = Manifest.open(self._path, self._digest)
@@ -123,7 +123,7 @@ class Dataset(TorchDataset[Any]):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The names of the fields that a sample has, in their order."""
+        """The names of a sample's fields, in order."""
         return self._fields.names
 
     @property
@@ -139,8 +139,8 @@ class Dataset(TorchDataset[Any]):
         """Return the counters of this process (workers have their own).
 
         ``samples``; ``bytes_host`` and ``bytes_rack``: sample bytes delivered by that tier; ``bytes_origin``: bytes
-        that this process read from the origin, whether to hand out or to fill a cache; ``fallbacks``: shards for which
-        a daemon was passed over; ``corruptions``: wrong bytes that were found and replaced; and more.
+        that this process read from the origin, to hand out or to fill a cache; ``fallbacks``: shards that were read
+        elsewhere since a daemon failed; ``corruptions``: wrong bytes that were found and replaced; and more.
         """
         return self._open().stats.snapshot()
 
@@ -149,7 +149,7 @@ class Dataset(TorchDataset[Any]):
         self._open().stats.add(name, amount)
 
     def needs(self) -> NeedsChannel | None:
-        """Return a new channel to report needs on, and to hear what is resident; ``None`` without a cache."""
+        """Return a new channel that reports needs and returns what is resident; ``None`` without a cache."""
         return self._open().needs()
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class Dataset(TorchDataset[Any]):
         state = dict(self.__dict__)
         for name in ("_manifest", "_session", "_closing", "_lock"):
             del state[name]
-        # A spawned worker gets the manifest itself, whatever file has its path by then.
+        # A spawned worker gets the manifest itself: another file may have its path by then.
         fd = self.manifest.share() if get_spawning_popen() is not None else None
         state["_passed"] = None if fd is None else DupFd(fd)
         return state
@@ -178,7 +178,7 @@ class Dataset(TorchDataset[Any]):
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _makes_samples(self) -> bool:
-        """Whether a subclass overrides ``__getitem__``, from which it may call ours."""
+        """Whether a subclass overrides ``__getitem__``, which may call this class's method."""
         return type(self).__getitem__ is not Dataset.__getitem__
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
@@ -197,7 +197,7 @@ class Dataset(TorchDataset[Any]):
         return out
 
     def _alone(self, index: int) -> Any:
-        """Return a sample that may be made by a subclass."""
+        """Return one sample, by a subclass's ``__getitem__`` if it overrides that."""
         try:
             return self[index]
         except StopIteration as error:
@@ -232,7 +232,7 @@ class Dataset(TorchDataset[Any]):
             raise TypeError(f"indices must be integers, not {rows.dtype}")
         count = len(self)
         if rows.dtype.kind == "u":
-            rows = np.minimum(rows, np.uint64(count))  # past the end stays past the end, and does not turn negative
+            rows = np.minimum(rows, np.uint64(count))  # past the end stays past the end and does not turn negative
         rows = rows.astype(np.intp)
         wrong = (rows < -count) | (rows >= count)
         if wrong.any():
@@ -240,7 +240,7 @@ class Dataset(TorchDataset[Any]):
         return cast("npt.NDArray[np.intp]", np.where(rows < 0, rows + count, rows))
 
     def read(self, rows: npt.NDArray[np.intp]) -> Batch | None:
-        """Return the verified bytes of ``rows (n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is wanted."""
+        """Return the verified bytes of ``rows (n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is read."""
         span = self._fields.span
         return self._open().read(plan_batch(self.manifest, rows, span)) if span is not None else None
 

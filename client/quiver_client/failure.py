@@ -1,8 +1,8 @@
-"""The error that replaces an exception which a ``for`` loop would take for its end, and that names the samples.
+"""The error that replaces an exception which would end a ``for`` loop silently; it names the samples.
 
 ``StopIteration`` ends a ``for`` loop silently, wherever below ``__next__`` it is raised, and ``IndexError`` ends a loop
-over an object that has only ``__getitem__``. Raised by mistake in the user's code, they would lose all samples that
-were still to come.
+over an object that has only ``__getitem__``. If the user's code raises one by mistake, the loop would lose all samples
+that follow.
 """
 
 from __future__ import annotations

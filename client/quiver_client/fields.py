@@ -3,7 +3,7 @@
 Both are made here, from the same parts: byte fields of a verified ``Batch``, scalars and keys of the manifest. Columns
 are what torch's ``default_collate`` makes of the samples, made without making the samples: scalars come out of the
 manifest's columns, and byte fields that are arrays of one shape (tokens in Parquet, ``.npy`` files) are copied into one
-tensor by one call, so that nothing takes a Python step per sample where a tensor comes out.
+tensor by one call, so that making a tensor takes no Python step per sample.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Sample = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """Which fields of each sample are wanted. A value: goes to every process that a dataset is pickled to."""
+    """Which fields of each sample to hand out. A value: it is pickled with its dataset."""
 
     names: tuple[str, ...]  # in the order of a sample's dictionary
-    blobs: Mapping[str, tuple[Field, int]]  # of these the byte fields, each with its place among the fields read
-    span: tuple[int, int] | None  # the first and the last byte field to read; None: no byte field is wanted
+    blobs: Mapping[str, tuple[Field, int]]  # the byte fields among them, each with its place among the fields read
+    span: tuple[int, int] | None  # the first and the last byte field to read; None: no byte field was chosen
     copy: bool  # whether bytes are copied, or handed out as views
 
     @classmethod
@@ -53,8 +53,8 @@ class Fields:
         return cls(tuple(wanted), {blobs[at]: (header.blobs[at], at - first) for at in chosen}, (first, last), copy)
 
     def samples(self, manifest: Manifest, rows: Rows, batch: Batch | None) -> Iterator[Sample]:
-        """Yield the samples one by one. Bytes are copied when their turn comes, so that the next sample reuses the
-        memory that a transform released."""
+        """Yield the samples one by one. The bytes of each are copied when it is yielded, so that they reuse the memory
+        that a transform released."""
         columns = [self._values(name, manifest, rows, batch) for name in self.names]
         for values in zip(*columns, strict=True):
             yield dict(zip(self.names, values, strict=True))

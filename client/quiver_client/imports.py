@@ -1,8 +1,8 @@
 """Imports what the threads of a session would import later, before there are any threads.
 
 A process that forks while one of its threads imports a module inherits that module's lock, held: the child deadlocks
-when it imports the module, which for a loader's worker is at its first batch. Our own modules are imported at the top
-of the modules that use them; this is for what libraries import when they are first called.
+when it imports the module, which a loader's worker does at its first batch. Our own modules are imported at the top
+of the modules that use them; this module imports what libraries import when they are first called.
 """
 
 from __future__ import annotations
@@ -17,6 +17,6 @@ from quiver.origin.opening import import_ahead as import_origin
 
 
 def import_ahead(manifest: Manifest) -> None:
-    """Import what reading this dataset needs. Takes a while the first time, and no time after that."""
+    """Import what reading this dataset needs. Takes a while the first time, and no time afterwards."""
     import_origin(manifest)
     pa.array(np.zeros(1, np.int64))  # tries to import pandas

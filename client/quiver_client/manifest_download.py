@@ -1,8 +1,8 @@
 """Opens a manifest by its path or URL. One at a URL is downloaded to this machine once per version, and kept.
 
-A process of its own downloads, as for all remote reads: this one may fork, and Ctrl-C must end it whatever the server
-does. A kept file is named by its URL, its version there, and the digest of its content, with which it is compared each
-time it is opened: a file damaged by a crash or a disk is downloaded again.
+A separate process downloads it, as for all remote reads: this process may fork, and Ctrl-C must end it even if the
+server hangs. A kept file is named by its URL, its version there, and the digest of its content. Its content is compared
+with that digest each time it is opened: a file damaged by a crash or a disk is downloaded again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _opened_again(path: Path, location: str) -> Manifest | None:
         path.unlink(missing_ok=True)
         return None
     except (BadRequest, Corrupt, DiskFailed) as error:
-        log.warning("%s is downloaded again: %s", location, error)
+        log.warning("downloading %s again: %s", location, error)
         path.unlink(missing_ok=True)
         return None
 

@@ -1,9 +1,9 @@
 """Has malloc reuse the memory of one batch for the next, in a process whose loader's threads make batches.
 
-A batch of 256 images is 28 MB in pieces, which glibc returns to the system as they are freed. Allocated again for the
-next batch they are fresh pages, each of which the kernel clears and maps when it is first touched: 2,400 page faults
-per batch, and most of the time of a warm one. With the memory of three such batches kept, the two that are prefetched
-and the one in use, there are few. docs/adr/0010 has the figures.
+A batch of 256 images is 28 MB in pieces, which glibc returns to the system as they are freed. When the next batch
+allocates them again, they are new pages, each of which the kernel clears and maps at the first touch: 2,400 page faults
+per batch, and most of the time of a warm batch. If malloc keeps the memory of three such batches, the two that are
+prefetched and the one in use, there are few page faults. docs/adr/0010 has the figures.
 """
 
 from __future__ import annotations

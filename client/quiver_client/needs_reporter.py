@@ -25,16 +25,16 @@ log = logging.getLogger("quiver_client")
 
 SPACING_SECONDS: Final = 0.05  # between two reports, however urgent
 RETRY_SECONDS: Final = 1.0  # after a report that failed
-STALE_SECONDS: Final = 5.0  # how long the last answer counts while no other arrives
+STALE_SECONDS: Final = 5.0  # how long the last answer counts if no new one arrives
 WARN_SECONDS: Final = 30.0  # between two warnings
-CLOSE_SECONDS: Final = 1.5  # that ``close`` waits for the last report, which may hang, and delays an exit
+CLOSE_SECONDS: Final = 1.5  # that ``close`` waits for the last report, which may hang and would delay the exit
 
 
 class NeedsChannel(Protocol):
     """Carries reports of needs. Used by one thread, up to twenty times per second; must never block for long."""
 
     orphaned: npt.NDArray[np.bool_] | None
-    """By shard, whether nobody will fetch it, since its owner does not respond; ``None``: no shard is orphaned."""
+    """By shard, whether no daemon will fetch it, since its owner does not respond; ``None``: no shard is orphaned."""
 
     def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Report what this consumer needs; return by shard 0 if it is not resident, else 1 + how many others need it.
@@ -47,7 +47,7 @@ class NeedsChannel(Protocol):
 
 
 class NeedsReporter:
-    """Reports again and again on a ``NeedsChannel``, and keeps the last answer as a ``View``. Safe from threads."""
+    """Reports repeatedly on a ``NeedsChannel``, and keeps the last answer as a ``View``. Safe from threads."""
 
     def __init__(self, shard_count: int, channel: NeedsChannel, report: Callable[[], tuple[Report, float]]) -> None:
         """``report`` is a method that returns what to report now, and the seconds until the next report.
@@ -101,7 +101,7 @@ class NeedsReporter:
         self._wake.set()
 
     def close(self) -> None:
-        """Withdraw the needs and end. What takes longer than ``CLOSE_SECONDS`` goes on in the background."""
+        """Withdraw the needs and end. If that takes longer than ``CLOSE_SECONDS``, it continues in the background."""
         self.stop()
         process_exit.join([self._thread], CLOSE_SECONDS)
 
@@ -146,7 +146,7 @@ class NeedsReporter:
     def _failed(self, error: Exception) -> None:
         if not self._warnings.is_waiting:
             self._warnings.fail()
-            log.warning("needs: the cache was not told what this job needs: %s: %s", type(error).__name__, error)
+            log.warning("needs: could not report to the cache what this job needs: %s: %s", type(error).__name__, error)
 
     def _learn(self, seen: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
         resident = seen > 0

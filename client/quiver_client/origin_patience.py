@@ -1,7 +1,7 @@
 """Waiting for an origin that does not answer: for minutes, with jitter and one warning, and then a clear error.
 
 Only reads of samples that are needed now wait here. Prefetches fail at once and are retried later, so that resident
-samples are still handed out, and no thread, lock or space is held by an origin that is down (docs/adr/0014).
+samples are still handed out, and an origin that is down holds no thread, lock or space (docs/adr/0014).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ VARIABLE: Final = "QUIVER_ORIGIN_PATIENCE"
 PATIENCE_SECONDS: Final = 300.0  # a store that throttles or restarts is back by then; one that is gone is not
 PATIENCE_SECONDS_MAX: Final = 7 * 86400.0
 PAUSE_SECONDS: Final = 0.5  # at most, before the first retry; doubled before each further one
-PAUSE_SECONDS_MAX: Final = 5.0  # meanwhile others may fill the cache, so it is asked again this often
+PAUSE_SECONDS_MAX: Final = 5.0  # others may fill the cache meanwhile, so a read looks there again this often
 PAUSE_JITTER: Final = 7 / 8  # of each pause is drawn at random: many readers meet the same outage
 READ_SECONDS_MIN: Final = 1.0
 LOOK_SECONDS: Final = 0.5  # how often a worker checks that its parent still runs
@@ -47,7 +47,7 @@ def patience_seconds() -> float:
 
 
 class OriginWait:
-    """The waiting of one read: until when, and the retries so far."""
+    """How long one read waits: until when, and the retries so far."""
 
     __slots__ = ("backoff", "until")
 
@@ -68,7 +68,7 @@ class OriginPatience:
 
     @property
     def read_seconds(self) -> float:
-        """The deadline of one read, so that several fit: by the cache, by this process, and both once more."""
+        """The deadline of one read. Several fit into the patience: the cache's, this process's, and a retry of both."""
         return min(READ_SECONDS, max(self._seconds / 3, READ_SECONDS_MIN))
 
     def begin(self) -> OriginWait:
@@ -76,7 +76,7 @@ class OriginPatience:
         return OriginWait(time.monotonic() + self._seconds)
 
     def wait(self, waiting: OriginWait, error: Unavailable, missing: Callable[[], str]) -> None:
-        """Wait before a read is retried. Raises ``Unavailable`` if a retry cannot help, or patience has run out."""
+        """Wait before a read is retried. Raises ``Unavailable`` if a retry cannot help, or patience is exhausted."""
         if error.lasting or self._closing.is_set():
             raise error
         left = waiting.until - time.monotonic()
@@ -100,14 +100,14 @@ class OriginPatience:
         self._closing.set()
 
     def say(self, error: Unavailable, missing: str) -> None:
-        """Log once that the origin is waited for, and for what."""
+        """Log once that this process waits for the origin, and which samples are missing."""
         with self._lock:
             if self._silent_since:
                 return
             self._silent_since = time.monotonic()
         after = f" It asked not to retry for {error.retry_after_seconds:.0f} s." if error.retry_after_seconds else ""
         log.warning(
-            "%s\nWaiting for the origin, up to %.0f s (%s): %s are not in the cache.%s Resident samples go on.",
+            "%s\nWaiting for the origin, up to %.0f s (%s): %s are not in the cache.%s Resident samples are served.",
             error,
             self._seconds,
             VARIABLE,
@@ -119,7 +119,7 @@ class OriginPatience:
         waited = f"waited {self._seconds:.0f} s for it: {missing} are not in the cache"
         advice = (
             f"Check that the origin {self._origin} can be reached from here, or wait longer ({VARIABLE}=30m);"
-            " a run resumed by load_state_dict(loader.state_dict()) goes on exactly here"
+            " a run resumed by load_state_dict(loader.state_dict()) continues exactly here"
         )
         return Unavailable(
             error.who,
@@ -129,7 +129,7 @@ class OriginPatience:
         )
 
     def _pause(self, seconds: float) -> None:
-        """Wait. A DataLoader worker whose parent is gone ends instead: nobody waits for its samples."""
+        """Wait. A DataLoader worker whose parent has ended exits instead: no process waits for its samples."""
         until = time.monotonic() + seconds
         with parent_of_worker() as parent:
             while (left := until - time.monotonic()) > 0 and not self._closing.wait(min(left, LOOK_SECONDS)):
@@ -138,6 +138,6 @@ class OriginPatience:
 
 
 def _is_readable(fd: int) -> bool:
-    poll = select.poll()  # which takes any number of a descriptor
+    poll = select.poll()  # unlike ``select``, it accepts descriptors above 1023
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))

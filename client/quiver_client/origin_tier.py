@@ -1,6 +1,6 @@
 """The origin tier: samples read straight from where the user's data lies, with the user's own credentials.
 
-The last resort of every batch, and where a loss becomes an error: no tier comes after this one.
+The last tier of every batch. No tier comes after it, so samples that are lost here become an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from quiver_client.buffers import Buffer
 
 
 class OriginTier:
-    """Reads what no cache has. Raises ``Changed``, ``Unavailable`` or ``Forbidden``, naming object and samples."""
+    """Reads what no cache holds. Raises ``Changed``, ``Unavailable`` or ``Forbidden``, naming object and samples."""
 
     name = "origin"
 
@@ -51,6 +51,6 @@ class OriginTier:
 
     def _one_by_one(self, blobs: Positions, starts: Positions, data: memoryview) -> None:
         """Read each sample by itself and raise for the first that is lost: the error names it, not its batch."""
-        with contextlib.suppress(Unavailable):  # the caller raises the error that it has
+        with contextlib.suppress(Unavailable):  # the caller raises the error that it caught
             for at, blob in enumerate(blobs.tolist()):
                 self._origin().read([blob], data[int(starts[at]) : int(starts[at + 1])])

@@ -1,11 +1,11 @@
-"""Whether mapped memory can be read, asked of the kernel: for Python, which cannot catch SIGBUS as native code does.
+"""Asks the kernel whether mapped memory can be read: for Python, which cannot catch SIGBUS as native code does.
 
 A read of mapped memory whose file was truncated, or whose disk fails, raises SIGBUS, which ends the process.
 ``MADV_POPULATE_READ`` maps the pages as such a read would, and returns an error instead. It costs as much as copying
-them, so pages that ``mincore`` reports in memory are not asked for. The kernel reports that of every page of a file
-that the process neither owns nor may write; so whether a file was truncated is asked of its last page.
+the pages, so it is skipped if ``mincore`` reports them in memory. For a file that the process neither owns nor may
+write, ``mincore`` reports every page in memory; so truncation is detected by populating the last page.
 
-The answer holds for the moment: a file that is truncated between the question and the read still ends the process.
+The answer holds only at that moment: if a file is truncated between the check and the read, the process still ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import errno
 import mmap
 from typing import Final
 
-MADV_POPULATE_READ: Final = 22  # Linux 5.14; older kernels: everything is taken to be readable
+MADV_POPULATE_READ: Final = 22  # Linux 5.14; on older kernels everything is assumed to be readable
 
 _libc: Final = ctypes.PyDLL(None, use_errno=True)  # with the GIL: a call takes about a microsecond
 _madvise, _mincore = _libc.madvise, _libc.mincore

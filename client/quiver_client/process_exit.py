@@ -30,11 +30,11 @@ log = logging.getLogger("quiver_client")
 
 EXIT_SECONDS: Final = 1.5  # in all; Ctrl-C promises 2 s, of which the interpreter itself takes half a second
 LEAVE_SECONDS: Final = 0.8  # of these, for withdrawing needs, which takes a rack up to 0.75 s
-FINISH_SECONDS: Final = 1.2  # by then, what still runs Python is interrupted
+FINISH_SECONDS: Final = 1.2  # by then, threads that still run Python are interrupted
 
 
 class Phase(enum.Enum):
-    """When something is stopped: first what uses thread pools, then the pools, then what no thread uses any more."""
+    """When something is stopped: first the users of thread pools, then the pools, then what no thread uses any more."""
 
     LOOPS = enum.auto()
     POOLS = enum.auto()
@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
 
 class Thread(threading.Thread):
-    """A daemon thread that the exit joins. One that ``leaves`` uses pools for its last words: they stop after it."""
+    """A daemon thread that the exit joins. One that ``leaves`` uses pools while it ends: they stop after it."""
 
     leaves = False
 
@@ -95,7 +95,7 @@ def _running() -> list[Thread]:
 
 
 def _call(phase: Phase) -> None:
-    """Call what is registered, the latest first: what was made later uses what was made before."""
+    """Call what is registered, the latest first: later objects use earlier ones."""
     for when, reference in reversed(list(_stops.values())):
         method = reference() if when is phase else None
         if method is not None:
@@ -123,14 +123,14 @@ def _exit() -> None:
 
 
 def _interrupt(threads: Iterable[threading.Thread]) -> None:
-    """Raise in each at its next step of Python: a transform may be about to process a hundred samples."""
+    """Raise in each thread at its next Python bytecode: a transform may be about to process a hundred samples."""
     for thread in threads:
         if thread.ident is not None:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Interrupted))
 
 
 def _forget() -> None:
-    """Begin anew in a forked child, which does not have its parent's threads."""
+    """Reset in a forked child, which does not have its parent's threads."""
     global _lock, _threads
     _lock, _threads = threading.RLock(), weakref.WeakSet()
     _stops.clear()

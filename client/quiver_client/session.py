@@ -1,4 +1,4 @@
-"""What one process has open for one dataset: its tiers, composed in one place and asked in one order.
+"""What one process has open for one dataset: its tiers, composed in one place and read in one order.
 
 A ``Dataset`` is a description and may be pickled or forked; a ``Session`` owns threads, sockets and maps, and belongs
 to the process that opened it.
@@ -123,7 +123,7 @@ class Session:
         return batch
 
     def _replace(self, batch: Batch, torn: Positions) -> None:
-        """Fetch samples anew whose mapped file was truncated after they were verified. Only the first tier maps."""
+        """Fetch samples again whose mapped file was truncated after they were verified. Only the first tier maps."""
         self._blame(self.tiers[0], batch, torn)
         self._complete(batch)
 
@@ -135,7 +135,7 @@ class Session:
                 self._ask_tiers(batch)
                 break
             except Unavailable as error:
-                # All tiers are asked again: the cache may hold it by then.
+                # Read from all tiers again: the cache may hold the samples by then.
                 self.patience.wait(waiting, error, lambda: self._described(batch))
         if waiting.backoff.failures:
             self.patience.answered()
@@ -147,7 +147,7 @@ class Session:
             self._ask(tier, batch)
             arrived = np.flatnonzero(batch.verified & ~before)
             self.stats.add(f"samples_{tier.name}", len(arrived))
-            if tier.name != "origin":  # whose bytes are counted where they are read
+            if tier.name != "origin":  # the origin's bytes are counted where they are read
                 self.stats.add(f"bytes_{tier.name}", batch.bytes_at(arrived))
             if batch.verified.all():
                 return
@@ -196,7 +196,7 @@ class Session:
             return self._opened_origin
 
     def stop_waiting(self) -> None:
-        """End all waits for the origin: whatever waits for it occupies a thread of a tier."""
+        """End all waits for the origin: each occupies a thread of a tier."""
         self.patience.close()
         if self._opened_origin is not None:
             self._opened_origin.close()
@@ -207,7 +207,7 @@ class Session:
             tier.close()
 
     def _ask(self, tier: Tier, batch: Batch) -> None:
-        """Fetch from a tier. What is wrong is blamed on the tier, which is asked once more."""
+        """Fetch from a tier. If samples are wrong, blame the tier and fetch them from it a second time."""
         for _ in (1, 2):
             tier.fetch(batch)
             bad = batch.check()

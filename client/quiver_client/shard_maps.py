@@ -1,10 +1,10 @@
 """The shards that a process has mapped: bounded, the least recently used unmapped first, none inherited by a fork.
 
-An evicted file occupies the disk as long as any process maps it. So the keeper of maps regularly finds out which of
+An evicted file occupies the disk as long as any process maps it. So the owner of the maps regularly finds out which of
 them to release (``mapped``, ``drop``). A view that was handed out keeps its own mapping alive.
 
-A batch of small samples asks for hundreds of shards at once. So a map is found by one look-up in one dictionary, and
-what is asked for seldom (notes, which maps were used) is kept apart.
+A batch of small samples looks up hundreds of shards at once. So a map is found by one look-up in one dictionary, and
+what is rarely needed (notes, which maps were used) is kept in others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIDY_SECONDS: Final = 2.0  # an evicted file occupies the disk while it is mappe
 
 
 class ShardMaps(Generic[N]):
-    """Mapped shards by number, each with a note that means something to its keeper. Safe from threads."""
+    """Mapped shards by number, each with a note whose meaning the owner defines. Safe from threads."""
 
     _lock: threading.Lock
     _buffers: OrderedDict[int, Buffer]  # the least recently used first
@@ -81,7 +81,7 @@ class ShardMaps(Generic[N]):
         return self._notes.get(shard)
 
     def mapped(self) -> list[tuple[int, N, bool]]:
-        """Return what is mapped, with the notes, and whether it was used since the last call."""
+        """Return the mapped shards, each with its note and whether it was used since the last call."""
         with self._lock:
             found = [(shard, self._notes[shard], shard in self._used) for shard in self._buffers]
             self._used.clear()
@@ -100,7 +100,7 @@ class ShardMaps(Generic[N]):
         return self._buffers.pop(shard)
 
     def _forget(self) -> None:
-        """Begin without maps. A forked child must not keep its parent's maps, which occupy the disk."""
+        """Start without maps. A forked child must not keep its parent's maps, which occupy the disk."""
         self._lock = threading.Lock()  # a thread of the parent may have held it
         self._buffers = OrderedDict()
         self._notes = {}

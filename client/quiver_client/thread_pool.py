@@ -1,6 +1,6 @@
-"""A pool of threads for calls that may block for long, and that neither ``close`` nor the exit waits for.
+"""A pool of threads for calls that may block for long; neither ``close`` nor the exit waits for them.
 
-At its exit the interpreter joins every thread of a ``ThreadPoolExecutor``, and accepts no more work: one request to a
+At exit the interpreter joins every thread of a ``ThreadPoolExecutor``, which accepts no more work: one request to a
 stopped daemon would delay Ctrl-C, and needs could not be withdrawn. The threads here are daemon threads. At exit they
 get a moment to finish, with all other threads (``process_exit``); those that block for longer are abandoned.
 """

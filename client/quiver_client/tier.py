@@ -1,4 +1,4 @@
-"""The two interfaces between a session and the places that it reads from, which it asks in turn."""
+"""The two interfaces between a session and the places that it reads from, one after the other."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ class Tier(Protocol):
     name: str
 
     def fetch(self, batch: Batch) -> None:
-        """Put into the batch what this tier has of the samples that are not verified. To have none is no error."""
+        """Put into the batch those unverified samples that this tier has. Having none is no error."""
         ...
 
     def blame(self, batch: Batch, bad: Positions) -> None:
-        """Take note that these samples were wrong, so that another ``fetch`` can deliver others."""
+        """Record that these samples were wrong, so that the next ``fetch`` can deliver correct ones."""
         ...
 
     def close(self) -> None: ...
 
 
 class Cache(Tier, Protocol):
-    """A tier that fills shards which it does not have."""
+    """A tier that fills the shards that it lacks."""
 
     def why(self, shard: int) -> QuiverError | None:
         """Return why a shard was not filled, or only in part, when last requested; ``None`` if it was filled."""

@@ -1,8 +1,8 @@
 """Columns of lists of numbers as bytes: how tokens and tensors of a Parquet file become samples.
 
-The bytes of a row are its values, little-endian, in C order, a boolean in a byte of its own, whatever type of list they
-stand in. Indexing and fills both make them here, so that they agree. Only booleans are copied: the values of a column
-lie back to back in Arrow's memory as well, and where a row begins is arithmetic.
+The bytes of a row are its values, little-endian, in C order, one byte per boolean, for every type of list. Indexing and
+fills both convert them here, so that they agree. Only booleans are copied: Arrow stores the values of a column back to
+back as well, and the offset of a row is computed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DTYPES: Final = {pa.type_for_alias(name): np.dtype(name).str for name in _NUMBE
 
 
 class ArrayType(NamedTuple):
-    """What the rows of a column are: ``shape`` where the type says it, None where lists may be of any length."""
+    """The type of a column's rows: ``shape`` if the type defines it, None for a side of any length."""
 
     dtype: str
     shape: tuple[int, ...] | None
@@ -32,12 +32,12 @@ class ArrayType(NamedTuple):
 
 
 def array_type(kind: Any) -> ArrayType | None:
-    """Return what arrays the rows of a column of this Arrow type are; None if they are not arrays."""
+    """Return the array type of the rows of a column of this Arrow type; None if they are not arrays."""
     tensor: tuple[int, ...] | None = None
     if isinstance(kind, pa.FixedShapeTensorType):
         permutation = kind.permutation
         if permutation is not None and list(permutation) != sorted(permutation):
-            return None  # its values stand in another order than C's
+            return None  # its values are not in C order
         tensor, kind = tuple(kind.shape), kind.storage_type
     elif isinstance(kind, pa.BaseExtensionType):
         kind = kind.storage_type  # Hugging Face's Array2D and so on: nested lists
@@ -57,8 +57,8 @@ def array_type(kind: Any) -> ArrayType | None:
 def as_bytes(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
     """Return an array of an ``array_type``, of a tensor its storage, as large binary, and which rows have a hole.
 
-    A row with a null among its values, or among the lists inside it, has no bytes and is null in the result. In place
-    of a null among floating-point values stands NaN. Raises pyarrow's errors for other types.
+    A row with a null among its values, or among the lists inside it, has no bytes and is null in the result. A null
+    among floating-point values becomes NaN. Raises pyarrow's errors for other types.
     """
     if array_type(array.type) is None:
         raise pa.ArrowTypeError(f"{array.type} is not a list of numbers")
@@ -70,13 +70,13 @@ def as_bytes(array: pa.Array[Any]) -> tuple[pa.Array[Any], Rows]:
         if pa.types.is_floating(values.type) and values.null_count:
             values = values.fill_null(np.nan)
         holed |= _holed(values, starts)
-    holed &= valid  # under a null there is nothing, and Arrow may fill that up with nulls
+    holed &= valid  # a null row has no values, and Arrow may fill its place with nulls
     result = _large_binary(values.slice(starts[0], starts[-1] - starts[0]), starts - starts[0], valid & ~holed)
     return result, np.flatnonzero(holed)
 
 
 def inner_shape(array: pa.Array[Any]) -> tuple[int | None, ...] | None:
-    """Return the sides of the rows of nested lists, from the second dimension on; None for a side if nothing has it.
+    """Return the sides of the rows of nested lists, from the second dimension on; None for a side that no row has.
 
     Null rows are ignored. Returns None if rows differ in these sides, or lists inside a row do: such a
     column does not hold arrays.
@@ -104,7 +104,7 @@ def _child(kind: Any) -> Any:
 
 def _inside(starts: I64, values: pa.Array[Any]) -> tuple[I64, pa.Array[Any]]:
     """Descend by one level: return the starts of rows counted in child values, and the child values."""
-    if pa.types.is_fixed_size_list(values.type):  # .values are all of them, wherever a slice of the lists begins
+    if pa.types.is_fixed_size_list(values.type):  # .values ignores where a slice of the lists begins
         return (starts + values.offset) * values.type.list_size, values.values
     return np.asarray(values.offsets).astype(np.int64)[starts], values.values
 
@@ -120,7 +120,7 @@ def _holed(values: pa.Array[Any], starts: I64) -> npt.NDArray[np.bool_]:
 
 
 def _large_binary(values: pa.Array[Any], starts: I64, valid: npt.NDArray[np.bool_]) -> pa.Array[Any]:
-    """Return one binary value per row over the memory of ``values``; ``starts`` (n + 1,) count values."""
+    """Return one binary value per row that shares the memory of ``values``; ``starts`` (n + 1,) count values."""
     if pa.types.is_boolean(values.type):
         values = values.cast(pa.uint8())  # Arrow packs eight into a byte
     item_bytes = values.type.bit_width // 8

@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, which runs coroutines for blocking callers: a wait that can be cancelled.
+"""An event loop in its own thread that runs coroutines for blocking callers, so that their waits can be cancelled.
 
 One per process, started on first use. Only for processes that do not fork: daemons, commands, and the reader that
-``origin_process`` starts. A caller that is interrupted, by Ctrl-C say, cancels what it waits for.
+``origin_process`` starts. A caller that is interrupted, by Ctrl-C say, cancels its coroutine.
 """
 
 from __future__ import annotations

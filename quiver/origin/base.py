@@ -8,8 +8,8 @@ from typing import Final, NamedTuple, Protocol
 from quiver.errors import BadRequest, Misconfigured
 from quiver.location import SCHEMES, Location, refuse_credentials, shown
 
-# How long one read may take without anything arriving: one deadline for all of its parallel requests and their retries.
-# Long enough for a store that is slow to wake up, short enough for a fill thread of a daemon, which has four.
+# How long a read may take while nothing arrives: one deadline for all of its parallel requests and their retries. Long
+# enough for a store that is slow to start, short enough for a fill thread of a daemon, which has four.
 READ_SECONDS: Final = 20.0
 
 REMOTE_SCHEMES = SCHEMES - {"file"}
@@ -31,10 +31,10 @@ class ObjectStore(Protocol):
     def read(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
         """Read the extents, back to back, into ``out``, whose size is their sum; return how many bytes were read.
 
-        That is more than their sum where neighbours were coalesced over a gap. Raises ``Changed`` for an object that
-        is gone or too short, ``Forbidden`` for refused credentials, ``Unavailable`` when the store does not answer
-        ``within_seconds``; what arrives slowly extends that. A local file system has no deadline: a network mount that
-        hangs holds the reading thread in the kernel.
+        That is more than their sum if adjacent extents were coalesced over a gap. Raises ``Changed`` for an object that
+        is gone or too short, ``Forbidden`` for rejected credentials, ``Unavailable`` if the store does not answer
+        ``within_seconds``; bytes that arrive extend that. A local file system has no deadline: a network mount that
+        hangs blocks the reading thread in the kernel.
         """
         ...
 

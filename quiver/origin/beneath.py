@@ -1,9 +1,9 @@
-"""Opening files below a folder that symbolic links cannot lead out of: the check and the open are one operation.
+"""Opens files below a folder so that no symbolic link leads out of it: the check and the open are one operation.
 
-By ``openat2`` with ``RESOLVE_BENEATH`` where the kernel has it (Linux 5.6). It refuses all absolute links, also those
-that lead back into the folder. So whatever it refuses is walked name by name, with a descriptor for each folder, as is
-every path where the kernel or a container's filter lacks the call. Nobody can swap a folder for a link between a check
-and an open, since there is no separate check: what is not below an open descriptor cannot be named.
+Uses ``openat2`` with ``RESOLVE_BENEATH`` if the kernel has it (Linux 5.6). That call rejects all absolute links, also
+those that lead back into the folder. So a path that it rejects is walked name by name, with a descriptor for each
+folder, as is every path if the kernel or a container's filter lacks the call. No process can swap a folder for a link
+between a check and an open, since there is no separate check: only files below an open descriptor can be named.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY  # non-blocking: a fifo must not hang us
 _FOLDER: Final = os.O_PATH | os.O_CLOEXEC | os.O_DIRECTORY
 LINKS_MAX: Final = 40  # as in the kernel
-_OPENAT2: Final = 437  # the number of the call on all machines that Python runs on
+_OPENAT2: Final = 437  # the number of the call on all architectures that Python supports
 _RESOLVE_NO_MAGICLINKS: Final = 0x02
 _RESOLVE_BENEATH: Final = 0x08
 _WALK: Final = frozenset({errno.EXDEV, errno.ENOSYS, errno.EPERM, errno.EAGAIN, errno.EINVAL, errno.E2BIG, errno.EINTR})
@@ -50,7 +50,7 @@ class Beneath:
         os.close(self._fd)
 
     def open(self, path: str) -> int:
-        """Return a descriptor of the file at a relative path. Raises ``OSError``; ``EXDEV`` if it leads out."""
+        """Return a descriptor of the file at a relative path. Raises ``OSError``: ``EXDEV`` if the path leads out."""
         if not path or path.startswith("/") or "\0" in path:
             raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), path)
         how = _How(_READ, 0, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
@@ -65,7 +65,7 @@ class Beneath:
     def walk(self, path: str) -> int:
         """Do what ``open`` does without ``openat2``; follow absolute links back into the folder as well."""
         waiting = deque(path.split("/"))
-        folders = [os.dup(self._fd)]  # from the folder itself down to where the walk is
+        folders = [os.dup(self._fd)]  # from the folder itself down to the current one
         links = 0
         try:
             while True:
@@ -78,7 +78,7 @@ class Beneath:
                     os.close(folders.pop())
                     continue
                 last = not any(part not in ("", ".") for part in waiting)
-                # A name that a slash follows must be a folder.
+                # A name followed by a slash must be a folder.
                 kind = _READ | os.O_DIRECTORY if last and waiting else _READ if last else _FOLDER
                 fd = _entered(name, folders[-1], kind)
                 if fd is None:
@@ -99,7 +99,7 @@ class Beneath:
             _close(folders)
 
     def _inside(self, target: str) -> str:
-        """Return the rest of an absolute path that begins with this folder's; it is walked like any other."""
+        """Return the rest of an absolute path that begins with this folder's, to be walked like any other."""
         for name in self._names:
             start = os.path.join(name, "")
             if target.startswith(start) or target == name:
@@ -108,7 +108,7 @@ class Beneath:
 
 
 def _entered(name: str, folder: int, flags: int) -> int | None:
-    """Return a descriptor of what a folder holds under a name, ``None`` if that is a symbolic link."""
+    """Return a descriptor of the entry of a folder, ``None`` if it is a symbolic link."""
     try:
         return os.open(name, flags | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
@@ -117,7 +117,7 @@ def _entered(name: str, folder: int, flags: int) -> int | None:
         try:
             os.readlink(name, dir_fd=folder)
         except OSError:
-            raise error from None  # no link: a file where a folder belongs
+            raise error from None  # no link: a file in place of a folder
         return None
 
 

@@ -1,8 +1,7 @@
-"""When a store may be asked again: after its own Retry-After, or with full jitter where it sent none.
+"""When requests to a store may be retried: after its own Retry-After, or with full jitter if it sent none.
 
-obstore shows status and body of an answer and none of its headers. So when a store answers "too many requests", one
-more request, for one byte, is made by code of our own that sees the headers. While the gate is closed, no request is
-sent.
+obstore exposes the status and body of an answer but not its headers. So when a store answers "too many requests", code
+of our own, which sees the headers, makes one more request, for one byte. While the gate is closed, no request is sent.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from urllib.parse import urlsplit
 BACKOFF_SECONDS: Final = 0.1  # at most, after the first failure; doubled after each further one
 BACKOFF_SECONDS_MAX: Final = 10.0
 SPREAD_SECONDS: Final = 1.0  # over which requests that waited for a Retry-After are spread
-RETRY_AFTER_SECONDS_MAX: Final = 3600.0  # what a server may ask for: a wrong header must not stop a daemon for a year
+RETRY_AFTER_SECONDS_MAX: Final = 3600.0  # the longest accepted: a wrong header must not stop a daemon for a year
 ASK_SECONDS: Final = 5.0  # how long the request for a Retry-After may take
 ASK_AGAIN_SECONDS: Final = 5.0  # and how often one is made, at most
 HEAD_BYTES_MAX: Final = 1 << 16
@@ -40,7 +39,7 @@ class Gate:
         self._asking = asyncio.Lock()
 
     async def passed(self, until: float) -> float:
-        """Wait until it is open and return 0; return at once how many seconds are left if it opens after ``until``.
+        """Wait until the gate is open and return 0; if it opens after ``until``, return at once the seconds left.
 
         ``until`` is a time of ``time.monotonic``.
         """
@@ -59,7 +58,7 @@ class Gate:
         self._opens = max(self._opens, time.monotonic() + min(seconds, RETRY_AFTER_SECONDS_MAX))
 
     async def ask(self, url: str) -> None:
-        """Ask the store how long to wait, unless that was done just now, and close the gate for so long."""
+        """Ask the store how long to wait, unless it was asked just now, and close the gate for that long."""
         async with self._asking:
             if time.monotonic() - max(self._asked, self._opens) < ASK_AGAIN_SECONDS:
                 return
@@ -69,7 +68,7 @@ class Gate:
 
 
 async def _retry_after(url: str) -> float:
-    """Return what the answer to a GET of one byte has as Retry-After, in seconds, or 0."""
+    """Return the Retry-After of the answer to a GET of one byte, in seconds; 0 if there is none."""
     parts = urlsplit(url)
     secure = ssl.create_default_context() if parts.scheme == "https" else None
     path = f"{parts.path or '/'}?{parts.query}" if parts.query else parts.path or "/"
@@ -87,7 +86,7 @@ async def _retry_after(url: str) -> float:
 
 
 def retry_after_seconds(head: bytes) -> float:
-    """Return the Retry-After of an answer's head, a number of seconds or a date; 0 if it has none that can be read."""
+    """Return the Retry-After of an answer's head, a number of seconds or a date; 0 if it is missing or malformed."""
     status, *lines = head.decode("latin-1").split("\r\n")
     if status.split(" ")[1:2] not in (["429"], ["503"]):
         return 0.0
@@ -99,7 +98,7 @@ def retry_after_seconds(head: bytes) -> float:
 
 
 def parse_retry_after(value: str) -> float:
-    """Return a Retry-After, a number of seconds or a date, in seconds from now; 0 if it cannot be read."""
+    """Return a Retry-After, a number of seconds or a date, in seconds from now; 0 if it is malformed."""
     value = value.strip()
     with contextlib.suppress(ValueError, TypeError, OverflowError):
         is_number = value.isascii() and value.isdecimal()

@@ -1,7 +1,7 @@
 """Local and network-mounted files, read with ``preadv`` straight into the caller's buffer.
 
-Neighbours in a file, such as the members of a tar, are read by one call; what lies between them, such as the tar's
-headers, is read into memory that is not used.
+Adjacent pieces of a file, such as the members of a tar, are read by one call; the gaps between them, such as the tar's
+headers, are read into memory that is discarded.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.beneath import Beneath
 
 Piece = tuple[int, memoryview]  # an offset in the file, and where the bytes from there on go
-Job = tuple[str, list[Piece]]  # an object, and what is wanted of it
+Job = tuple[str, list[Piece]]  # an object, and which pieces of it to read
 
-# A network file system answers a stat and a read in about a millisecond: 300 small files want several at once.
+# A network file system answers a stat and a read in about a millisecond, so 300 small files need parallel reads.
 THREADS: Final = 4
 PARALLEL_FROM_FILES: Final = 8
-GAP_BYTES_MAX: Final = 4096  # between neighbours: a tar's header and padding, also where a member has extended headers
-PIECES_MAX: Final = 500  # of one call: the kernel takes 1,024 buffers (IOV_MAX), and a gap is one as well
+GAP_BYTES_MAX: Final = 4096  # between pieces: a tar's header and padding, also if a member has extended headers
+PIECES_MAX: Final = 500  # per call: the kernel takes 1,024 buffers (IOV_MAX), and each gap needs one
 OPEN: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # non-blocking: a fifo must not hang us
-# What a network mount answers while its server restarts, which passes; any other error of a file lasts.
+# Errors of a network mount while its server restarts, which pass; any other error of a file lasts.
 PASSING: Final = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
 
@@ -37,7 +37,7 @@ class LocalStore:
     """Files under a folder. Safe to use from several threads and after a fork."""
 
     def __init__(self, folder: Location, *, within: str | None = None) -> None:
-        """``within``: a local folder above it, or it itself, out of which no symbolic link may lead."""
+        """``within``: ``folder`` or a folder above it, out of which no symbolic link may lead."""
         self.root = folder.path
         self.base = f"file://{self.root.rstrip('/')}/"
         self._within = within
@@ -67,7 +67,7 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _opener(self) -> Iterator[Callable[[str], int]]:
-        """Yield a function that opens an object by its path, for one read: a mount may come and go in between."""
+        """Yield a function that opens an object by its path, for one read: a mount may change between reads."""
         if self._within is None:
             yield lambda path: os.open(os.path.join(self.root, path), OPEN)
             return
@@ -112,7 +112,7 @@ class LocalStore:
 
 
 def _runs(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Yield the pieces cut into runs, in each of which one follows another with a small gap at most."""
+    """Yield the pieces grouped into runs, in which the gap between two pieces is small."""
     begin, end = 0, -1  # of the run: where it begins in ``pieces``, and ends in the file
     for at, (offset, piece) in enumerate(pieces):
         if at > begin and (not 0 <= offset - end <= GAP_BYTES_MAX or at - begin == PIECES_MAX):
@@ -133,7 +133,7 @@ def _read_run(fd: int, run: list[Piece], full: str) -> int:
         buffers.append(piece)
         end = offset + len(piece)
     if len(run) > 1:
-        with contextlib.suppress(OSError):  # which piece it is that cannot be read is found out below
+        with contextlib.suppress(OSError):  # the loop below finds out which piece cannot be read
             if os.preadv(fd, buffers, begin) == end - begin:
                 return end - begin
     for offset, piece in run:

@@ -1,7 +1,7 @@
 """The one place that chooses an implementation for an origin's URL.
 
-Libraries that are slow to load are loaded when an origin needs them. That may be in a thread, and a child that is
-forked while a thread imports a module can never import it: a process that may fork calls ``import_ahead`` before it
+Libraries that are slow to load are loaded when an origin needs them, perhaps in a thread. A child that is forked while
+a thread imports a module can never import that module, so a process that may fork calls ``import_ahead`` before it
 starts threads.
 """
 
@@ -35,8 +35,8 @@ def open_origin(
 ) -> SampleOrigin:
     """Return the origin of a manifest. ``count`` is called with the bytes that the origin delivered for each read.
 
-    ``within``: the folder or prefix that an operator allows, which nothing may lead out of. ``within_seconds``: how
-    long a remote store may take for a read without anything arriving.
+    ``within``: the folder or prefix that an operator allows; no path or link may lead out of it. ``within_seconds``:
+    how long a read of a remote store may take while nothing arrives.
     """
     store = open_store(manifest.header.base, may_fork=may_fork, within=within)
     if manifest.header.source == "parquet":
@@ -51,8 +51,8 @@ def open_store(base: str, *, may_fork: bool = False, within: Location | None = N
 
     ``may_fork``: the calling process may fork later (a training process): threads of a remote store's client, which do
     not survive a fork, then run in a process of their own. ``within``: the folder that the operator of a daemon allows,
-    since a daemon reads on behalf of others. Raises ``NotAllowed`` for a base outside it; what symbolic links put
-    outside is refused when it is read.
+    since a daemon reads on behalf of others. Raises ``NotAllowed`` for a base outside it; a file that a symbolic link
+    places outside is rejected when it is read.
     """
     location = Location.parse(base)
     if within is not None and not within.contains(location):

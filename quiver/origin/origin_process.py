@@ -5,11 +5,11 @@ process starts this module as a program, the reader, sends it requests, and gets
 no payload crosses a socket.
 
 The owner and the reader share one Unix socket of type SOCK_SEQPACKET, which keeps message boundaries and, unlike a
-datagram socket, tells either side when the other is gone. Each request has a pair of such sockets of its own: one end
-goes to the reader, with the memory to fill, and returns the answer; closing the other end cancels the request. So
-requests run side by side, none is mistaken for another, and an interrupted thread leaves nothing behind. The reader
-ends, in the middle of a request as well, when its socket is closed or its owner's process is gone, however it ended and
-whoever inherited a copy of the socket.
+datagram socket, tells either side when the other has closed. Each request has a pair of such sockets of its own: one
+end is sent to the reader, with the memory to fill, and returns the answer; closing the other end cancels the request.
+So requests run in parallel, their answers cannot be confused, and an interrupted thread leaves nothing behind. The
+reader ends, even in the middle of a request, when its socket is closed or its owner's process has ended, in whatever
+way and even if a child inherited a copy of the socket.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.remote import SLOWEST_BYTES_PER_SECOND, RemoteStore
 
 ANSWER_BYTES_MAX: Final = 1 << 16
-SLACK_SECONDS: Final = 10.0  # past the deadline of a read, which the reader keeps itself unless it hangs or is stopped
+SLACK_SECONDS: Final = 10.0  # beyond the deadline of a read, which the reader enforces unless it hangs or is stopped
 END_SECONDS_MAX: Final = 1.0
 _ERRORS: Final[dict[str, type[QuiverError]]] = {
     kind.code: kind for kind in (Forbidden, Misconfigured, NotFound, DiskFailed)
@@ -78,7 +78,7 @@ class ProcessStore:
     def __init__(self, base: str) -> None:
         self._reader: _Running | None = None
         self.base = base if base.endswith("/") else base + "/"
-        self._lock = forks.lock()  # held over the reader's start and end, and never while an answer is awaited
+        self._lock = forks.lock()  # held while the reader starts or ends, and never while an answer is awaited
         self._closed = False
 
     def __repr__(self) -> str:
@@ -162,7 +162,7 @@ class ProcessStore:
                     stdin=subprocess.DEVNULL,
                     process_group=0,  # Ctrl-C is for its owner to handle
                 )
-            # The reader ends by itself when this process does: nothing to do at the interpreter's exit.
+            # The reader ends when this process does, so there is nothing to do at the interpreter's exit.
             finalizer = weakref.finalize(self, _end, process, ours, os.getpid())
             finalizer.atexit = False
             self._reader = _Running(process, ours, finalizer)
@@ -171,7 +171,7 @@ class ProcessStore:
 
 def _end(process: subprocess.Popen[bytes], link: socket.socket, owner: int) -> None:
     if owner == os.getpid():
-        # Shut down and not only closed: a child that was forked meanwhile holds the socket by its copy.
+        # Shut it down, since closing is not enough: a child that was forked meanwhile has a copy of the socket.
         with contextlib.suppress(OSError):
             link.shutdown(socket.SHUT_RDWR)
         try:
@@ -190,7 +190,7 @@ _PROGRAM: Final = "import sys; from quiver.origin.origin_process import main; ma
 def _wait_for(answer: socket.socket, until: float, base: str) -> None:
     """Wait until there is something to receive. Raises ``Unavailable``.
 
-    A DataLoader worker whose parent is gone exits instead of waiting, since the origin may hang for long.
+    A DataLoader worker whose parent has ended exits instead of waiting, since the origin may hang for long.
     """
     poll = select.poll()
     poll.register(answer, select.POLLIN)
@@ -209,8 +209,8 @@ def _wait_for(answer: socket.socket, until: float, base: str) -> None:
 def parent_of_worker() -> Iterator[int | None]:
     """Open the parent of a process that should end with it, as workers should; ``None`` in any other process.
 
-    What is opened becomes readable when the parent is gone. (The sentinel that multiprocessing has is a pipe, which
-    workers that were forked later hold open as well.) Raises ``SystemExit`` if it is gone already.
+    The descriptor becomes readable when the parent ends. (The sentinel of multiprocessing is a pipe, which workers that
+    were forked later hold open as well.) Raises ``SystemExit`` if the parent has already ended.
     """
     parent = multiprocessing.parent_process() if multiprocessing.current_process().daemon else None
     if parent is None or parent.pid is None:
@@ -281,7 +281,7 @@ class _Reader:
         with reply:
             reply.setblocking(False)
 
-            def gone() -> None:  # the owner sends nothing on it: readable means closed
+            def gone() -> None:  # the owner sends nothing here: readable means closed
                 loop.remove_reader(reply)
                 task.cancel()
 
@@ -295,7 +295,7 @@ class _Reader:
                 reply.send(msgspec.msgpack.encode(answer))
 
     async def _answer(self, memory: int, size_bytes: int) -> _Answer:
-        shared = memoryview(mmap.mmap(memory, 0))  # unmapped with its last view, which a cancelled read may still hold
+        shared = memoryview(mmap.mmap(memory, 0))  # unmapped with its last view; a cancelled read may still hold one
         request = msgspec.msgpack.decode(shared[size_bytes:], type=_Request)
         try:
             self._store = self._store or RemoteStore(self._base)
@@ -326,6 +326,6 @@ def main() -> None:
     with socket.socket(fileno=int(number)) as link:
         with contextlib.suppress(ProcessLookupError):
             alive = os.pidfd_open(int(owner))
-            if os.getppid() == int(owner):  # else the owner is gone already, and its number is another process's
+            if os.getppid() == int(owner):  # else the owner has ended, and another process may have its id
                 asyncio.run(_Reader(base).run(link, alive))
         os._exit(0)  # obstore's threads must not delay the exit

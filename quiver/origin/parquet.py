@@ -1,7 +1,7 @@
 """Samples in Parquet files. Values are encoded in pages, so a read decodes whole columns of a row group.
 
-Neighbouring shards cut from one row group would each read all of it; the last few decoded ones are kept
-(``row_group_cache``), so that shards filled in origin order read each row group once.
+Each shard of a row group would read all of it; so the last few decoded row groups are kept (``row_group_cache``), and
+shards that are filled in origin order read each row group once.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from quiver.sizes import format_size
 
 FILES_OPEN_MAX: Final = 64
 _NONE: Final[Rows] = np.empty(0, np.intp)
-PIECE_BYTES: Final = 32 << 20  # about what is decoded at a time where a row group may be too large
+PIECE_BYTES: Final = 32 << 20  # decoded at a time, about, if a row group may be too large
 PIECE_ROWS_MAX: Final = 1024
-RETRY_AFTER_SECONDS: Final = 60.0  # the row group will be as large then
+RETRY_AFTER_SECONDS: Final = 60.0  # the row group will still be too large
 
 
 class ParquetOrigin:
@@ -42,7 +42,7 @@ class ParquetOrigin:
         self._columns = [field.column for field in manifest.header.blobs]
         self._files: OrderedDict[int, _File] = OrderedDict()
         self._asked = _Asked(store, within_seconds)
-        self._lock = forks.lock()  # one reader at a time: the next one finds what this one decoded
+        self._lock = forks.lock()  # one reader at a time: the next one finds the row groups that this one decoded
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
         rows = np.asarray(blobs, np.intp)
@@ -69,7 +69,7 @@ class ParquetOrigin:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Be the only reader. Raises ``Unavailable`` if the one before makes no progress for ``within_seconds``."""
+        """Be the only reader. Raises ``Unavailable`` if another one makes no progress for ``within_seconds``."""
         answers = -1
         within_seconds = self._asked.within_seconds
         while not self._lock.acquire(timeout=max(within_seconds, 0.0)):
@@ -85,7 +85,7 @@ class ParquetOrigin:
         buffer = column[row].as_buffer()
         if buffer is None or buffer.size != size:
             raise Changed(self.base + self._manifest.object(number).path, "changed")
-        return memoryview(buffer).cast("B")  # an Arrow buffer is of signed bytes, which a bytearray does not take
+        return memoryview(buffer).cast("B")  # Arrow's buffers have signed bytes, which a bytearray rejects
 
     def _group(self, number: int, row: int) -> tuple[list[pa.Array[Any]], int, int]:
         """Return the columns of the row group that holds the row, the row inside it, and the bytes read for it."""
@@ -108,7 +108,7 @@ class ParquetOrigin:
 
 
 class _Asked:
-    """The store as open files use it, with a count of its answers."""
+    """The store that open files read from, with a count of its answers."""
 
     def __init__(self, store: ObjectStore, within_seconds: float) -> None:
         self.base = store.base
@@ -128,11 +128,11 @@ class _File:
     def __init__(self, store: _Asked, manifest: Manifest, number: int) -> None:
         self._object = manifest.object(number)
         self.url = store.base + self._object.path
-        self._too_large: set[int] = set()  # row groups, as it turned out
+        self._too_large: set[int] = set()  # row groups that proved too large
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
-        except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for bytes that are not Parquet any more
+        except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for bytes that are no longer Parquet
             raise Changed(self.url, "changed") from error
         metadata = self._parquet.metadata
         counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -152,7 +152,7 @@ class _File:
     def _bounded(self, group: int, names: list[str], bytes_max: int) -> list[pa.ChunkedArray]:
         """Return the columns, decoded piece by piece. Raises ``OverCapacity`` past ``bytes_max``.
 
-        A few kilobytes can decode to any size: a value that stands in a file once may be that of a million rows.
+        A few kilobytes can decode to any size: a value that is stored once may be that of a million rows.
         """
         found = self._parquet.metadata.row_group(group)
         paths = set(names) | {name.partition(".")[0] for name in names}
@@ -164,7 +164,7 @@ class _File:
         )
         if group in self._too_large or told > bytes_max:
             raise self._refusal(bytes_max)
-        # No value is larger than what the file holds of its column, so no piece is much larger than the bound.
+        # No value is larger than its column in the file, so no piece is much larger than the bound.
         rows = max(min(PIECE_ROWS_MAX, PIECE_BYTES * found.num_rows // max(told, 1), bytes_max // max(told, 1)), 1)
         pieces: list[list[pa.Array[Any]]] = []
         size_bytes = 0
@@ -192,7 +192,7 @@ class _File:
 def column_of(table: pa.Table | pa.RecordBatch, name: str) -> tuple[pa.Array[Any], Rows]:
     """Return a column, or a field of a struct column (``image.bytes``), as one array of large binary.
 
-    Lists of numbers become the bytes of their values; the rows that have none, because of a null inside, come second.
+    Lists of numbers become the bytes of their values; also returns the rows that have none, because of a null inside.
     """
     parts: list[pa.Array[Any]] = []
     holes: list[Rows] = []
@@ -214,7 +214,7 @@ def chunks_of(table: pa.Table | pa.RecordBatch, name: str) -> Iterator[pa.Array[
     column: Any = table.column(outer)
     for chunk in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
         array = pa.compute.struct_field(chunk, inner) if inner else chunk
-        # Whether a process knows the extension must not matter to the bytes.
+        # The bytes must not depend on whether this process knows the extension type.
         yield array.storage if isinstance(array, pa.ExtensionArray) else array
 
 

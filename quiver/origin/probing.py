@@ -1,4 +1,4 @@
-"""Whether an origin can be read at all, found out without reading objects."""
+"""Checks whether an origin can be read at all, without reading objects."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from quiver.origin.remote import PROBE_SECONDS, connect
 from quiver.origin.store_errors import store_errors
 from quiver.origin.web import WebStore
 
-# The codes that stores answer to a listing by a client that may only get objects, or may do neither.
+# The codes of stores that deny a listing, to a client that may only get objects or may do neither.
 DENIED: Final = ("AccessDenied", "AuthorizationPermissionMismatch")
 
 
 def probe(location: Location) -> bool:
-    """Return whether the origin is known to be readable; a store that denies a listing may still give objects.
+    """Return whether the origin is known to be readable; a store that denies a listing may still serve objects.
 
     Raises what ``ObjectStore.read`` does, ``Misconfigured`` for a missing library, ``NotFound`` for a missing folder.
     """

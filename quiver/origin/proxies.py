@@ -18,7 +18,7 @@ def address_of(location: Location) -> tuple[str, int]:
 
 
 def proxy_for(location: Location) -> tuple[tuple[str, int], dict[str, str]] | None:
-    """Return host and port of the proxy that the environment names, and the headers that it needs, if it names one."""
+    """Return host and port of the proxy that the environment names, and its headers; ``None`` if it names none."""
     host, _ = address_of(location)
     url = urllib.request.getproxies().get(location.scheme)
     if not url or urllib.request.proxy_bypass(host):

@@ -1,9 +1,9 @@
 """Objects over the network: S3, GCS and Azure through obstore (Rust's object_store), plain HTTP by ``web``.
 
-obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits for ever. So
+obstore runs its own threads, which do not survive a fork: a child that uses it after its parent did waits forever. So
 a process that may fork uses ``origin_process`` instead (docs/adr/0004).
 
-One read is many requests in parallel under one deadline, each repeated with full jitter until then (docs/adr/0014).
+One read makes many parallel requests under one deadline, and retries each with full jitter (docs/adr/0014).
 obstore's own retries are disabled: they end within a second and ignore Retry-After.
 """
 
@@ -37,23 +37,23 @@ from quiver.origin.store_errors import first_line, status_of, store_errors
 from quiver.origin.web import WebStore
 from quiver.origin.web_answers import NoRanges
 
-REQUESTS_AT_ONCE: Final = 32  # at 30 ms a request, a thousand small objects a second
-STREAMED_BYTES: Final = 256 << 10  # a request of more is received in pieces of about that, so that progress is seen
-# What arrives extends the deadline of its read at this rate: a slow link finishes, a store that trickles does not.
+REQUESTS_AT_ONCE: Final = 32  # at 30 ms per request, a thousand small objects per second
+STREAMED_BYTES: Final = 256 << 10  # larger answers are received in pieces of about this size, so that progress is seen
+# Arriving bytes extend the deadline of their read at this rate: a slow link finishes, a store that trickles does not.
 SLOWEST_BYTES_PER_SECOND: Final = 64 << 10
 ATTEMPTS: Final = 6  # of a request: about 3 s of failures
 ATTEMPTS_SECONDS: Final = 30  # of requests that obstore repeats: listing, indexing
 REQUEST_SECONDS: Final = 60
 PROBE_SECONDS: Final = 5
-SIGNED_SECONDS: Final = 60  # for which the signed URL is valid that a Retry-After is requested by
+SIGNED_SECONDS: Final = 60  # validity of the signed URL by which a Retry-After is requested
 DOWNLOAD_BYTES: Final = 8 << 20
-# Answers to a request for a range past an object's end, and of servers that support no ranges.
+# Errors for a range past an object's end, and of servers without byte ranges.
 _NO_RANGE: Final = re.compile(r"(?:answers|status) 416\b|range requested|[Rr]equested range|Wanted range")
 _BUSY: Final = frozenset({429, 503})
 
 
 class _Deadline:
-    """The deadline of one read, all its requests together, extended by what arrives."""
+    """The deadline of one read, for all its requests together; arriving bytes extend it."""
 
     def __init__(self, within_seconds: float) -> None:
         self.within_seconds = within_seconds
@@ -94,7 +94,7 @@ class RemoteStore:
         self._store = connect(self.base, attempts=1)
         self._gate = Gate()
         self._trying = asyncio.Lock()
-        self._known_troubled = False  # the last read gave up: the next ones try once
+        self._known_troubled = False  # the last read failed, so the next ones do not retry
         self._slots = asyncio.Semaphore(
             REQUESTS_AT_ONCE
         )  # used by one loop: that of ``submit``, or that of the caller of ``fetch``
@@ -132,7 +132,7 @@ class RemoteStore:
             self._store.close()
 
     async def fetch(self, extents: Sequence[Extent], out: memoryview, within_seconds: float = READ_SECONDS) -> int:
-        """``read``, for callers with an event loop. All reads of a store must use the same loop."""
+        """Do what ``read`` does, for callers with an event loop. All reads of a store must use the same loop."""
         runs = coalesce(extents)
         for path in {run.path for run in runs}:
             object_path(path, self._scheme)
@@ -148,9 +148,9 @@ class RemoteStore:
             await self._insisted(run, out, deadline)
 
     async def _insisted(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
-        """Make a request until it is answered, a few times at most: longer waits do not occupy the caller's thread."""
+        """Retry a request until it is answered, a few times at most: a longer wait is left to the caller."""
         for failures in itertools.count(1):
-            # While the store is in trouble, one request at a time finds out whether it still is.
+            # While the store fails, make one request at a time, to find out whether it has recovered.
             async with self._slots, self._trying if self._gate.in_trouble else contextlib.nullcontext():
                 if await self._answered(run, out, deadline):
                     return
@@ -161,11 +161,11 @@ class RemoteStore:
             await asyncio.sleep(pause)
 
     async def _answered(self, run: Run, out: memoryview, deadline: _Deadline) -> bool:
-        """Make one request; return whether it was answered. Raises what does not pass by itself."""
+        """Make one request; return whether it was answered. Raises errors that a retry cannot mend."""
         seconds = await self._gate.passed(deadline.at)
         if seconds:  # raised at once: the caller may have another source
             why = deadline.last.why if deadline.last is not None else "is busy"
-            asks = f"{why}, and asks to be left alone for {seconds:.0f} s"
+            asks = f"{why}, and asks for no requests for {seconds:.0f} s"
             raise Unavailable(self.base, asks, retry_after_seconds=seconds)
         try:
             await self._fetch(run, out, deadline)
@@ -231,7 +231,7 @@ class RemoteStore:
             if run.start:
                 raise error
             result = await self._store.get_async(run.path)
-            data = bytearray()  # no more than is wanted: the object may be of any size
+            data = bytearray()  # no more than the run needs: the object may be of any size
             async for piece in result.stream(min_chunk_size=STREAMED_BYTES):
                 data += memoryview(piece)[: run.end - len(data)]
                 if len(data) == run.end:
@@ -273,7 +273,7 @@ class RemoteStore:
         return target
 
     async def _plain_url(self, path: str) -> str:
-        """Return a URL, valid for a moment, by which anybody may read the object, or ``""``; it must not be logged."""
+        """Return a short-lived URL by which anybody may read the object, or ``""``; it must not be logged."""
         import obstore
         from obstore.exceptions import BaseError
 

@@ -1,7 +1,7 @@
 """The last few decoded row groups of Parquet files, kept between fills: one bounded cache for all origins of a process.
 
-Neighbouring shards cut from one row group would each read and decode all of it. The cache is useful while fills go on;
-a daemon empties it afterwards, since serving does not need it.
+Without it, each shard of a row group would read and decode all of it. The cache is useful while shards are filled; a
+daemon empties it afterwards, since serving does not need it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import time
 from collections import OrderedDict
 from typing import Any, Final
 
-KEPT_BYTES_MAX: Final = 256 << 20  # fills at the same time, of shards side by side, need a few large row groups
+KEPT_BYTES_MAX: Final = 256 << 20  # concurrent fills of adjacent shards need a few large row groups
 
 Columns = list[Any]  # arrays of pyarrow's, one for each field of blobs
 Key = tuple[object, int, int]  # its owner (compared by identity), the number of the file, the number of the row group
 
 
 class RowGroupCache:
-    """Row groups by last use. Safe from threads; empty in a child that was forked."""
+    """An LRU cache of row groups. Safe from threads; empty in a forked child."""
 
     def __init__(self, bytes_max: int = KEPT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
@@ -48,7 +48,7 @@ class RowGroupCache:
             return columns
 
     def put(self, key: Key, columns: Columns) -> None:
-        """Keep it; drop what was used longest ago past ``bytes_max``, but never the last one, however large it is."""
+        """Keep a row group; past ``bytes_max`` drop the least recently used ones, but never the one just put."""
         with self._lock:
             self._groups[key] = columns, sum(column.nbytes for column in columns)
             self._used = time.monotonic()
@@ -63,7 +63,7 @@ class RowGroupCache:
                     self._groups.pop(key, None)
 
     def drop_if_idle(self, seconds: float) -> None:
-        """Drop everything that was cached if none of it was used for so long."""
+        """Drop everything if nothing was used for so long."""
         with self._lock:
             if time.monotonic() - self._used >= seconds:
                 self._groups.clear()

@@ -1,4 +1,4 @@
-"""Which requests are made of a store for the extents of a read: neighbours share one, large runs are split."""
+"""Which requests a read of extents makes: adjacent extents share one, large runs are split."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Run(NamedTuple):
 
 
 def coalesce(extents: Sequence[Extent]) -> list[Run]:
-    """Merge neighbours (gap up to ``GAP_BYTES_MAX``) into one request each, up to ``RUN_BYTES_MAX``."""
+    """Merge adjacent extents (gap up to ``GAP_BYTES_MAX``) into requests of up to ``RUN_BYTES_MAX``."""
     runs: list[Run] = []
     targets = []
     at = 0

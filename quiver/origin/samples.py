@@ -25,10 +25,10 @@ class SampleOrigin(Protocol):
     base: str
 
     def read(self, blobs: Sequence[int], out: memoryview) -> int:
-        """Read the samples, back to back, into ``out``; return how many bytes the origin delivered for that.
+        """Read the samples, back to back, into ``out``; return how many bytes the origin delivered.
 
         Raises ``Changed`` naming the object and the samples that are lost with it, ``Unavailable`` if the origin does
-        not answer within the time that was given when it was opened.
+        not answer within the time given when it was opened.
         """
         ...
 

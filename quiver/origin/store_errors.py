@@ -1,4 +1,4 @@
-"""What obstore raises, as our own errors: by the kinds of exception that it has, and by what their text says."""
+"""Maps obstore's exceptions to our own errors, by their types and their text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quiver.location import shown
 
 _STATUS: Final = re.compile(r"status code: (\d{3})([^:\n]*)")
 _CODE: Final = re.compile(r"<Code>(\w{1,80})</Code>")
-_AGAIN: Final = frozenset({408, 425, 429})  # of the statuses below 500, those after which a retry may help
+_AGAIN: Final = frozenset({408, 425, 429})  # the statuses below 500 after which a retry may help
 _LASTING: Final = re.compile(r"certificate|unsupported scheme|builder error", re.IGNORECASE)
 
 
@@ -22,7 +22,7 @@ def first_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def store_errors(url: str) -> Iterator[None]:
-    """Map what obstore raises. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
+    """Map obstore's exceptions. Raises ``NotFound``, ``Forbidden``, ``Unavailable``."""
     try:
         from obstore import exceptions as failed
     except ImportError:  # plain HTTP does not need it, and raises our errors itself
@@ -56,7 +56,7 @@ def path_errors(url: str) -> Iterator[None]:
 
 
 def _unavailable(url: str, error: BaseException) -> Unavailable:
-    """Return an obstore error as ``Unavailable``, with whether it lasts."""
+    """Return an obstore error as ``Unavailable``, marked as lasting or passing."""
     found = _STATUS.search(str(error))
     if found is None:
         return Unavailable(url, first_line(error), lasting=_LASTING.search(str(error)) is not None)

@@ -1,7 +1,7 @@
 """Objects of a plain HTTP server, over kept connections: by the standard library's client, ranges by ``web_ranges``.
 
-Not through obstore, whose client follows redirects and cannot be told not to. A redirect leads where the server says,
-and not where the operator of a daemon allows; here it is refused, and the error names the place.
+obstore is not used, since its client always follows redirects. The server chooses where a redirect leads, which may be
+a place that a daemon's operator does not allow; so redirects are rejected here, and the error names the place.
 
 The store has the methods of obstore's stores (``get_range``, ``head``, ``get``) and raises our own errors.
 """
@@ -69,7 +69,7 @@ class WebStore:
             self.close()
 
     def get_range(self, path: str, *, start: int, end: int) -> bytearray:
-        """Return the bytes from ``start`` up to ``end``, or up to where the object ends."""
+        """Return the bytes from ``start`` up to ``end``, or up to the end of the object."""
         return self._patiently(lambda: self._range(path, start, end))
 
     def head(self, path: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class WebStore:
         return self._patiently(lambda: self._described(path))
 
     def get(self, path: str) -> Whole:
-        """Request an object, whose bytes are received from the result."""
+        """Request an object; the caller receives its bytes from the result."""
         return self._patiently(lambda: self._whole(path))
 
     async def get_range_async(self, path: str, *, start: int, end: int) -> bytearray:
@@ -106,7 +106,7 @@ class WebStore:
         return await self.aside(lambda: self.head(path))
 
     async def get_async(self, path: str, *, options: dict[str, Any] | None = None) -> Whole:
-        """``get``; ``options`` may have ``range``, the first byte and the end."""
+        """Do what ``get`` does; ``options`` may have ``range``, the first byte and the end."""
         start, end = (options or {}).get("range", (0, 0))
         return await self.aside(lambda: self._patiently(lambda: self._whole(path, start, end)))
 
@@ -131,7 +131,7 @@ class WebStore:
             raise
 
     def knock(self) -> bool:
-        """Return whether the server answers for this folder, with or without an index page. Raises as ``get`` does."""
+        """Return whether the server answers for this folder, with or without an index page. Raises like ``get``."""
         url = self._location.url
         with self._failures(""):
             answer = self._sent("HEAD", self._target(""), self._headers({}))
@@ -166,7 +166,7 @@ class WebStore:
         if status != 206 or part is None:
             raise NoRanges(self.url(path), "the server answers no byte ranges", lasting=True)
         if int(part[1]) != start or not start <= int(part[2]) < end:
-            raise Unavailable(self.url(path), "the server answers another range than was asked for", lasting=True)
+            raise Unavailable(self.url(path), "the server answers another range than was requested", lasting=True)
         return int(part[2]) + 1 - start
 
     def _judged(self, path: str, start: int, end: int, head: Head) -> int:
@@ -225,7 +225,7 @@ class WebStore:
                     raise NotNow(self.url(path), f"no whole answer in {self._request_seconds:.0f} s")
 
     def _asked(self, method: str, path: str, headers: dict[str, str]) -> Answer:
-        """Make a request; return a good answer, its body still to be received. Raises what a bad one means."""
+        """Make a request; return a successful answer, its body not yet received. Raises errors for all others."""
         target = self._target(object_path(path, self._location.scheme))
         with self._failures(path):
             answer = self._sent(method, target, self._headers(headers))
@@ -297,7 +297,7 @@ class WebStore:
     def release(self, answer: Answer) -> None:
         """Keep the connection for the next request if the answer was read to its end; else close it."""
         if answer.length == 0:
-            answer.read()  # and with it the answer is at its end
+            answer.read()  # a read past the end marks the answer as complete
         if not answer.isclosed() or answer.will_close:
             self._drop(answer)
             return
@@ -335,7 +335,7 @@ class WebStore:
             yield
         except UnicodeError as error:  # in a host name
             raise Unavailable(
-                self.url(path), f"the server has no name that can be looked up: {error}", lasting=True
+                self.url(path), f"the server's host name cannot be looked up: {error}", lasting=True
             ) from error
         except (OSError, HTTPException) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -361,7 +361,7 @@ class WebStore:
 
 
 class _Call:
-    """Work in a thread that an asynchronous caller awaits: the connection that it uses, until it is cut."""
+    """Work in a thread for an asynchronous caller, and the connection that it uses, which the caller can cut."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -372,7 +372,7 @@ class _Call:
         with self._lock:
             self._connection = connection
             if self.is_cut:
-                raise ConnectionAbortedError("nobody waits for the answer any more")
+                raise ConnectionAbortedError("the caller was cancelled")
 
     def cut(self) -> None:
         """Shut the connection down, so that the thread's reads and writes fail."""
@@ -384,7 +384,7 @@ class _Call:
 
 
 def redirected(url: str, place: str) -> Forbidden:
-    """Return the error for a redirect. It names the server alone: the rest may be signed, which is a credential."""
+    """Return the error for a redirect. It names only the server: the rest of the URL may be signed, a credential."""
     found = re.match(r"https?://[^/@\s]{1,255}(?=/|$)", place, re.IGNORECASE)
     where = f" to {shown(found[0])}" if found else ""
     return Forbidden(f"{url}: the server redirects{where}, which is not followed; index where the data lies")

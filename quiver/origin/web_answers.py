@@ -1,6 +1,6 @@
-"""Answers of a plain HTTP server: their bytes, in one piece or in several, and the errors that they may be.
+"""Answers of a plain HTTP server: their bytes, in one piece or in several, and the errors that they may cause.
 
-An answer holds its connection until it was read to its end or released, so that no answer is taken for another.
+An answer holds its connection until it is read to its end or released, so that no answer is taken for another.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class NotNow(Unavailable):
-    """A failure that a retry may mend; ``pause_seconds``: how long the server asks to wait."""
+    """A failure that may pass; ``pause_seconds``: how long the server asks to wait before a retry."""
 
     def __init__(self, who: str, why: str, pause_seconds: float = 0.0) -> None:
         super().__init__(who, why, retry_after_seconds=pause_seconds)
@@ -27,14 +27,14 @@ class NoRanges(Unavailable):
 
 
 class Receiver(Protocol):
-    """The store whose answers these are: it bounds how long receiving takes, and reuses connections."""
+    """The store that requested an answer: it bounds how long receiving takes, and reuses connections."""
 
     def receive(self, path: str, answer: Answer, out: memoryview) -> None:
         """Fill ``out`` from the body. Raises ``Unavailable``."""
         ...
 
     def release(self, answer: Answer) -> None:
-        """Keep the answer's connection if the answer was read to its end, close it if not."""
+        """Keep the answer's connection if the answer was read to its end; otherwise close it."""
         ...
 
     async def aside(self, work: Callable[[], T]) -> T:
@@ -53,7 +53,7 @@ class Answer(HTTPResponse):
             piece = self.read1(len(out))
             out[: len(piece)] = piece
             return len(piece)
-        count = self.fp.readinto1(out[: self.length])  # straight from the socket, unlike read1; readinto waits for all
+        count = self.fp.readinto1(out[: self.length])  # without a copy, unlike read1; readinto would wait for all bytes
         self.length -= count
         return count
 
@@ -82,7 +82,7 @@ class Whole:
         return await self._store.aside(self.bytes)
 
     def stream(self, *, min_chunk_size: int) -> Pieces:
-        """Return its pieces of this size, the last one smaller. Raises ``Unavailable`` where the answer breaks off."""
+        """Return its pieces of this size, the last one smaller. Raises ``Unavailable`` if the answer ends early."""
         return Pieces(self._store, self._pieces(min_chunk_size))
 
     def _pieces(self, size_bytes: int) -> Iterator[bytearray]:
@@ -97,7 +97,7 @@ class Whole:
             self._release()
 
     def _release(self) -> None:
-        """Give the connection back: not every caller that asks for an object reads it to the end."""
+        """Return the connection to the store: not every caller reads an object to its end."""
         answer, self._answer = self._answer, None
         if answer is not None:
             self._store.release(answer)

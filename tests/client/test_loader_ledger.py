@@ -183,7 +183,7 @@ def test_a_ledger_that_is_open_at_a_fork_is_written_by_its_own_process_alone(
         run.abandon(run._passes.current)  # type: ignore[arg-type]
         run.close()
         assert len(list(run)) == len(run)  # its own pass goes on, and is not recorded
-        assert sum("not this fork" in message for message in caplog.messages) == 1
+        assert sum("not this forked child" in message for message in caplog.messages) == 1
         run.close()
 
     in_a_fork(child)

@@ -290,5 +290,5 @@ def test_what_a_full_disk_cannot_keep_is_only_said_to_be_asked_of_the_origin(
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(Unavailable):
         dataset(remote.manifest, cache(tmp_path))[0]
-    assert "what is not cached is read from the origin" in caplog.text
+    assert "shards that are not cached are read from the origin" in caplog.text
     assert "reading from" not in caplog.text

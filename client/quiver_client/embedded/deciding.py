@@ -1,9 +1,9 @@
 """What this process fetches into the folder, and what is evicted for it: the decisions of ``quiver.residency``.
 
-No daemon decides for all: each process decides for its own consumers, by the needs of everybody. Every fill of this
-process, fetched ahead or for a reader, has a decision that names all that is evicted for it. From its commitment until
-it ends the shard counts as coming and what is evicted as gone. A process that evicts what another one evicted before it
-finds it gone; if the room does not suffice then, it decides again.
+No daemon decides for all: each process decides for its own consumers, by the needs of all consumers. Every fill of this
+process, a prefetch or a reader's miss, has a decision that names every shard evicted for it. From the commitment of the
+decision until its end, its shard counts as coming and the evicted ones as gone. A process may find that another one has
+evicted the same shards before it; if the room does not suffice then, it decides again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quiver.store.files import disk_errors
 from quiver_client.embedded.folder_contents import FolderContents
 from quiver_client.embedded.shared_needs import SharedNeeds
 
-FRESH_SECONDS: Final = 0.5  # the age up to which other processes' reports are not read again for a reader's fill
+FRESH_SECONDS: Final = 0.5  # a reader's fill reads other processes' reports again only if they are older
 
 
 class Decider:
@@ -35,7 +35,7 @@ class Decider:
         self._elsewhere: set[Recipe] = set()  # shards that other processes are filling
 
     def look(self, *, at_once: bool = False) -> None:
-        """Scan the folder if it is time to, or ``at_once``. Raises ``OSError``; then what was known stays."""
+        """Scan the folder if it is time to, or ``at_once``. Raises ``OSError``; the last scan stays valid then."""
         with self._shared.locked():
             if not self._contents.begin_scan(time.monotonic(), at_once=at_once):
                 return
@@ -53,9 +53,9 @@ class Decider:
         avoid: Iterable[int],
         elsewhere: Collection[Digest],
     ) -> list[Decision]:
-        """Return what to fetch now for a consumer of this process, committed: each has to be ended.
+        """Return the decisions to fetch now for a consumer of this process, committed: the caller ends each of them.
 
-        ``avoid``: shards that failed a moment ago. ``elsewhere``: what other processes are filling.
+        ``avoid``: shards that failed a moment ago. ``elsewhere``: shards that other processes are filling.
         """
         now = time.monotonic()
         with self._shared.locked() as needs:
@@ -76,9 +76,9 @@ class Decider:
             return decisions
 
     def for_reader(self, shard: int) -> Decision:
-        """Return the decision to fill a shard that a reader misses, committed. It never evicts what somebody needs.
+        """Return the decision to fill a shard that a reader misses, committed. It never evicts a needed shard.
 
-        Where no room can be made it evicts nothing, and the store refuses it. Raises ``DiskFailed``.
+        If no room can be made it evicts nothing, and the store rejects the fill. Raises ``DiskFailed``.
         """
         digest, size_bytes = self._manifest.shard_digest(shard), int(self._manifest.tables.shard_sizes[shard])
         recipe = self._recipe(digest)
@@ -99,9 +99,10 @@ class Decider:
             return decision
 
     def instead(self, decision: Decision, lacking_bytes: int) -> Evict | None:
-        """Decide again what to evict for a decision, so that so many bytes become free: others were faster.
+        """Decide again what to evict for a decision, so that ``lacking_bytes`` become free: others took the room.
 
-        ``None`` if that cannot be. What is needed is not evicted then: the next decision may. Raises ``DiskFailed``.
+        ``None`` if there is nothing to evict: this evicts no needed shard, which the next decision may. Raises
+        ``DiskFailed``.
         """
         with disk_errors(self._store.root, "read from"):
             self.look(at_once=True)
@@ -118,16 +119,16 @@ class Decider:
         return [(Kind.MANIFEST, file.digest) for file in chosen] if chosen is not None else None
 
     def paths_of(self, evict: Iterable[Digest]) -> Evict:
-        """Return the files of what is evicted, as the store is told."""
+        """Return the files of the evicted shards, in the form that the store takes."""
         return self._contents.paths_of(evict)
 
     def reserved(self, decision: Decision) -> None:
-        """Room was reserved for a decision: what it evicts is gone."""
+        """Record that room was reserved for a decision: the shards that it evicts are gone."""
         with self._shared.locked() as needs:
             self._settle(self._evict_of(needs, decision))
 
     def end(self, decision: Decision, *, arrived: bool) -> None:
-        """A fill ended; ``arrived``: its shard is in the folder."""
+        """Record that a fill ended; ``arrived``: its shard is in the folder."""
         with self._shared.locked() as needs:
             self._settle(self._evict_of(needs, decision))
             if arrived:
@@ -138,10 +139,10 @@ class Decider:
             needs.end(decision.recipe)
 
     def _free_bytes(self, needs: Needs) -> float:
-        """Return the room that is free, and promised to nothing that is coming; negative if there is too little.
+        """Return the room that is free and not promised to a shard that is coming; negative if there is too little.
 
-        A decision that evicts more than its own shard takes has the rest to itself until it has done so: another one
-        may be carried out first, and has to find its room without.
+        If a decision evicts more than its own shard takes, the rest counts as occupied until that is evicted: another
+        decision may be carried out first, and must find its own room.
         """
         files, promised_bytes = self._contents.files, 0.0
         for digest, size_bytes in needs.commitments.promised():
@@ -161,7 +162,7 @@ class Decider:
 
     @staticmethod
     def _evict_of(needs: Needs, decision: Decision) -> set[Digest]:
-        """Return what is evicted for a decision, also if that was decided again."""
+        """Return the shards that are evicted for a decision, as it was last decided."""
         committed = needs.commitments.get(decision.recipe)
         return {*decision.evict, *(committed.evict if committed is not None else ())}
 
@@ -173,7 +174,7 @@ class Decider:
                 self._shared.gone(digest)
 
     def _commit_elsewhere(self, needs: Needs, digests: Collection[Digest]) -> None:
-        """Have what other processes are filling count as coming, so that nobody here fetches it or starves for it."""
+        """Count shards that other processes are filling as coming, so that no consumer here fetches or awaits them."""
         filling = {self._recipe(digest) for digest in digests if digest in needs.shards}
         for recipe in self._elsewhere - filling:
             needs.end(recipe)

@@ -1,9 +1,10 @@
-"""What a consumer of this process needs: told to the processes that share the folder, and fetched ahead of its reads.
+"""What a consumer of this process needs: reported to the processes that share the folder, and fetched ahead.
 
-Reports come from one thread, a few per second. Each is told to the others by a lease file; then what was decided is
-fetched. When a fetch ends, the next one is decided at once, without waiting for the next report; not so for a consumer
-that reads in a fixed order. It never waits for a fetch, and late in an epoch little is left to read in each shard:
-fetched as fast as possible, whole shards for a few samples each take time from the reader itself.
+One thread reports, a few times per second. Each report is written to a lease file for the other processes; then what
+was decided is fetched. When a fetch ends, the next one is decided at once, without waiting for the next report. A
+consumer that reads in a fixed order is the exception: its next fetch is decided at the next report. It never waits for
+a fetch, and late in an epoch it needs few samples of each shard: fetching whole shards as fast as possible would take
+time from the reader itself.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from quiver_client.embedded.filling import FILLS_MAX, Outcome
 from quiver_client.embedded.lease_files import LeaseFile, leases_in
 from quiver_client.embedded.tier import EmbeddedTier
 
-FETCHES_MAX: Final = FILLS_MAX - 1  # at once: a reader's miss never waits for all of them
+FETCHES_MAX: Final = FILLS_MAX - 1  # at once; one fewer than the limit, so that a reader's miss starts without waiting
 LISTEN_SECONDS: Final = 0.1
 NO_ROOM_SECONDS: Final = 0.25
 PAUSE_SECONDS: Final = (0.25, 8.0)  # after a failure, before anything is fetched: first, and at most
-REPORT_SECONDS_MAX: Final = 2.0  # between two reports, as far as that says how often they come
+REPORT_SECONDS_MAX: Final = 2.0  # longer pauses between two reports count as this long
 
 
 class FolderNeeds:
@@ -42,19 +43,19 @@ class FolderNeeds:
         self._lease: LeaseFile | None = None
         self._pid = os.getpid()
         self._reported = time.monotonic()
-        # Of what follows, all is guarded by the lock: fetches end in threads of their own.
+        # The lock guards all that follows: fetches end in threads of their own.
         self._lock = forks.lock()
-        self._consumer: bytes | None = None  # for which is fetched
-        self._is_ordered = False  # whether that reads in a fixed order
+        self._consumer: bytes | None = None  # the consumer to fetch for
+        self._is_ordered = False  # whether it reads in a fixed order
         self._fetching: dict[Decision, Future[Outcome]] = {}
         self._pause = Backoff(*PAUSE_SECONDS)
-        # This process fetches what it needs, unless it may not write to the folder: then nobody does it for it.
+        # This process fetches what it needs, unless it may not write to the folder: then no process fetches it.
         self.orphaned: npt.NDArray[np.bool_] | None = None
         if not tier.store.writable:
             self.orphaned = np.ones(manifest.shard_count, bool)
 
     def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
-        """Tell the others what this consumer needs, and begin to fetch what is decided."""
+        """Report to other processes what this consumer needs, and begin to fetch what is decided."""
         now = time.monotonic()
         self._tier.origin.reported(min(now - self._reported, REPORT_SECONDS_MAX))
         self._reported = now
@@ -72,7 +73,7 @@ class FolderNeeds:
         return seen
 
     def close(self) -> None:
-        """Take the needs back. A fetch that has begun continues."""
+        """Withdraw the needs. A fetch that has begun continues."""
         if self._pid != os.getpid():  # a forked child: the lease is its parent's
             return
         with self._lock:
@@ -82,7 +83,7 @@ class FolderNeeds:
             future.cancel()
         self._drop_lease()
 
-    # -- telling ------------------------------------------------------------------------------------------------------
+    # -- reporting ----------------------------------------------------------------------------------------------------
 
     def _tell(self, report: Report, leaving: bool) -> None:
         if leaving or (self._lease is not None and self._lease.consumer != report.consumer):
@@ -109,7 +110,7 @@ class FolderNeeds:
         folder = leases_in(self._tier.store.root)
         why = error.strerror or error
         self._tier.stats.warn(
-            "needs", f"cannot write to {folder}: {why}; until that works, the cache is shared less well"
+            "needs", f"cannot write to {folder}: {why}; until this is fixed, the cache is shared less well"
         )
 
     # -- fetching -----------------------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class FolderNeeds:
             return
         begun: list[tuple[Decision, Future[Outcome]]] = []
         with self._lock:
-            # An origin that failed is asked for one shard, until it has answered.
+            # After an origin has failed, fetch one shard at a time until it answers.
             fetches_max = (1 if failures.is_origin_failing else FETCHES_MAX) - len(self._fetching)
             if self._consumer is None or fetches_max <= 0 or self._pause.is_waiting:
                 return
@@ -141,11 +142,11 @@ class FolderNeeds:
             for decision in decisions:
                 self._fetching[decision] = future = tier.filler.fetch_ahead(decision)
                 begun.append((decision, future))
-        for decision, future in begun:  # without the lock: one that has ended already calls at once
+        for decision, future in begun:  # without the lock: a future that has ended calls at once
             future.add_done_callback(partial(self._ended, decision))
 
     def _ended(self, decision: Decision, future: Future[Outcome]) -> None:
-        """A fetch ended: begin what is decided next. In the thread of that fetch."""
+        """Begin what is decided after a fetch has ended. Called in the thread of that fetch."""
         with self._lock:
             self._fetching.pop(decision, None)
         try:

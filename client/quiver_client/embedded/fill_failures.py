@@ -1,8 +1,8 @@
-"""What could not be filled, why, and when it is tried again: kept once, for readers and for what is fetched ahead.
+"""Which shards could not be filled, why, and when each is retried: kept in one place for readers and prefetches.
 
-A failure of the disk, of the origin, or for want of room is about all shards, and no other one is tried meanwhile. So
-of a batch whose origin does not answer a few shards are tried, and the rest goes to the origin tier, which asks for all
-samples at once, under one deadline.
+A failure of the disk or of the origin, or a lack of room, concerns all shards, so no other shard is tried for a while.
+If the origin does not answer, a batch tries only a few of its shards, and the origin tier reads the rest: all samples
+at once, under one deadline.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from quiver import forks
 from quiver.backoff import Backoff
 from quiver.errors import DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 
-SHARD_SECONDS: Final = (5.0, 60.0)  # before a shard is tried again: first, and at most
+SHARD_SECONDS: Final = (5.0, 60.0)  # before a shard is retried: first, and at most
 DISK_SECONDS: Final = 5.0
-ROOM_SECONDS: Final = 5.0  # to look for room takes a scan of the folder
+ROOM_SECONDS: Final = 5.0  # looking for room takes a scan of the folder
 ORIGIN_SECONDS: Final = (0.25, 4.0)  # an attempt costs one request
 ORIGIN_JITTER: Final = 0.75
 
@@ -46,7 +46,7 @@ class FillFailures:
             match error:
                 case OverCapacity():
                     self._room.fail()
-                case DiskFailed() | NotFound():  # NotFound of a shard of one's own: the folder was removed
+                case DiskFailed() | NotFound():  # NotFound of our own files: the folder was removed
                     self._disk.fail()
                 case Unavailable():
                     if not self._origin.is_waiting:  # reads that fail together are one failure
@@ -61,7 +61,7 @@ class FillFailures:
             self._shards.setdefault(shard, _Failure(self._last, Backoff(*SHARD_SECONDS)))
 
     def succeeded(self, shard: int) -> None:
-        """A shard was filled: the disk takes files and the origin answers."""
+        """Record that a shard was filled: the disk takes files and the origin answers."""
         with self._lock:
             self._shards.pop(shard, None)
             self._disk.succeed()
@@ -72,7 +72,7 @@ class FillFailures:
                         del self._shards[number]
 
     def found_room(self) -> None:
-        """What was decided for a consumer found room: a reader may look for some as well."""
+        """Record that a prefetch found room: a reader may look for room as well."""
         with self._lock:
             self._room.succeed()
 
@@ -87,23 +87,23 @@ class FillFailures:
 
     @property
     def is_origin_failing(self) -> bool:
-        """Whether the origin did not answer when it was asked last."""
+        """Whether the origin did not answer the last read."""
         return self._origin.failures > 0
 
     def reason(self, shard: int) -> QuiverError | None:
-        """Return why a shard was not filled when that was tried last, ``None`` if it was."""
+        """Return why the last attempt to fill a shard failed, ``None`` if it succeeded."""
         failure = self._shards.get(shard)
         return failure.error if failure is not None else None
 
     def is_waiting(self, shard: int) -> bool:
-        """Whether it is too early to try this very shard again."""
+        """Whether it is too early to retry this shard."""
         failure = self._shards.get(shard)
         return failure is not None and failure.retry.is_waiting
 
     def is_waiting_for_all(self, *, for_room: bool) -> bool:
-        """Whether it is too early to try any shard. ``for_room``: also if no room was found a moment ago."""
+        """Whether it is too early to try any shard; with ``for_room`` also if no room was found a moment ago."""
         return self._disk.is_waiting or self._origin.is_waiting or (for_room and self._room.is_waiting)
 
     def waiting(self) -> list[int]:
-        """Return the shards that are not tried again yet."""
+        """Return the shards that are not retried yet."""
         return [shard for shard, failure in list(self._shards.items()) if failure.retry.is_waiting]

@@ -3,8 +3,8 @@
     <root>/fills/<64 hex digits: the shard>   locked while the shard is filled, and touched several times a second
 
 A fill lock only saves work: what is written is verified, and appears under its name complete or not at all. So a
-process that is stopped delays nobody for long. It keeps its lock but no longer touches the file; the lock is then
-stale, nobody waits for it, and the shard is read twice.
+suspended process does not delay others for long. It keeps its lock but no longer touches the file; the lock is then
+stale, no process waits for it, and the shard is read twice.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quiver_client import process_exit
 
 HEARTBEAT_SECONDS: Final = 0.15
 STALE_SECONDS: Final = 0.6  # four heartbeats: together with the wait for the folder's lock it stays below a second
-WAIT_SECONDS_MAX: Final = 20.0  # for a holder that is alive: its origin may hang where another process's does not
+WAIT_SECONDS_MAX: Final = 20.0  # for a holder that runs: its origin may hang where another process's does not
 POLL_SECONDS: Final = 0.02  # flock has no timeout
 LOCKS_MAX: Final = 1024  # that ``under_way`` looks at
 
@@ -37,7 +37,7 @@ class FillLocks:
     """The fill locks of a folder, as one process uses them. Safe from threads."""
 
     def __init__(self, root: Path, closing: threading.Event) -> None:
-        """``closing``: once it is set, nobody waits any more."""
+        """``closing``: once it is set, no thread waits for a lock any more."""
         self._folder = root / "fills"
         self._closing = closing
         self._lock = forks.lock()
@@ -80,7 +80,7 @@ class FillLocks:
                 digest = Digest.parse(path.name)
                 is_stale = time.time() - path.lstat().st_mtime > STALE_SECONDS
                 if _is_locked(path):
-                    if not is_stale:  # else its holder is stopped, and nobody waits for it
+                    if not is_stale:  # else its holder is suspended, and no process waits for it
                         found.append(digest)
                 elif is_stale:
                     path.unlink()
@@ -104,7 +104,7 @@ class FillLocks:
                 return False
             now, touched = time.monotonic(), os.fstat(file.fd).st_mtime_ns
             if touched != last_touched:
-                # An old file may be of a dead process while its new holder is about to touch it: look twice.
+                # The file may be a dead process's whose new holder is about to touch it: look twice.
                 age = time.time() - touched / 1e9 if not last_touched else 0.0
                 last_heartbeat = now - min(max(age, 0.0), STALE_SECONDS - 2 * POLL_SECONDS)
                 last_touched = touched

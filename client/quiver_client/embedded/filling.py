@@ -1,7 +1,7 @@
 """How a missing shard gets into the folder: read from the origin by one process, in place of what a decision names.
 
-One recipe for a reader's miss and for what is fetched ahead: hold the shard's fill lock, look whether another process
-has filled it, evict and reserve, read the origin, write, map. A shard some of whose samples the origin lost is stored
+One recipe for a reader's miss and for a prefetch: hold the shard's fill lock, check whether another process has filled
+it, evict and reserve, read the origin, write, map. If the origin lost some samples of a shard, the shard is stored
 without them, as a *partial* shard, and mended once the origin has them again.
 """
 
@@ -41,7 +41,7 @@ FILLS_MAX: Final = 4  # at once; each holds a shard in memory
 
 
 class Outcome(enum.Enum):
-    """What became of fetching a shard ahead."""
+    """The result of prefetching a shard."""
 
     ARRIVED = enum.auto()
     NO_ROOM = enum.auto()
@@ -75,7 +75,7 @@ class Filler:
         self._warned_read_only = False
 
     def fill_missing(self, shards: list[int]) -> dict[int, Buffer]:
-        """Fill shards that a reader misses, and map them; return those that are there then.
+        """Fill shards that a reader misses, and map them; return those that are mapped.
 
         For the others ``failures`` has the reason, and the origin tier reads their samples.
         """
@@ -86,7 +86,7 @@ class Filler:
         return {shard: buffer for shard, buffer in zip(shards, found, strict=True) if buffer is not None}
 
     def fetch_ahead(self, decision: Decision) -> Future[Outcome]:
-        """Begin to carry out a decision, in the background. It is ended with the result, whatever that is."""
+        """Begin to carry out a decision, in the background. The decision is ended whether or not the fetch succeeds."""
         try:
             return self._pool.submit(self._fetch_ahead, decision)
         except RuntimeError:  # closed meanwhile
@@ -96,7 +96,7 @@ class Filler:
             return refused
 
     def mend(self, shard: int) -> Buffer | None:
-        """Make a partial shard whole, and map it. Raises ``Changed`` if what it lacks is still lost."""
+        """Make a partial shard whole, and map it. Raises ``Changed`` if its samples are still lost."""
         digest = self._manifest.shard_digest(shard)
         decision = self._decider.for_reader(shard)
         arrived = False
@@ -114,7 +114,7 @@ class Filler:
         return self._mapped.map(shard)
 
     def close(self) -> None:
-        """Begin no more fills. One that waits for its origin is not waited for: it writes a whole shard, or nothing."""
+        """Begin no more fills. Running fills are not waited for: each writes a whole shard or nothing."""
         self._closing.set()
         self._pool.shutdown(cancel_futures=True)
 
@@ -127,18 +127,18 @@ class Filler:
             return None
         try:
             return self._fill(shard, None)
-        except (DiskFailed, NotFound) as error:  # NotFound of a shard of one's own: the folder was removed
-            self._stats.warn("disk", f"{error}; until that works, what is not cached is read from the origin")
+        except (DiskFailed, NotFound) as error:  # NotFound of our own files: the folder was removed
+            self._stats.warn("disk", f"{error}; meanwhile shards that are not cached are read from the origin")
             failure: QuiverError = error
         except (OverCapacity, Changed, Unavailable, Forbidden, Corrupt) as error:
-            failure = error  # the samples that are still there can be read one by one, and are, for a while
+            failure = error  # the other samples can be read one by one, and are, for a while
         self.failures.add(shard, failure)
         return None
 
     def _warn_read_only(self) -> None:
         if not self._warned_read_only:
             self._warned_read_only = True
-            what = "is read-only for this user: what it lacks is read from the origin and not cached"
+            what = "is read-only for this user: missing shards are read from the origin and not cached"
             self._stats.warn("read only", f"{self._store.root} {what}")
 
     def _fetch_ahead(self, decision: Decision) -> Outcome:
@@ -153,7 +153,7 @@ class Filler:
     def _carry_out(self, shard: int, decision: Decision) -> Outcome:
         if self.failures.is_waiting_for_all(for_room=False) or self.failures.is_waiting(shard):
             return Outcome.UNAVAILABLE  # another fill failed since this was decided
-        self._mapped.drop(shard)  # a map may be of a file that is gone
+        self._mapped.drop(shard)  # the map may be of a file that was evicted
         try:
             found = self._fill(shard, decision)
         except OverCapacity:
@@ -167,7 +167,7 @@ class Filler:
                 return Outcome.UNAVAILABLE
             self._stats.warn("fetch", f"a shard could not be fetched ahead: {error}")
             return Outcome.FAILED
-        except RuntimeError:  # the interpreter ends: what reads the origin gets no threads any more
+        except RuntimeError:  # the interpreter exits: no more threads can be started to read the origin
             return Outcome.FAILED
         if found is None:
             return Outcome.NO_ROOM
@@ -198,7 +198,7 @@ class Filler:
             with self._reserved(Kind.SHARD, decision) as writing:
                 writing.write(self._origin.shard(decision.shard, size_bytes))
                 writing.commit()
-        except Changed as error:  # else the shard's other samples would be read one by one for ever
+        except Changed as error:  # else the shard's other samples would be read one by one forever
             with self._reserved(Kind.PARTIAL, decision) as writing:
                 writing.write(self._origin.partial(decision.shard, size_bytes))
                 writing.commit()
@@ -210,7 +210,7 @@ class Filler:
 
     @contextlib.contextmanager
     def _reserved(self, kind: Kind, decision: Decision) -> Iterator[Writing]:
-        """Reserve room in place of what the decision names; decide again if another process took it meanwhile."""
+        """Reserve room in place of what the decision evicts; decide again if another process took it meanwhile."""
         size_bytes = int(decision.size_bytes)
         with contextlib.ExitStack() as stack:
             try:

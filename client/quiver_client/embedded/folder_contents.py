@@ -1,7 +1,7 @@
-"""What the shared folder holds, and how much more fits: as of the last scan, and of what this process did since.
+"""What the shared folder holds, and how much more fits: as of the last scan and this process's changes since.
 
-Processes that share a folder change it without telling each other, so it is scanned again and again, as often as a
-small share of one core allows. What is only known from a scan is a hint: the store counts again whenever it reserves.
+Processes that share a folder change it without telling each other, so each scans it repeatedly, as often as a small
+share of one core allows. The result of a scan is a hint: the store counts again whenever it reserves.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 class Scan(NamedTuple):
-    """One look at the folder: shards and partial shards by digest, and the bytes of everything else."""
+    """One scan of the folder: shards and partial shards by digest, and the bytes of everything else."""
 
     files: dict[Digest, StoredFile]
     other_bytes: int
@@ -37,7 +37,7 @@ class Scan(NamedTuple):
 
 
 class FolderContents:
-    """The shards in a folder, partial ones too. Used under a lock, but for ``scan``."""
+    """The shards in a folder, partial ones too. All methods but ``scan`` are called under a lock."""
 
     def __init__(self, store: Store[FolderInventory]) -> None:
         self._store = store
@@ -47,7 +47,7 @@ class FolderContents:
         self._changes: list[tuple[float, Digest, StoredFile | None]] = []  # by this process, since the last scan began
         self._scanned = 0.0
         self._next_scan = self._earliest_scan = 0.0
-        # The shelf without the last changes; a row whose file is gone stays, and is masked.
+        # The shelf without the last changes; the row of an evicted file stays, and is masked.
         self._rows: dict[Digest, int] = {}
         self._digests = as_rows([])
         self._sizes: npt.NDArray[np.int64] = np.zeros(0, np.int64)
@@ -56,7 +56,7 @@ class FolderContents:
 
     @property
     def files(self) -> dict[Digest, StoredFile]:
-        """All shards by digest. Not to be changed."""
+        """All shards by digest. The caller must not change it."""
         return self._files
 
     @property
@@ -65,7 +65,7 @@ class FolderContents:
         return self._file_bytes + self._other_bytes
 
     def begin_scan(self, now: float, *, at_once: bool = False) -> bool:
-        """Return whether to scan the folder now, which nobody else does for a while then; ``at_once``: in any case."""
+        """Return whether to scan the folder now; then no other thread does for a while. ``at_once``: always scan."""
         if now < self._next_scan and not at_once:
             return False
         self._next_scan = now + SCAN_SECONDS
@@ -90,7 +90,7 @@ class FolderContents:
         return Scan(files, reserved_bytes + manifest_bytes, began, time.monotonic())
 
     def replace(self, found: Scan) -> None:
-        """Take what a scan found, and what this process changed since that began. An older scan is ignored."""
+        """Accept the result of a scan, with this process's changes since it began. An older scan is ignored."""
         if found.began < self._scanned:
             return
         self._scanned = found.began
@@ -106,7 +106,7 @@ class FolderContents:
         self._rebuild()
 
     def added(self, digest: Digest, size_bytes: int) -> None:
-        """This process put a shard there."""
+        """Record that this process put a shard into the folder."""
         file = StoredFile(digest, size_bytes, self._store.inventory.now())
         self._change(digest, file)
         self._rows[digest] = len(self._sizes)
@@ -116,20 +116,20 @@ class FolderContents:
         self._exists = np.append(self._exists, True)
 
     def removed(self, digest: Digest) -> None:
-        """This process evicted a shard, or found it gone."""
+        """Record that this process evicted a shard, or found it gone."""
         if digest in self._files:
             self._change(digest, None)
 
     def scan_soon(self) -> None:
-        """Scan again as soon as that is allowed: the folder is not as it was taken to be."""
+        """Scan again as soon as that is allowed: the last scan proved wrong."""
         self._next_scan = self._earliest_scan
 
     def paths_of(self, digests: Iterable[Digest]) -> Evict:
-        """Return the files of shards, by kind, as the store is told what to evict."""
+        """Return the files of shards, by kind, in the form in which the store takes what to evict."""
         return [(kind, digest) for digest in digests for kind in (Kind.SHARD, Kind.PARTIAL) if self._size(kind, digest)]
 
     def exists(self, digest: Digest) -> bool:
-        """Return whether a shard is there now, whole or partial: looks at the disk."""
+        """Return whether a shard is in the folder now, whole or partial: looks at the disk."""
         return any(self._size(kind, digest) for kind in (Kind.SHARD, Kind.PARTIAL))
 
     def shelf(self, needed_of: Callable[[U8], npt.NDArray[np.int8]]) -> Shelf:
@@ -168,7 +168,7 @@ class FolderContents:
 
 
 def _together(file: StoredFile, other: StoredFile | None) -> StoredFile:
-    """Return a shard that is there both whole and partial as one, since both are evicted together."""
+    """Return a shard that is stored both whole and partial as one, since both are evicted together."""
     if other is None:
         return file
     return StoredFile(file.digest, file.size_bytes + other.size_bytes, max(file.used, other.used))

@@ -2,10 +2,10 @@
 
     <root>/needs/<32 hex digits: the consumer>   MessagePack: the path of the manifest, and the consumer's report
 
-A lease counts while its file is locked, which ends at once if its writer dies, and until it expires as the report says,
-which frees what a suspended process pins. A file is written and locked under a temporary name and then renamed, so a
-reader sees all of it or nothing. Whoever finds a lease that does not count removes its file; a writer that wakes up
-later writes another one.
+A lease is valid while its file is locked and the report has not expired. The lock ends at once if the writer dies; the
+expiry frees the shards that a suspended process needs. A writer writes and locks the file under a temporary name and
+then renames it, so a reader sees all of it or nothing. A reader removes the file of a lease that is not valid; a writer
+that is resumed later writes another one.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from quiver.residency import CONSUMERS_MAX
 from quiver.residency.messages import REPORT_BYTES_MAX, NeedsReport
 
 LEASES_MAX: Final = CONSUMERS_MAX // 2  # of others: a consumer of this process always finds room
-ENTRIES_MAX: Final = 4 * LEASES_MAX  # anybody may have filled the folder with anything
-PATH_BYTES_MAX: Final = 4096  # Linux has no longer ones
+ENTRIES_MAX: Final = 4 * LEASES_MAX  # any user may have put any files into the folder
+PATH_BYTES_MAX: Final = 4096  # Linux allows no longer ones
 TEMPORARY_SECONDS: Final = 10.0  # the age from which a temporary file will not be locked and renamed any more
 FRAMING_BYTES_MAX: Final = 32  # what MessagePack adds to the two
 LEASE_BYTES_MAX: Final = FRAMING_BYTES_MAX + PATH_BYTES_MAX + REPORT_BYTES_MAX
@@ -78,7 +78,7 @@ class LeaseFile:
         self._fd = fd
 
     def remove(self) -> None:
-        """Take the lease back. Raises ``OSError``; then others find it unlocked, and remove it."""
+        """Withdraw the lease. Raises ``OSError``; then others find it unlocked, and remove it."""
         try:
             if self._fd >= 0:
                 _unlink_if(self._path, os.fstat(self._fd).st_ino)
@@ -102,7 +102,7 @@ class Lease(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """A file that was looked at: which version of it, and when it expires; ``None`` for a malformed one."""
+    """A file that was read: which version of it, and when it expires; ``None`` for a malformed one."""
 
     version: tuple[int, int]
     expires: float | None
@@ -118,7 +118,7 @@ class LeaseFolder:
     def changes(self, now: float, own: Container[str]) -> tuple[list[Lease], list[bytes]]:
         """Return the leases that are new since the last call, and the consumers whose lease ended.
 
-        ``own``: the names of the files that are this process's, which are passed over.
+        ``own``: the names of this process's own files, which are skipped.
         """
         new: list[Lease] = []
         before, self._seen = self._seen, {}
@@ -199,7 +199,7 @@ def _read(fd: int, info: os.stat_result, now: float, name: str) -> Lease | None:
 
 
 def _is_unlocked(fd: int) -> bool:
-    """Return whether nobody holds the file: its writer is dead. Where locks do not work, only expiry tells."""
+    """Return whether no process holds the lock: the writer is dead. Where locks do not work, only expiry counts."""
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError:
@@ -209,7 +209,7 @@ def _is_unlocked(fd: int) -> bool:
 
 
 def _unlink_if(path: Path, inode: int) -> None:
-    """Remove a file, unless there is another one under its name by now."""
+    """Remove a file, unless its name is another file's by now."""
     with contextlib.suppress(FileNotFoundError, PermissionError):
         if path.lstat().st_ino == inode:
             path.unlink()

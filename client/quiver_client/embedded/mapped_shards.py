@@ -25,10 +25,10 @@ from quiver_client.stats import Stats
 
 
 class _File(NamedTuple):
-    """Which file a map is of: a shard that was evicted and filled again is another file by the same name."""
+    """Identifies a mapped file: a shard that was evicted and filled again is another file of the same name."""
 
     path: str
-    inode: int  # 0: it was not there
+    inode: int  # 0: there was no file
 
     @classmethod
     def at(cls, path: str) -> _File:
@@ -82,14 +82,14 @@ class MappedShards:
         except NotFound:
             return self._map_partial(shard)
         except (DiskFailed, OverCapacity) as error:
-            self._stats.warn("disk", f"{error}; until that works, what is not mapped is read from the origin")
+            self._stats.warn("disk", f"{error}; meanwhile shards that are not mapped are read from the origin")
             return None
         if len(view) != self._manifest.tables.shard_sizes[shard]:
             self._stats.add("corruptions")
             self._store.quarantine(Kind.SHARD, digest)
             return None
         buffer = self._maps.put(shard, view, file)
-        self._set_lost(shard, None)  # last: nobody may find the partial map without what is lost in it
+        self._set_lost(shard, None)  # last: no thread may find the partial map without knowing what is lost in it
         return buffer
 
     def drop(self, shard: int) -> None:
@@ -97,7 +97,7 @@ class MappedShards:
         self._maps.drop(shard)
 
     def drop_evicted(self) -> None:
-        """Unmap the shards whose files are gone: until then their room is not free. Marks as read what was used."""
+        """Unmap the shards whose files were evicted: until then their room is not free. Marks used shards as read."""
         for shard, file in self._mark_used():
             if not file.exists():
                 self._maps.drop(shard, file)
@@ -116,7 +116,7 @@ class MappedShards:
         return Changed(url, "was lost or changed", self._manifest.keys_of_blobs(blobs))
 
     def _map_partial(self, shard: int) -> Buffer | None:
-        """Map a shard some of whose samples the origin lost; those are the ones that do not hash to their digest."""
+        """Map a shard some of whose samples the origin lost: those that do not hash to their digest."""
         digest = self._manifest.shard_digest(shard)
         file = _File.at(str(file_of(self._store.root, Kind.PARTIAL, digest)))
         if not file.inode:
@@ -144,7 +144,7 @@ class MappedShards:
             self._lost = lost
 
     def _mark_used(self) -> list[tuple[int, _File]]:
-        """Mark in the folder what was used since the last call, since what was read longest ago is evicted first."""
+        """Mark in the folder which shards were used since the last call: the least recently read are evicted first."""
         mapped = []
         for shard, file, used in self._maps.mapped():
             if used:

@@ -1,4 +1,4 @@
-"""Shards read from the origin to be filled: verified, and measured, so that decisions know how fast the origin is."""
+"""Reads shards from the origin for fills: verified, and timed, so that decisions know how fast the origin is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class OriginReads:
         return self._estimator.estimate
 
     def reported(self, pause_seconds: float) -> None:
-        """A consumer reported again after so long, which is part of what decisions are taken by."""
+        """Record the time between two reports of a consumer, which decisions take into account."""
         with self._lock:
             self._estimator.reported(pause_seconds)
 
@@ -52,12 +52,12 @@ class OriginReads:
         return data
 
     def mended(self, digest: Digest, partial: Bytes) -> Bytes:
-        """Return the whole shard of a partial one: only what was lost is read. Raises ``Changed`` if it still is."""
+        """Complete a partial shard: read only the samples that were lost. Raises ``Changed`` if they still are."""
         source = self._shards()
         return verified(digest, source.mend(digest, partial), source.name).data
 
     def say_unavailable(self, error: Unavailable) -> None:
-        """Log, once per outage, that the origin does not answer and is waited for."""
+        """Log, once per outage, that the origin does not answer and that this process waits for it."""
         self._patience.say(error, "some shards")
 
     def _shards(self) -> OriginShards:
@@ -65,7 +65,7 @@ class OriginReads:
 
     @contextlib.contextmanager
     def _measured(self, size_bytes: int) -> Iterator[None]:
-        """Measure one read, perhaps of several at once. One that fails says nothing of the origin's rate."""
+        """Measure one read, perhaps of several at once. A read that fails does not count."""
         begun = time.monotonic()
         with self._lock:
             self._estimator.began(begun)

@@ -1,7 +1,7 @@
-"""What all processes that share a folder need, as this process knows it: their lease files, and its own reports.
+"""What all processes that share a folder need, as this process knows it: from their lease files and its own reports.
 
-Every process that may fill the folder listens, so that a plain reader, or a worker of a loader, evicts nothing either
-that another process reported to need.
+Every process that may fill the folder reads the lease files. So no process, not even a plain reader or a loader's
+worker, evicts a shard that another process has reported to need.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from quiver_client.embedded.lease_files import Lease, LeaseFolder, leases_in
 OPENING_MAX: Final = 4
 UNREADABLE_SECONDS: Final = 30.0  # before a manifest that could not be opened is tried again
 UNREADABLE_MAX: Final = 1024
-MANIFEST_BYTES_MAX: Final = 4 << 30  # as for a daemon: it is read into memory, and another process says which file
+MANIFEST_BYTES_MAX: Final = 4 << 30  # as for a daemon: the file is read into memory, and another process named it
 
 U8 = npt.NDArray[np.uint8]
 
@@ -57,9 +57,9 @@ class SharedNeeds:
             yield self._needs
 
     def needed_of(self, shards: U8) -> npt.NDArray[np.int8]:
-        """Return of shards ``(n, 32)``: 1 if somebody needs it, 0 if nobody does, -1 if nobody reported on its dataset.
+        """Return for shards ``(n, 32)``: 1 if a consumer needs it, 0 if none does, -1 if none reported on its dataset.
 
-        While nobody reports on this process's own dataset all of it counts as needed: it is read without reports.
+        While no consumer reports on this process's own dataset, all of it counts as needed: it is read without reports.
         """
         needed = self._needs.needed_of(shards)
         own = self._manifest.shard_numbers.rows_of(shards) >= 0
@@ -67,7 +67,7 @@ class SharedNeeds:
         return needed
 
     def listen(self, older_than_seconds: float) -> None:
-        """Read the lease files of other processes, unless that was done within so many seconds."""
+        """Read the lease files of other processes, unless they were read within so many seconds."""
         if time.monotonic() - self._listened < older_than_seconds:
             return
         with self._lock:
@@ -92,7 +92,7 @@ class SharedNeeds:
             self._own.add(report.consumer.hex())
             self._add(self._manifest)
             if not self._needs.report(self._manifest.digest, report, time.monotonic()):
-                return self._held_mask(self._manifest).astype(np.uint8)  # too many report: others are not counted
+                return self._held_mask(self._manifest).astype(np.uint8)  # too many consumers: others are not counted
             return self._needs.seen_by(report.consumer)
 
     def leave(self, consumer: bytes) -> None:
@@ -103,7 +103,7 @@ class SharedNeeds:
             self._forget_unused()
 
     def set_held(self, held: Set[Digest]) -> None:
-        """Take what a scan found in the folder. Called under the lock (``locked``), as the next two are."""
+        """Accept what a scan found in the folder. Called under the lock (``locked``), as are the next two."""
         for digest in held - self._held:
             self._needs.arrived(digest)
         for digest in self._held - held:
@@ -133,7 +133,7 @@ class SharedNeeds:
         if dataset in self._opening or len(self._opening) >= OPENING_MAX or dataset in self._unreadable:
             return
         self._opening.add(dataset)
-        # By a thread of its own: where the manifest lies may hang, and a reader may be waiting for a decision.
+        # In a thread of its own: the manifest's file system may hang, and a reader may be waiting for a decision.
         process_exit.start(self._open, "quiver-open", lease.manifest, dataset)
 
     def _enter(self, lease: Lease) -> None:
@@ -143,7 +143,7 @@ class SharedNeeds:
 
     def _open(self, path: Path, dataset: Digest) -> None:
         manifest = None
-        with contextlib.suppress(QuiverError, OSError):  # not readable for this user, or another file by now
+        with contextlib.suppress(QuiverError, OSError):  # not readable for this user, or replaced by another file
             manifest = Manifest.open(path, dataset, size_bytes_max=MANIFEST_BYTES_MAX)
         with self._lock:
             self._opening.discard(dataset)

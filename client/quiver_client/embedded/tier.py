@@ -1,7 +1,7 @@
 """The host tier without a daemon: a folder that all processes of the machine share, its shards mapped read-only.
 
-Files are immutable and only ever unlinked, so processes need no agreement to read. What is missing is filled
-(``filling``). In a folder that this process may not write to, what is there is read, and nothing is filled.
+Files are immutable and only ever unlinked, so processes can read without coordination. ``filling`` fills missing
+shards. If this process may not write to the folder, it reads what is there and fills nothing.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class EmbeddedTier:
         batch.put_mapped(self._without_lost(batch, missing, here, lost_before), here)
 
     def blame(self, batch: Batch, bad: Positions) -> None:
-        """Verify the shards as a whole: one that is wrong is quarantined and will be filled again."""
+        """Verify whole shards: a wrong one is quarantined, and filled again later."""
         for shard in np.unique(batch.plan.shards[bad]).tolist():
             self._mapped.drop(shard)
             with contextlib.suppress(Corrupt, NotFound, DiskFailed, OverCapacity):
@@ -90,7 +90,7 @@ class EmbeddedTier:
         self.store.close()
 
     def _map_or_fill(self, shards: list[int]) -> dict[int, Buffer]:
-        """Map those of the shards that are in the folder, and fill the others; return what is there then."""
+        """Map those of the shards that are in the folder, and fill the others; return all that are mapped."""
         found: dict[int, Buffer] = {}
         absent: list[int] = []
         for shard in shards:
@@ -107,10 +107,10 @@ class EmbeddedTier:
     def _without_lost(
         self, batch: Batch, missing: Positions, here: dict[int, Buffer], before: Mapping[int, Positions]
     ) -> Positions:
-        """Return those of the positions that are not lost in a partial shard; try to mend such, now and then.
+        """Return those of the positions that are not lost in a partial shard; try to mend such shards now and then.
 
-        ``before``: what was lost before ``here`` was looked up. Another thread may map a shard anew meanwhile, and of
-        what is in doubt nothing is handed out.
+        ``before``: what was lost before ``here`` was looked up. Another thread may map a shard again meanwhile; samples
+        that are lost in either state are not handed out.
         """
         now = self._mapped.lost
         if not before and not now:

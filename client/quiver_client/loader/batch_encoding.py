@@ -1,9 +1,9 @@
 """One drawn batch as bytes in a ledger, and back: how many entries it takes, or how many of each shard.
 
-Of each shard a batch takes the next entries (``quiver.substitution``), so a count per shard is all there is to say, and
-a batch of the plain permutation is one number. The bytes have a meaning only together with the ``Order`` before the
-batch was taken. Invariant: any bytes decode to a batch that this order could have drawn, or are refused. The ledger
-deflates many batches together (``quiver_client.loader.ledger_format``), so nothing is compressed here.
+A batch takes the next entries of each shard (``quiver.substitution``), so one count per shard describes it, and a batch
+of the plain permutation is one number. The bytes have a meaning only together with the ``Order`` before the batch was
+taken. Invariant: any bytes decode to a batch that this order could have drawn, or are rejected. The ledger deflates
+many batches together (``quiver_client.loader.ledger_format``), so nothing is compressed here.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ def encode_batch(order: Order, entries: Ints, batch_size: int) -> bytes:
     """
     if len(entries) > batch_size:
         raise ValueError(f"a batch of {len(entries)} samples is larger than batch_size={batch_size}")
-    # By how much it is short of a full batch: so a full one of the permutation, the most common one, is a single byte.
+    # Encode how many samples a full batch has more: so a full batch of the permutation, the usual case, is one byte.
     head = (batch_size - len(entries)) << 2
     if np.array_equal(order.plain(len(entries)), entries):
         return varint(head)
     shards, counts = np.unique(order.shards[entries], return_counts=True)
     if not np.array_equal(order.prefixes(shards, counts), entries):
-        raise ValueError("a batch takes of each shard the next entries, in the order of the permutation")
+        raise ValueError("a batch must take the next entries of each shard, in the order of the permutation")
     pairs = np.column_stack([np.diff(shards, prepend=-1) - 1, counts - 1])
     return b"".join(map(varint, [head | _BY_SHARD, *pairs.ravel().tolist()]))
 
 
 def skipped(batch: bytes) -> bytes:
-    """Return an encoded batch as one that was drawn and never consumed, since reading it failed."""
+    """Return an encoded batch marked as drawn but never consumed, since reading it failed."""
     head, at = number_at(batch, 0)
     return varint(head | _SKIPPED) + batch[at:]
 

@@ -23,7 +23,7 @@ from quiver_client.loader.passes import Passes
 from quiver_client.needs_reporter import NeedsReporter
 
 FIRST_ANSWER_SECONDS: Final = 2.0
-LEASE_SECONDS: Final = 5.0  # several reports: so long the cache keeps what a suspended job needs
+LEASE_SECONDS: Final = 5.0  # several reports; the cache keeps what a suspended job needs for this long
 REPORT_SECONDS: Final = (0.1, 1.0)  # bounds of the time between two reports
 SOON_SHARDS_MAX: Final = 1024
 
@@ -34,7 +34,7 @@ class CacheConsumer:
     def __init__(
         self, dataset: Dataset, passes: Passes, wait: DrawWait, lock: RLock, *, soon_samples: int | None
     ) -> None:
-        """``soon_samples``: how many samples ahead the shards are asked for in order; ``None``: in any order."""
+        """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
         self._dataset, self._passes, self._wait, self._lock = dataset, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
@@ -45,7 +45,7 @@ class CacheConsumer:
 
     @property
     def view(self) -> View | None:
-        """What is resident, as last heard."""
+        """What is resident, by the last answer."""
         return self._reporter.view if self._reporter is not None else None
 
     def begin(self, name: bytes) -> None:
@@ -55,12 +55,12 @@ class CacheConsumer:
         self._pauses.begin(time.monotonic())
 
     def report_now(self) -> None:
-        """Report without delay what has changed, if anything is reported."""
+        """Report changes without delay, if this consumer reports at all."""
         if self._reporter is not None:
             self._reporter.nudge()
 
     def start(self, *, wait_for_answer: bool) -> None:
-        """Start to report, if this has not happened, and unless the process has no cache for this dataset."""
+        """Start to report, unless that has begun or the process has no cache for this dataset."""
         if self._reporter is not None:
             self._reporter.nudge()
             return
@@ -69,7 +69,7 @@ class CacheConsumer:
             return
         self._reporter = NeedsReporter(len(self._layout.counts), channel, self._report)
         self._finalizer = weakref.finalize(self, self._reporter.close)
-        self._finalizer.atexit = False  # the reporter sees to that
+        self._finalizer.atexit = False  # the reporter withdraws the needs at exit
         if wait_for_answer:
             self._reporter.first_answer(FIRST_ANSWER_SECONDS)
 
@@ -86,7 +86,7 @@ class CacheConsumer:
             self.report_now()
 
     def starved(self, seconds: float) -> None:
-        """A batch had to be waited for. Locked."""
+        """The loop had to wait for a batch. Locked."""
         self._rate.starved(seconds)
 
     def consumed(self, rows: Ints, waited_seconds: float) -> None:

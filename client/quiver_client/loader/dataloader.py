@@ -44,13 +44,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
     the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.
-    ``lookahead``: from how many pending samples a batch may choose; ``"auto"``: from the whole epoch.
+    ``lookahead``: among how many pending samples a batch may choose; ``"auto"``: the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
     or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does. ``job``: a name that is the
-    same in all ranks: a job that restarts under its name replaces its former self, whose lease has to expire otherwise.
-    ``ledger``: a file to record the order in; ``replay``: such a file, whose order is read again whatever the cache
-    holds. With several ranks each has its own file, with ``.<rank>`` appended to the name.
+    same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
+    old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
+    independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
@@ -96,7 +96,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             raise ValueError("sampler: it determines the order; give either sampler or shuffle")
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and not stock.get("in_order", True):
-                raise ValueError(f"{name}: it is about the order of batches, which in_order=False leaves to chance")
+                raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
         order = BatchSampler(
@@ -115,7 +115,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             sampler=sampler,
         )
         self.order = order
-        # With nothing to be done sample by sample, a batch is made by columns.
+        # If no sample is processed by itself, a batch is made by columns.
         by_columns = collate_fn is None and CollatedDataset.can_read(dataset)
         self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
         self.epoch: Epoch | None = None  # what the workers draw from
@@ -136,8 +136,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             **stock,
         )
         self._collate = collated if by_columns else self.collate_fn
-        self.__dict__["batch_sampler"] = order  # torch refuses it beside a batch_size, which users read
-        # A weak reference: its threads refer to this loader, so a pass that was dropped midway would never end.
+        self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
+        # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
         self._passing: weakref.ref[_Pass] | None = None
 
     @property
@@ -164,7 +164,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, the same in every rank.
 
-        In an epoch that is resumed it is more if the batches handed out before and those left are more.
+        In a resumed epoch it is larger if more batches than that were handed out before or are left.
         """
         return len(self.order)
 
@@ -187,7 +187,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return passing
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch's, or what a loaded state left of it."""
+        """Make the next pass read this epoch, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
     def state_dict(self) -> State:
@@ -197,9 +197,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.
 
-        The state of one of several ranks is for the same rank of the same number (one of an epoch's end, for any rank);
-        ``merge_states`` makes one for any number. Where a ``sampler`` gives the order each rank loads its own.
-        Raises ``ValueError`` with the reason if it is of another dataset, seed or version.
+        The state of one of several ranks fits the same rank of the same world size; if it was taken at the end of an
+        epoch, it fits any rank. A state of ``merge_states`` fits any world size. If a ``sampler`` gives the order, each
+        rank loads its own. Raises ``ValueError`` with the reason if it is of another dataset, seed or version.
         """
         self.order.load_state_dict(state)
 
@@ -265,7 +265,7 @@ class _Pass:
 
     @property
     def reading(self) -> bool:
-        """Whether it has not reached its end."""
+        """Whether the pass has not reached its end."""
         return self._batches is not None
 
     def close(self) -> None:
@@ -278,7 +278,7 @@ class _Pass:
 
 
 def _drop(order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
-    """End a pass that was collected, in whatever thread the collector runs: ``close`` could wait for that thread."""
+    """End a pass that was garbage-collected, in any thread, so without waiting: ``close`` could wait for itself."""
     sync.end()
     order.abandon(epoch)
     batches.close(wait=False)

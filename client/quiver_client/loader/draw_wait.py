@@ -1,21 +1,21 @@
 """How long a draw waits for shards to arrive before it takes samples that are read past the cache. Pure: no clock.
 
-A wait ends once nothing of use arrived for ``PATIENCE_SECONDS``, and in any case after ``WAIT_SECONDS_MAX``. After a
-wait in vain the next one is half as long, and twice as long again after one that was worth it.
+A wait ends once nothing usable has arrived for ``PATIENCE_SECONDS``, and at the latest after ``WAIT_SECONDS_MAX``.
+A wait in vain halves the next one; a successful one doubles it again.
 """
 
 from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-PATIENCE_SECONDS: Final = 5.0  # without anything of use arriving
+PATIENCE_SECONDS: Final = 5.0  # without anything usable arriving
 PATIENCE_SECONDS_MIN: Final = 0.1
 WAIT_SECONDS_MAX: Final = 20.0  # whatever arrives meanwhile
 
 
 class _Wait(NamedTuple):
     began: float
-    since: float  # the last time something of use arrived
+    since: float  # the last time something usable arrived
     usable: int  # resident pending samples then
 
 
@@ -31,7 +31,7 @@ class DrawWait:
         return self._wait is not None
 
     def go_on(self, now: float, usable: int) -> bool:
-        """Begin to wait, or look again; return whether to go on waiting. ``usable``: resident pending samples."""
+        """Begin to wait, or check again; return whether to keep waiting. ``usable``: resident pending samples."""
         if self._wait is None:
             self._wait = _Wait(now, now, usable)
             return True
@@ -43,7 +43,7 @@ class DrawWait:
         return now - self._wait.since < self._patience_seconds
 
     def end(self, now: float) -> float:
-        """A batch is drawn: return for how many seconds it was waited for, and adapt the patience."""
+        """End the wait, since a batch is drawn; return how many seconds it took, and adapt the patience."""
         if self._wait is None:
             return 0.0
         began, since, _ = self._wait
@@ -54,5 +54,5 @@ class DrawWait:
         return now - began
 
     def cancel(self) -> None:
-        """Nobody waits any more."""
+        """Forget the wait."""
         self._wait = None

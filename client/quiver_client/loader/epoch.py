@@ -1,4 +1,4 @@
-"""One pass over an epoch, or over what a resumed run left of it: batches drawn ahead, and consumed when handed out.
+"""One pass over an epoch, or over what remains of a resumed one: batches are drawn ahead, and consumed when handed out.
 
 Values only: no thread and no lock; ``BatchSampler`` holds its lock while it calls. In a saved state a batch that was
 drawn and not consumed is still pending; one that is consumed never becomes pending again.
@@ -28,7 +28,7 @@ from quiver.substitution import (
 
 @dataclass(frozen=True, slots=True)
 class Deal:
-    """What the ranks' shares of an epoch follow from. All but ``rank`` is the same in every rank."""
+    """The settings that determine the ranks' shares of an epoch. All but ``rank`` are the same in every rank."""
 
     samples: int
     seed: int
@@ -39,7 +39,7 @@ class Deal:
     drop_last: bool
 
     def order(self, epoch: int, done: Mask) -> Ints:
-        """Return the samples of an epoch to deal: its permutation without those ``done`` before ``(samples,)``."""
+        """Return the samples of an epoch to deal: its permutation without those already ``done`` ``(samples,)``."""
         order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
         return order[~done[order]] if done.any() else order
 
@@ -89,7 +89,7 @@ class ShardLayout:
 
 
 class Drawn(NamedTuple):
-    """A drawn batch: its number in this pass, its samples, and how many of those came before their turn."""
+    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early."""
 
     number: int
     rows: Ints
@@ -97,7 +97,7 @@ class Drawn(NamedTuple):
 
 
 class Epoch:
-    """What is pending, drawn and consumed of one rank's share of one epoch."""
+    """Which entries of one rank's share of one epoch are pending, drawn and consumed."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Epoch:
         batches: int = 0,
         replayed: Ints | None = None,
     ) -> None:
-        """``own`` ``(share,)``: what this rank consumed of it before, in ``batches`` batches.
+        """``own`` ``(share,)``: the entries that this rank consumed before, in ``batches`` batches.
 
         ``replayed``: samples in the order in which to draw them, in place of the share's own order.
         """
@@ -121,7 +121,7 @@ class Epoch:
         self._entries = np.flatnonzero(~self.consumed)
         if replayed is not None:
             known = _entries_of(share, self._entries, replayed)
-            rest = self._entries[~np.isin(self._entries, known)]  # what the ledger does not have comes last
+            rest = self._entries[~np.isin(self._entries, known)]  # entries that the ledger lacks come last
             self._entries = np.concatenate([known, rest])
         self._rows = share[self._entries]
         self._shard_count = len(layout.counts)
@@ -184,7 +184,7 @@ class Epoch:
         return self._rows[self._in_flight[number]]
 
     def fetched(self, number: int) -> None:
-        """The bytes of a batch are in memory: it does not need its shards any more."""
+        """Record that a batch is in memory: it does not need its shards any more."""
         shards = self._fetching.pop(number, None)
         if shards is not None:
             self._unread -= np.bincount(shards, minlength=self._shard_count)

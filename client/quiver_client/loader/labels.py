@@ -18,7 +18,7 @@ from quiver_client.dataset import Dataset
 
 log = logging.getLogger("quiver_client")
 
-BATCHES: Final = 50  # that are judged together
+BATCHES: Final = 50  # that are tested together
 SIGMAS: Final = 8.0
 DEPARTURE: Final = 1.5  # ratio of the mean chi-squared to the uniform one that matters in practice
 CLASSES_MAX: Final = 65_536
@@ -44,7 +44,7 @@ class LabelWatch:
         return cls(_labels_of(dataset))
 
     def seen(self, rows: Ints) -> None:
-        """A batch of these samples ``(batch,)`` was handed out."""
+        """Count a batch of these samples ``(batch,)`` that was handed out."""
         if len(self._shares) < 2 or self.has_warned:
             return
         expected = self._shares * len(rows)
@@ -64,7 +64,7 @@ class LabelWatch:
             self.has_warned = True
             log.warning(
                 "labels: the last %d batches are further from a uniform shuffle than chance explains (chi-squared"
-                " %.0f where %.0f is usual). Samples that are stored together are read together: index with"
+                " %.0f where %.0f is usual). Samples that are stored together are read together; index with"
                 " `--layout mixed`, give the cache more capacity, or use substitute=False (docs/substitution.md)",
                 BATCHES,
                 mean,

@@ -1,11 +1,11 @@
 """The ledger: which batches one rank consumed, epoch by epoch, written by ``ledger=`` and read by ``replay=``.
 
-Which samples a batch holds depends on what was resident when it was drawn, and that cannot be reproduced; so it is
-recorded, in a few bytes per batch (``quiver_client.loader.batch_encoding``).
+Which samples a batch holds depends on what was resident when it was drawn, and that cannot be reproduced; so the ledger
+records it, in a few bytes per batch (``quiver_client.loader.batch_encoding``).
 
-Invariant: the file only grows. A killed process leaves the same order, at most shorter. A run that resumes from a
-checkpoint repeats batches that the ledger has already; the segment that it begins says from where, and the reader drops
-those.
+Invariant: the file only grows. A killed process leaves a prefix of the same order. A run that resumes from a checkpoint
+repeats batches that the ledger already has; the segment that the run begins says from where, and the reader drops the
+earlier ones.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class LedgerWriter:
         self.flush()
 
     def batch(self, batch: bytes) -> None:
-        """Write down a consumed batch, as ``encode_batch`` returned it."""
+        """Record a consumed batch, as ``encode_batch`` returned it."""
         if not self._begun:
             raise ValueError("begin() comes before the first batch()")
         if self._batches_bytes + len(batch) > CHUNK_BYTES:
@@ -89,7 +89,7 @@ class LedgerWriter:
         self._flushed_at = self._clock()
 
     def close(self) -> None:
-        """Mark the ledger as complete and bring it to the disk."""
+        """Mark the ledger as complete and sync it to the disk."""
         if self._file.closed:
             return
         with self._file:
@@ -99,7 +99,7 @@ class LedgerWriter:
             os.fsync(self._file.fileno())
 
     def abandon(self) -> None:
-        """Close the file without flushing or marking it as complete. What is in it stays."""
+        """Close the file without flushing or marking it as complete. Its content stays."""
         self._file.close()
 
     def _frame_batches(self) -> None:
@@ -131,15 +131,15 @@ class LedgerReader:
 
     @property
     def epochs(self) -> tuple[int, ...]:
-        """The epochs of which the ledger has something."""
+        """The epochs of which the ledger has batches."""
         return tuple(sorted({segment.epoch for segment in self._segments}))
 
     def batches(self, epoch: int) -> list[tuple[Mask | None, list[bytes]]]:
         """Return the deals of an epoch: the samples done before each (``None``: none), and its encoded batches.
 
-        Batches that a checkpoint discarded are left out: a segment that begins after ``k`` batches of a deal replaces
-        what the ledger has of that deal after them, and every deal since. Empty for an epoch that the ledger does not
-        have; ``ValueError`` where batches are missing in between.
+        Batches that a resume discarded are left out: a segment that begins after ``k`` batches of a deal replaces the
+        later batches of that deal, and every later deal. Empty for an epoch that the ledger lacks; ``ValueError`` if
+        batches are missing in between.
         """
         deals: dict[Digest, tuple[Mask | None, list[tuple[int, list[bytes]]]]] = {}
         for segment in self._segments:

@@ -1,9 +1,8 @@
 """The format of a ledger's file (``docs/format.md``): a header that names the run, and frames chained by their CRCs.
 
 Invariant: the CRC of a frame continues that of the frame before it, so no frame counts unless all before it do. A last
-frame that is incomplete is torn: a process that was killed while writing it left that, and all before it counts.
-Anything else that does not fit is damage, and refused. A ledger has a bit or so per sample and epoch, and is read into
-memory.
+frame that is incomplete is torn: a process was killed while writing it, and all frames before it count. Anything else
+that does not fit is damage and is rejected. A ledger has about one bit per sample and epoch, and is read into memory.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class FrameKind(enum.IntEnum):
     """What a frame holds."""
 
     BATCH = 0
-    BATCHES = 1  # each with its length before it, deflated together
+    BATCHES = 1  # each preceded by its length, deflated together
     SEGMENT = 2  # begins a segment, to which the batches that follow belong
     END = 3  # the ledger was closed
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which run a ledger records: with any of this different, its bytes would mean other samples."""
+    """Which run a ledger records: if any of these fields differed, its bytes would mean other samples."""
 
     dataset: str  # digest of the manifest
     seed: int
@@ -68,7 +67,7 @@ class Contents(NamedTuple):
 
 
 def encode_header(run: Run) -> tuple[bytes, int]:
-    """Return how a ledger of this run begins, and the CRC there."""
+    """Return the header of this run's ledger, and its CRC."""
     header = msgspec.json.encode(run)
     start = MAGIC + VERSION.to_bytes(4, "little") + len(header).to_bytes(4, "little") + header
     crc = zlib.crc32(start)

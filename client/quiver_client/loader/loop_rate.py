@@ -1,4 +1,4 @@
-"""How fast the training loop reads while it has something to read, and whether it reads at all: both are reported."""
+"""How fast the training loop reads while it need not wait, and whether it is paused: both are reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LoopRate:
         return self._rate.value
 
     def starved(self, seconds: float) -> None:
-        """No batch could be drawn for so long."""
+        """Record that no batch could be drawn for so long."""
         self._starved_seconds += seconds
 
     def consumed(self, size_bytes: float, waited_seconds: float) -> None:
@@ -46,7 +46,7 @@ class LoopRate:
 
 
 class LoopPauses:
-    """Tells a loop that pauses, to validate for instance, from one that takes its steps."""
+    """Tells a loop that pauses, to validate for instance, from one that is training."""
 
     def __init__(self) -> None:
         self._is_asking = False
@@ -66,6 +66,6 @@ class LoopPauses:
         self._is_asking, self._step_seconds, self._last = False, now - self._last, now
 
     def is_paused(self, now: float) -> bool:
-        """Whether the loop has its batch, and has not asked for the next one for longer than a few of its steps."""
+        """Whether the loop has received a batch and, for longer than a few steps, has not asked for the next one."""
         least, most = PAUSE_SECONDS
         return not self._is_asking and now - self._last > min(max(PAUSE_STEPS * self._step_seconds, least), most)

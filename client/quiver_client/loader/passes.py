@@ -1,4 +1,4 @@
-"""One pass after another: which epoch comes next, which one is read, what of it is consumed, and the state of all that.
+"""A loader's passes: which epoch comes next, which one is read, what of it is consumed, and the state of all that.
 
 A pass reads one epoch, or what a resumed run left of it. Values only: no thread, no lock, no file; ``BatchSampler``
 holds its lock while it calls. What is saved depends on what was consumed, never on what was drawn ahead.
@@ -43,7 +43,7 @@ class Passes:
         self._deal = deal
         self._deal = self.deal
         self._next_epoch = 0
-        self._is_named = False  # the user said which epoch comes next
+        self._is_named = False  # the user has set which epoch comes next
         self._resume: State | None = None  # the state that the next pass resumes from
         self._before = 0  # batches of its epoch that were handed out before the shares were dealt
         self._length: int | None = None  # batches of the whole epoch, where the pass was resumed
@@ -55,8 +55,8 @@ class Passes:
 
     @property
     def deal(self) -> Deal:
-        """What the shares follow from; before the first pass, as if that began now."""
-        if self.user is not None:  # it has dealt them already, and its order is its own
+        """The settings that determine the shares; before the first pass, as if that began now."""
+        if self.user is not None:  # the user's sampler has dealt the shares
             return self._deal
         rank, world_size = self.rank.current
         if (rank, world_size) == (self._deal.rank, self._deal.world_size):
@@ -64,14 +64,14 @@ class Passes:
         return replace(self._deal, rank=rank, world_size=world_size)
 
     def settle(self) -> bool:
-        """Settle the rank as this process has it now; return whether the deal is another one by that."""
+        """Settle the rank as this process has it now; return whether that changed the deal."""
         self.rank.settle()
         before, self._deal = self._deal, self.deal
         return self._deal != before
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is read, or else of the next one."""
+        """The number of the epoch that is being read, or else of the next one."""
         return self.current.number if self.current is not None else self._next_epoch
 
     @property
@@ -84,9 +84,9 @@ class Passes:
 
     @property
     def batches(self) -> int:
-        """Batches of a whole epoch; of one that is resumed, no fewer than were handed out and are left.
+        """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left.
 
-        No fewer than a whole epoch either: a trainer that asks once, as Lightning does, reads the next by it as well.
+        Never fewer than a whole epoch: a trainer that asks once, as Lightning does, uses the number for all epochs.
         """
         whole = self.user.batches(self._deal) if self.user is not None else None
         return max(self.deal.batches if whole is None else whole, self._resumed_batches or 0)
@@ -100,7 +100,7 @@ class Passes:
         try:
             resume = self._fitted(self._resume)
         except ValueError:
-            return None  # the next pass raises it
+            return None  # the next pass will raise the error
         left = self._batches_left(resume)
         return counted(resume) + left if left or self._is_named else None
 
@@ -114,7 +114,7 @@ class Passes:
         return ceil((share - own) / deal.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next pass this epoch's: all of it, or what a loaded state of it left."""
+        """Make the next pass read this epoch: all of it, or what a loaded state left of it."""
         self._next_epoch, self._is_named = epoch, True
         if self.current is not None and self.reading is None:
             if not self._has_begun and self.current.number == epoch:
@@ -128,7 +128,7 @@ class Passes:
     def begin(self, replay: Replay | None) -> Epoch:
         """Begin the next epoch, or what a resumed run left of one, in the order of a ``replay`` if there is one."""
         named = self.user.named if self.user is not None and not self._is_named else None
-        if named is not None:  # the user set the epoch of the sampler, and not the loader's
+        if named is not None:  # the user set the sampler's epoch instead of the loader's
             self.set_epoch(named)
         untouched = self.current if not self._has_begun else None
         if untouched is not None and (not self._is_named or self._next_epoch == untouched.number):
@@ -156,7 +156,7 @@ class Passes:
         self._consumed[self._left_out] = True
 
     def stop_reading(self) -> None:
-        """The loop reads no more of this pass. What it had drawn ahead was not consumed; the state says so."""
+        """Stop reading this pass. Batches that were drawn ahead were not consumed, and the state says so."""
         self.reading = None
         if self.current is not None and self.current.finished:
             self.drop()
@@ -186,10 +186,10 @@ class Passes:
     # -- the state ----------------------------------------------------------------------------------------------------
 
     def state(self, *, is_recorded: bool) -> State:
-        """Return what is consumed so far.
+        """Return the state: what is consumed so far.
 
-        ``is_recorded``: by a ledger, which counts skipped batches, too. So after a skip the state does not count the
-        batches of this deal: the pass that resumes deals again.
+        ``is_recorded``: a ledger records the order. It counts skipped batches, too, so after a skip the state does not
+        count the batches of this deal, and the pass that resumes deals again.
         """
         if self.current is None:
             return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
@@ -204,7 +204,7 @@ class Passes:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
-        # Which rank this is may be unknown yet: then the first pass tells whether the state is its own.
+        # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
         belongs = belonging(state, self._dataset, self._deal)
         is_foreign = belongs.get("sampler") and self.user is None
         resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs

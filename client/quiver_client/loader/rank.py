@@ -1,8 +1,9 @@
-"""Which rank of how many a loader reads for: settled when its first pass begins, and never changed after that.
+"""Which rank of how many a loader reads for: settled when its first pass begins, and never changed afterwards.
 
-A trainer makes the process group long after the user made the loader, and tells processes apart by variables of its own
-until then. So a rank that was looked up when the loader was made may be the same in all processes. What is settled is
-compared with ``torch.distributed`` whenever a pass begins: where they disagree, samples would be read twice or never.
+A trainer makes the process group long after the user made the loader; until then it distinguishes processes by
+variables of its own. So a rank that was looked up when the loader was made could be the same in all processes. Whenever
+a pass begins, the settled rank is compared with ``torch.distributed``'s: if they disagreed, samples would be read twice
+or never.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from quiver_client.loader.arguments import RANK_VARIABLES, rank_and_world_size
 
 
 class SettledRank:
-    """Rank and world size, as given to the loader or else as this process has them."""
+    """Rank and world size: as given to the loader, or else found in this process's environment."""
 
     def __init__(self, rank: int | None, world_size: int | None) -> None:
         """Raises ``ValueError`` naming the argument."""
@@ -45,8 +46,8 @@ class SettledRank:
     def settle(self) -> tuple[int, int]:
         """Fix rank and world size, and return them.
 
-        Raises ``ValueError`` naming ``rank`` if other processes would read this share as well, or none would read
-        another.
+        Raises ``ValueError`` naming ``rank`` if another process would read the same share, or none would read some
+        share.
         """
         rank, world_size = self.current
         group = _process_group()
@@ -61,7 +62,7 @@ class SettledRank:
                 f" that this is rank {group[0]} of {group[1]}. Iterate the loader after"
                 " torch.distributed.init_process_group, make a new loader, or give it rank and world_size"
             )
-        # Fewer shares than processes are right where several read the same one: tensor or pipeline parallelism.
+        # Fewer shares than processes are correct if several read the same one: tensor or pipeline parallelism.
         if group is not None and (world_size > group[1] or (world_size == group[1] and rank != group[0])):
             raise ValueError(
                 f"rank={rank}, world_size={world_size}: torch.distributed says that this is rank {group[0]} of"
@@ -73,7 +74,7 @@ class SettledRank:
     def refuse_whole(self) -> None:
         """Raise ``ValueError`` if each of several ranks would read all of an order that is not dealt to them.
 
-        A loader with ``rank=0, world_size=1`` is meant to.
+        A loader with ``rank=0, world_size=1`` is allowed to.
         """
         if self.is_whole or self.current[1] < 2:
             return

@@ -1,12 +1,12 @@
 """Whether the ranks of a job deal the same epoch: otherwise some samples are read twice and others never.
 
-The ranks share torch.distributed's key-value store. The first rank to reach a point writes there what it has, and
-each other rank compares, by one request: the manifest and what the shares follow from when a pass begins, the state
-that it resumes from, and the epoch when a pass was read to its end. No rank waits for another, so one that reads a
-dataset alone, to validate for instance, does not hang as it would in a collective.
+The ranks share torch.distributed's key-value store. The first rank to reach a point writes its values there, and each
+other rank compares, by one request: when a pass begins, the manifest, the settings that determine the shares, and the
+state that it resumes from; when a pass was read to its end, the epoch. No rank waits for another, so a rank that reads
+a dataset alone, to validate for instance, does not hang as it would in a collective.
 
-Two ranks' loaders are the same one if the same line of the program made them, as the n-th time, over the same path. A
-pass that was broken off is not compared: the other ranks may be about to break theirs off as well.
+Two ranks' loaders correspond if the same line of the program made them, as its n-th loader, over the same path. A pass
+that ended early is not compared: the other ranks may be about to end theirs early as well.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _made: Counter[str] = Counter()  # loaders of this process, by path and by the l
 class RankAgreement:
     """What the ranks of one loader have to agree on. Made by the loader's constructor, whose caller identifies it.
 
-    Where the ranks are not those of torch.distributed nothing is compared, nor between ranks that read other paths.
+    If the ranks are not those of torch.distributed, nothing is compared; neither are ranks that read other paths.
     """
 
     def __init__(self, manifest: Manifest, deal: Deal, sampler: Any) -> None:
         self._manifest = manifest
         self._settings = _settings(manifest, deal, sampler)
-        # Where all epochs have the same order, it does not matter which one a rank reads.
+        # If all epochs have the same order, it does not matter which one a rank reads.
         self._by_epoch = deal.shuffle if sampler is None else _follows_epoch(sampler)
         self._shares_state = sampler is None
         made = str(Digest.of(f"{manifest.path}\0{_maker()}".encode()))
@@ -121,7 +121,7 @@ class RankAgreement:
 
 
 def _settings(manifest: Manifest, deal: Deal, sampler: Any) -> Facts:
-    """Return what the shares follow from."""
+    """Return the settings that determine the shares."""
     facts: Facts = {"manifest": str(manifest.digest), "sampler": sampler is not None}
     if sampler is None:
         seed = deal.seed if deal.shuffle else 0
@@ -150,7 +150,7 @@ def _compare(store: Any, key: str, rank: int, ours: Facts) -> tuple[int, Facts]:
         stored = store.compare_set(key, "", json.dumps([rank, ours]))  # sets it if it is absent; returns the value
         first, theirs = json.loads(stored)
     except (RuntimeError, ValueError):
-        return rank, ours  # the store is gone, or has no compare_set; torch.distributed raises where it matters
+        return rank, ours  # the store is closed, or has no compare_set; torch.distributed raises if it matters
     return first, theirs
 
 

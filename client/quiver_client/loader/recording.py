@@ -1,4 +1,4 @@
-"""What ``ledger=`` and ``replay=`` do for a sampler: ``Recorder`` writes the order down, ``Replay`` reads it back."""
+"""What ``ledger=`` and ``replay=`` do for a sampler: ``Recorder`` writes the order, ``Replay`` reads it back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Recorder:
         self._run = run
         self._writer: LedgerWriter | None = None
         self._pid = os.getpid()
-        self._has_written = False  # then the ledger is this process's, and appended to
+        self._has_written = False  # then this process appends to the ledger
         self._drawn: dict[int, bytes] = {}  # encoded batches by number, until they are consumed
 
     @property
@@ -64,12 +64,12 @@ class Recorder:
         return self._writer is not None
 
     def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
-        """A pass begins, of the samples that were not ``done`` before its shares were dealt.
+        """Begin a pass over the samples that were not ``done`` before its shares were dealt.
 
         ``resumed``: the run continues another one, and appends to its ledger.
         """
         if self._has_forked():
-            log.warning("ledger=%r: the process that began it writes it, and not this fork", str(self._path))
+            log.warning("ledger=%r: the process that began it writes it, not this forked child", str(self._path))
             self._stop()
         if self._path is None:
             return
@@ -88,14 +88,14 @@ class Recorder:
             self._drawn[number] = encode_batch(epoch.order, entries, self._run.batch_size)
 
     def consumed(self, number: int) -> None:
-        """Write down a consumed batch. Batches before it that were not consumed raised, and the loop went on."""
+        """Record a consumed batch. Earlier batches that were not consumed raised, and the loop continued."""
         for earlier in [each for each in self._drawn if each < number]:
             self._write(skipped(self._drawn.pop(earlier)))
         if number in self._drawn:
             self._write(self._drawn.pop(number))
 
     def flush(self) -> None:
-        """Hand what was consumed to the operating system: a checkpoint must not be ahead of the ledger."""
+        """Hand the consumed batches to the operating system: a checkpoint must not be ahead of the ledger."""
         self._attempt(LedgerWriter.flush)
 
     def close(self) -> None:
@@ -118,7 +118,7 @@ class Recorder:
             self._stop()
 
     def _has_forked(self) -> bool:
-        """Whether this is a fork of the process whose ledger it is, with a copy of what that one has yet to write."""
+        """Whether this is a forked child of the ledger's process, with a copy of what the parent has yet to write."""
         return self._has_written and self._pid != os.getpid()
 
     def _stop(self) -> None:
@@ -129,7 +129,7 @@ class Recorder:
 
 
 class Replay:
-    """The order that a ledger has, to be consumed again whatever is resident."""
+    """The order that a ledger recorded, to be repeated independent of what is resident."""
 
     def __init__(self, path: Path, run: Run) -> None:
         self._reader = LedgerReader(path, run)
@@ -137,7 +137,7 @@ class Replay:
     def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Ints:
         """Return the samples of an epoch in the order in which they were consumed.
 
-        Raises ``ValueError`` if the ledger has nothing of the epoch, or batches that its order cannot have drawn.
+        Raises ``ValueError`` if the ledger has no batch of the epoch, or one that its order cannot have drawn.
         """
         consumed: list[Ints] = []
         for done, batches in self._reader.batches(epoch):

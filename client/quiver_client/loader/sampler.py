@@ -2,8 +2,8 @@
 
     drawn → fetched (its bytes are in memory) → consumed (the training loop has it)
 
-What is drawn depends on what is resident; what is saved depends on what was consumed. ``passes`` keeps the books of
-that, ``consumer`` reports to the cache, ``draw_wait`` says how long a draw waits for it.
+What is drawn depends on what is resident; what is saved depends on what was consumed. ``passes`` keeps track of both,
+``consumer`` reports to the cache, ``draw_wait`` says how long a draw waits for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from quiver_client.loader.state import State
 from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
-SOON_BATCHES: Final = 64  # how far ahead shards are asked for where the order is fixed
+SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 DISPLACED: Final = (
     "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
 )
@@ -90,9 +90,9 @@ class BatchSampler(Sampler[list[int]]):
         self._lookahead = lookahead_of(lookahead)
         digest = dataset.manifest.digest
         self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
-        # A rank that was told to read everything may be the only one that does: others do not compare with it.
+        # A rank that was told to read everything may be the only one that does, so it is not compared with others.
         self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
-        self._is_read_through = False  # the pass came to its end, and was not compared with other ranks' yet
+        self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
         self._labels = LabelWatch.of(dataset) if deal.shuffle else None
@@ -106,29 +106,29 @@ class BatchSampler(Sampler[list[int]]):
 
     @property
     def deal(self) -> Deal:
-        """What the shares follow from; before the first pass, as if that began now."""
+        """The settings that determine the shares; before the first pass, as if that began now."""
         return self._passes.deal
 
     @property
     def sampler(self) -> Iterable[int]:
-        """The sampler that was given, or the rank's share as one.
+        """The sampler that was given, or else the rank's share as a sampler.
 
-        There is no ``batch_size`` and no ``drop_last`` beside it: Lightning would make another order of them.
+        There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
         """
         return Share(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is read, or else of the next one."""
+        """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
 
     def __len__(self) -> int:
-        """Batches of a whole epoch; of one that is resumed, no fewer than were handed out and are left."""
+        """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
         with self._lock:
             return self._passes.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Now, and not with the first batch: a dispatcher asks for that in one rank, and the others wait for it.
+        # Begin now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
         refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._passes.is_reproducible)
         return self._batches()
 
@@ -147,34 +147,34 @@ class BatchSampler(Sampler[list[int]]):
             self.abandon(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a BatchSampler stays in the process that made it: it decides by what that process knows")
+        raise TypeError("a BatchSampler cannot be pickled: it decides by the state of the process that made it")
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next iteration this epoch's: all of it, or what a loaded state of it left."""
+        """Make the next iteration read this epoch: all of it, or what a loaded state left of it."""
         with self._lock:
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
     def state_dict(self) -> State:
-        """Return what is consumed so far. Prefetched batches that were not handed out are not."""
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
         with self._lock:
             self._recorder.flush()
             return self._passes.state(is_recorded=self._recorder.is_recording)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume where a state was taken. Raises ``ValueError`` with the reason if it is of something else."""
+        """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
             self._passes.load(state)
             self._recorder.flush()
 
     def check_shares(self) -> None:
-        """Raise ``ValueError`` if a trainer takes this order for a rank's share, and each rank reads all of it."""
+        """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
         user = self._passes.user
         if user is not None and not user.is_share:
             self._passes.rank.refuse_whole()
 
     def close(self) -> None:
-        """Stop reporting needs, and close the ledger. The next iteration opens them again; the state is as it was."""
+        """Stop reporting needs, and close the ledger. The next iteration opens them again; the state stays."""
         with self._lock:
             if self._passes.current is not None:
                 self.abandon(self._passes.current)
@@ -184,7 +184,7 @@ class BatchSampler(Sampler[list[int]]):
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
-        """Begin the next epoch, or what was left of a resumed one."""
+        """Begin the next epoch, or the rest of a resumed one."""
         self._compare_end()
         passes = self._passes
         with self._lock:
@@ -201,7 +201,7 @@ class BatchSampler(Sampler[list[int]]):
         return epoch
 
     def poll(self, epoch: Epoch) -> bool:
-        """Return whether ``draw`` would return at once; if not, the wait for the cache has begun by that."""
+        """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
         with self._lock:
             return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
 
@@ -212,7 +212,7 @@ class BatchSampler(Sampler[list[int]]):
     def draw(self, epoch: Epoch) -> Drawn | None:
         """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
 
-        Raises ``RuntimeError`` if it was displaced: by another pass, or by a state that was loaded meanwhile.
+        Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
         """
         while True:
             with self._lock:
@@ -252,7 +252,7 @@ class BatchSampler(Sampler[list[int]]):
             self._labels.seen(rows)
 
     def end(self, epoch: Epoch) -> None:
-        """The pass came to its end: from here on the state is the next epoch's, untouched."""
+        """The pass has ended: from now on the state is that of the next epoch, with nothing consumed."""
         with self._lock:
             if self.is_current(epoch):
                 self._passes.drop()
@@ -260,7 +260,7 @@ class BatchSampler(Sampler[list[int]]):
         self._compare_end()
 
     def abandon(self, epoch: Epoch) -> None:
-        """The loop reads no more of the pass. What it had drawn ahead was not consumed; the state says so."""
+        """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
         with self._lock:
             if self.is_current(epoch):
                 self._wait.cancel()
@@ -276,7 +276,7 @@ class BatchSampler(Sampler[list[int]]):
         return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
 
     def _compare_end(self) -> None:
-        """Compare a pass that was read to its end with those of other ranks, once."""
+        """Compare a pass that was read to its end with other ranks' passes, once."""
         with self._lock:
             is_read_through, self._is_read_through = self._is_read_through, False
         if is_read_through and self._agreement is not None:
@@ -289,7 +289,7 @@ class BatchSampler(Sampler[list[int]]):
         entries = epoch.choose(batch_size, view, self._lookahead)
         if entries is not None or view is None:
             return entries
-        # With a lookahead, missing shards were asked for in time, or there is no room for them: no wait helps.
+        # With a lookahead, missing shards were requested in time, or there is no room for them: waiting does not help.
         if self._lookahead is None and not epoch.order.is_hopeless(view):
             was_waiting = self._wait.is_waiting
             if self._wait.go_on(time.monotonic(), int(epoch.order.left[view.resident].sum())):
@@ -311,9 +311,9 @@ _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
 def _name(job: str, dataset: Digest) -> str:
-    """Return the name that a loader's ranks share: a job that restarts replaces its former self.
+    """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
-    A job may read several datasets, and one of them by several loaders, which are told apart by their order.
+    A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.
     """
     name = f"{job}\0{dataset}"
     _made[name] += 1

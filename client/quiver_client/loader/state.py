@@ -9,7 +9,7 @@
 
 ``merge_states`` merges the states of several ranks: everything consumed becomes ``done``, and what remains is dealt
 again. A state of one rank alone can be merged by itself. Bits are packed, the first in the highest bit. No value is an
-empty ``bytes``: ``torch.load`` refuses that in a file of ``torch.save`` unless it may run any code.
+empty ``bytes``: ``torch.load`` rejects that in a file of ``torch.save`` unless it may run arbitrary code.
 """
 
 from __future__ import annotations

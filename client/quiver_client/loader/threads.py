@@ -32,7 +32,7 @@ class ThreadedBatches:
     ) -> None:
         self._timeout = timeout or None
         self._prefetcher = _Prefetcher(sampler, epoch, fetch, depth)
-        # The collector calls this in whatever thread it runs, which may be one of these: so it must not wait.
+        # The garbage collector may call this in any thread, even in one of the prefetcher's, so it must not wait.
         weakref.finalize(self, self._prefetcher.stop).atexit = False
         self._prefetcher.start()
 
@@ -76,7 +76,7 @@ class _Prefetcher:
         self._thread = process_exit.start(self._draw, "quiver-draw")
 
     def stop(self) -> None:
-        if self._pid != os.getpid():  # a forked child has none of the threads, and a copy of what they held
+        if self._pid != os.getpid():  # a forked child has none of the threads, and copies of the locks that they held
             return
         if not self._closed:
             self._closed = True
@@ -90,7 +90,7 @@ class _Prefetcher:
         self._pool.shutdown()
 
     def _forget(self) -> None:
-        """Release batches that nobody receives: a failed one has an exception, which refers to all of this."""
+        """Release batches that are never received: the exception of a failed one refers to this object."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self.queue.get_nowait()

@@ -1,8 +1,8 @@
-"""What trainers read of a loader, and which of their wrappers would silently lose samples and are refused.
+"""The attributes of a loader that trainers read, and the check that rejects wrappers which would lose samples silently.
 
-Accelerate, Lightning and the Trainer of Hugging Face look at a loader's attributes to find out whether it gives each
-rank a share already. Ours does, and tells each in its own terms: a ``sampler`` that is a ``DistributedSampler``, and
-Accelerate's own mark. Wrappers that would deal or skip our batches a second time are refused (docs/adr/0020).
+Accelerate, Lightning and the Trainer of Hugging Face look at a loader's attributes to find out whether it already gives
+each rank a share. Ours does, and says so in each trainer's terms: a ``sampler`` that is a ``DistributedSampler``, and
+Accelerate's own mark. Wrappers that would deal or skip our batches a second time are rejected (docs/adr/0020).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SKIPPED: Final = (
 
 
 class SharedOrder(Protocol):
-    """What a share reads of the order that it is of."""
+    """The attributes of an order that a share of it reads."""
 
     @property
     def deal(self) -> Deal: ...
@@ -48,14 +48,14 @@ class SharedOrder(Protocol):
 
 
 class Share(DistributedSampler[Any]):
-    """A rank's share of the epoch, as ``loader.sampler``: it tells that samples are dealt to the ranks already.
+    """A rank's share of the epoch, as ``loader.sampler``: it shows that samples are already dealt to the ranks.
 
-    Iterated by itself it gives the share in the order of the permutation, whatever is resident. ``set_epoch`` is the
-    loader's. It has the attributes of torch's class, and reads them from the loader's order each time.
+    Iterated by itself it yields the share in the order of the permutation, independent of what is resident.
+    ``set_epoch`` is the loader's. It has the attributes of torch's class, and reads them from the loader's order.
     """
 
     def __init__(self, order: SharedOrder) -> None:
-        self._order = order  # and no super().__init__(), which would fix the rank before the first pass
+        self._order = order  # no super().__init__(): it would fix the rank before the first pass
 
     def __getattr__(self, name: str) -> Any:
         if name in ("seed", "shuffle", "drop_last", "rank"):
@@ -83,7 +83,7 @@ class Share(DistributedSampler[Any]):
 
 
 def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: bool) -> None:
-    """Raise ``RuntimeError`` if the caller, told by its frame, would silently lose samples of the batches it iterates.
+    """Raise ``RuntimeError`` if the caller, identified by its frame, would silently lose samples of these batches.
 
     ``fixed``: their order does not depend on what is resident; ``known``: another process would read the same order.
     """
@@ -99,7 +99,7 @@ def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: 
         raise RuntimeError(SKIPPED)
     if "BatchSamplerShard" in wrappers and not (fixed and deal.world_size == 1):
         raise RuntimeError(SHARDED)
-    if dispatcher is not None and deal.world_size > 1:  # rank 0 reads for all ranks: any order is right, if it is whole
+    if dispatcher is not None and deal.world_size > 1:  # rank 0 reads for all ranks: any complete order is correct
         raise RuntimeError(SHARDED)
 
 
@@ -136,7 +136,7 @@ class GradientSync:
 
 
 def warn_of_repeats(deal: Deal) -> None:
-    """Warn that metrics gathered from all ranks count some samples twice, whose positions are unknown."""
+    """Warn that metrics gathered from all ranks count some samples twice, at unknown positions."""
     repeated = 0 if deal.drop_last else -deal.samples % deal.world_size
     if repeated:
         log.warning(

@@ -1,8 +1,8 @@
-"""The order of a sampler that the user gave: read whole when an epoch begins, and saved as what is left of it.
+"""The order of a sampler that the user gave: read whole when an epoch begins, and saved as the samples that are left.
 
-The sampler may give another order the next time, so a state cannot refer to positions in this one. Where the sampler
-gives each sample of the dataset once, the samples done tell those that are left; where it repeats or selects samples,
-the state lists what is left.
+The sampler may give another order the next time, so a state cannot refer to positions in this one. If the sampler
+gives each sample of the dataset once, those left follow from those done; if it repeats or selects samples, the state
+lists those left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UserSampler:
         self._samples = samples
         self._has_all = False  # it gave each sample once in this epoch
         self._has_given = False  # it gave samples in some epoch
-        self._left_at: int | None = None  # the epoch that the loader set; if it has another, the user set that
+        self._left_at: int | None = None  # the epoch that the loader set; another value was set by the user
 
     @property
     def is_share(self) -> bool:
@@ -64,7 +64,7 @@ class UserSampler:
         return len(self.sampler) // deal.batch_size if deal.drop_last else -(-len(self.sampler) // deal.batch_size)
 
     def rows(self, epoch: int, done: Mask, resume: State | None) -> Ints:
-        """Return the samples of an epoch, in order: what a state lists as left, or else all but those ``done``."""
+        """Return the samples of an epoch, in order: those that a state lists as left, or else all that are not done."""
         rest = rest_of(resume) if resume is not None else None
         if rest is not None:
             self._has_all = False
@@ -95,7 +95,7 @@ class UserSampler:
             rows = np.fromiter(map(operator.index, self.sampler), np.int64)
         except TypeError as error:
             raise ValueError(f"sampler: it must give integers, the indices of samples: {error}") from error
-        except StopIteration as error:  # a loop around this one would take it for its own end
+        except StopIteration as error:  # it would end an enclosing loop
             raise RuntimeError("sampler: it raised StopIteration where an iterator was expected") from error
         self.leave_at(epoch + 1)
         if isinstance(self.sampler, Sized) and len(rows) < len(self.sampler):

@@ -61,7 +61,7 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
             super()._try_put_index()
 
     def _next_data(self) -> Any:
-        # With nothing in flight there is nothing to hold back, so the draw may wait.
+        # If no batch is in flight, the draw delays none, so it may wait.
         while self._postponed and (not self._task_info or self._order.poll(self._epoch)):
             self._postponed -= 1
             super()._try_put_index()
@@ -80,7 +80,7 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
             and data.exc_type is not None
             and issubclass(data.exc_type, StopIteration)
         ):
-            # The loop would take it for the end of the epoch. The traceback, of the worker, is in the message.
+            # The loop would take it for the end of the epoch. The message contains the worker's traceback.
             rows, data.exc_type = self._epoch.rows(self.taken), RuntimeError
             data.exc_msg = f"{self._order.failure(StopIteration(), rows)}\n{data.exc_msg}"
         return super()._process_data(data, *more)  # type: ignore[no-untyped-call]

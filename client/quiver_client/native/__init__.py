@@ -52,7 +52,7 @@ class Pieces:
         self._hash.argtypes, self._hash.restype = (pointer, number, pointer, pointer, pointer, pointer), None
         self._join = library.quiver_join
         self._join.argtypes, self._join.restype = (number, *[pointer] * 6), None
-        # With the GIL: to release it and take it again takes longer than to copy one sample.
+        # With the GIL: releasing it and acquiring it again takes longer than copying one sample.
         kind = ctypes.PYFUNCTYPE(number, number, number, ctypes.c_char_p, number)
         self._take = kind(ctypes.cast(library.quiver_take, pointer).value or 0)
 

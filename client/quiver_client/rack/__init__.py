@@ -1,6 +1,6 @@
 """Reading through the daemons of a rack.
 
-``tier`` asks them for samples and ``members`` knows which daemons there are and which respond. ``handoff_tier`` maps
+``tier`` reads samples from them; ``members`` knows which daemons there are and which respond. ``handoff_tier`` maps
 files that daemons of this host pass over a Unix socket; ``local_daemons`` finds those daemons. ``needs`` reports to all
-daemons what this process still needs. ``uploads`` gives them shards whose origin only this process may read.
+daemons what this process still needs. ``uploads`` sends them shards whose origin only this process may read.
 """

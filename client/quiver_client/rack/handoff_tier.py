@@ -1,8 +1,8 @@
 """The host tier in front of a rack: shards of the daemons on this host, mapped from open files that they pass.
 
-The daemon stays the owner: it decides what is resident, and fills what is missing when the rack tier asks for it. Its
+The daemon stays the owner: it decides what is resident, and fills missing shards when the rack tier requests them. Its
 files are mapped here instead of received, so that all processes of the machine share one copy, the page cache. This
-tier saves copies only: without a socket, or with one that is silent or lies, the rack tier reads the same over TCP.
+tier only saves copies: if there is no socket, or it is silent or sends wrong bytes, the rack tier reads over TCP.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from quiver_client.stats import Stats
 
 T = TypeVar("T")
 
-FIRST_LOOK_SECONDS: Final = 1.0  # that the first batch waits until the daemons on this host are found
+FIRST_LOOK_SECONDS: Final = 1.0  # that the first batch waits for the daemons on this host to be found
 FETCH_SECONDS_MAX: Final = 1.0  # that a batch spends here; the rest comes over TCP
-SLOW_SECONDS: Final = 0.5  # a daemon that takes so long to answer is left alone: reading over TCP is faster
+SLOW_SECONDS: Final = 0.5  # a daemon that takes this long to answer is avoided: reading over TCP is faster
 AVOID_SECONDS: Final = 30.0  # that a shard with wrong bytes is read over TCP
-KEEP_SECONDS: Final = 60.0  # that maps of a silent daemon are kept: it cannot say whether it evicted their shards
+KEEP_SECONDS: Final = 60.0  # that maps of a silent daemon are kept, since it cannot say whether it evicted them
 CLOSE_SECONDS: Final = 1.5  # more than one request to a daemon takes
 
 
 class _Source(NamedTuple):
-    """Which daemon passed a mapped file, and the edition by which that daemon says whether it still holds it."""
+    """Which daemon passed a mapped file, and the edition by which the daemon identifies that file."""
 
     daemon: LocalDaemon
     edition: int
@@ -163,7 +163,7 @@ class HandoffTier:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _start_thread(self, ring: Ring) -> None:
-        """Give the thread the ring; the first time, start it and wait a moment for what it finds."""
+        """Give the thread the ring; the first time, start it and wait a moment for the daemons that it finds."""
         self._ring = ring
         if self._looked.is_set():
             return
@@ -174,14 +174,14 @@ class HandoffTier:
         self._looked.set()
 
     def maintain(self) -> None:
-        """Find the daemons of this host, and release what they evicted. The thread calls it every ``TIDY_SECONDS``."""
+        """Find the daemons of this host, and unmap what they evicted. The thread calls this every ``TIDY_SECONDS``."""
         if self._ring is not None:
             self._locals.look(self._ring)
         self._looked.set()
         self._release_evicted()
 
     def _release_evicted(self) -> None:
-        """Unmap what the daemons evicted, whose room on disk is free only then; tell them which maps were used."""
+        """Unmap shards that the daemons evicted, which frees the disk space; tell daemons which maps were used."""
         asked: dict[tuple[LocalDaemon, bool], list[tuple[int, _Source]]] = {}
         for shard, source, used in self._maps.mapped():
             asked.setdefault((source.daemon, used), []).append((shard, source))
@@ -194,7 +194,7 @@ class HandoffTier:
                         self._maps.drop(shard, source)
 
     def _held(self, daemon: LocalDaemon, held: list[Held], flags: int) -> list[bool]:
-        """Return which of these files a daemon still holds. While it is silent: all of them, for ``KEEP_SECONDS``."""
+        """Return which of these files a daemon still holds; if it is silent, all of them, for ``KEEP_SECONDS``."""
         if not daemon.is_unresponsive:
             try:
                 answer = daemon.client.held(held, flags)

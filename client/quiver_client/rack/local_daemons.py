@@ -1,8 +1,9 @@
-"""The daemons of the ring that run on this host: found by their Unix sockets, identified by what they say there.
+"""The daemons of the ring that run on this host: found by their Unix sockets, identified by the node ids they report.
 
-Every machine of a rack may use the same path, and a ring may contain anything. So a path in the ring is a candidate:
-the daemon behind it says its node id, and only then is it that member. A static ring (``--peers``) contains no socket
-but that of the daemon that told it, so the seeds and the members with an address of this host are asked as well.
+Every machine of a rack may use the same path, and a ring may contain anything. So a path in the ring is a candidate: it
+belongs to a member only once the daemon behind it has reported that member's node id. A static ring (``--peers``)
+contains only the socket of the daemon that sent it, so the seeds and the members with an address of this host are asked
+as well.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
 
 LOCAL_MAX: Final = 8  # daemons of one host
-PATHS_MAX: Final = 64  # tried: a ring has 20 to 30 members
+PATHS_MAX: Final = 64  # that are tried; a ring has 20 to 30 members
 ASKED_MAX: Final = 16  # daemons asked for the paths of their sockets
 ASK_SECONDS: Final = 60.0  # between two such questions to one daemon
-UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that failed is left alone; doubled at each failure
+UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that failed is avoided; doubled at each failure
 UNRESPONSIVE_SECONDS_MAX: Final = 60.0
 SERVICE_UIDS: Final = (range(1, 1000), range(61184, 65520))  # up to SYS_UID_MAX; and systemd's DynamicUser=
 
@@ -44,7 +45,7 @@ class LocalDaemon:
 
     @property
     def is_unresponsive(self) -> bool:
-        """Whether it failed so recently that it is left alone."""
+        """Whether it failed so recently that it is avoided."""
         return self._backoff.is_waiting
 
     def answered(self) -> None:
@@ -53,7 +54,7 @@ class LocalDaemon:
             self._backoff.succeed()
 
     def mark_unresponsive(self) -> None:
-        """Leave it alone for a while, and for longer after each failure in a row."""
+        """Avoid it for a while, and for longer after each failure in a row."""
         with self._lock:
             if not self._backoff.is_waiting:  # else another thread has counted this failure
                 self._backoff.fail()
@@ -66,11 +67,11 @@ class LocalDaemons:
         self._members = members
         self._seeds = seeds
         self._stats = stats
-        self._sockets: dict[str, str] = {}  # node id -> path, as daemons told it of themselves
+        self._sockets: dict[str, str] = {}  # node id -> path, as each daemon reported its own
         self._asked: Expiring[str, None] = Expiring()  # URLs of daemons that were asked for their paths
-        self._here: dict[str, bool] = {}  # host -> whether it is this one
+        self._here: dict[str, bool] = {}  # host -> whether it is this host
         self._found: dict[str, LocalDaemon] = {}  # by path
-        self._unusable: dict[str, LocalDaemon] = {}  # by path, what is behind sockets that cannot be used
+        self._unusable: dict[str, LocalDaemon] = {}  # by path, daemons whose sockets cannot be used
         self._by_url: dict[str, LocalDaemon] = {}
         self._lock = forks.lock()
         self._closed = False
@@ -117,7 +118,7 @@ class LocalDaemons:
             return
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
-            return  # no trusted daemon; or the known one, which does not respond, and not one that replaced it
+            return  # no trusted daemon; or the known one, which does not respond and was not replaced
         daemon = LocalDaemon(HandoffClient(path, [owner]))
         try:
             if daemon.client.hello() in ids:
@@ -145,8 +146,8 @@ class LocalDaemons:
     def _owner(self, path: str) -> int | None:
         """Return the user id of the socket's owner, ``None`` if that account is not trusted.
 
-        Whoever passes a file can modify it after it was verified here, undetected, and can truncate it while it is
-        mapped, which ends this process by SIGBUS. So the account that runs the daemon must be as trusted as the
+        A process that passes a file can modify it after it was verified here, undetected, and can truncate it while it
+        is mapped, which ends this process by SIGBUS. So the account that runs the daemon must be as trusted as the
         machine's administrator: root, this user, or a system account that owns the folder. Any other account may have
         made a folder of its own. ``HandoffClient`` checks on connecting that this account listens.
         """
@@ -180,7 +181,7 @@ class LocalDaemons:
             try:
                 told, _ = self._members.peer(url).ring().ring()
             except QuiverError:
-                continue  # whoever reads from it logs why
+                continue  # a read from it will log why
             self._sockets.update({member.id: member.socket for member in told.members if member.socket})
 
     def _is_here(self, member: Member) -> bool:

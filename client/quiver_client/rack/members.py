@@ -1,7 +1,7 @@
-"""The rack as this process knows it: the ring, which any daemon tells and which is a hint, and which daemons respond.
+"""The rack as this process knows it: the ring, a hint that any daemon sends, and which daemons respond.
 
 A training process never talks to etcd (gRPC does not survive a fork). It asks a daemon for the ring every few seconds;
-while none answers, the last ring stays.
+while none answers, it keeps the last ring.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from quiver.transport.liveness import IN_RACK, is_alive
 from quiver_client.stats import Stats
 
 RING_SECONDS: Final = 5.0  # half of the lease's TTL: a dead daemon is off this ring within one and a half TTLs
-UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that did not answer is left alone; doubled at each failure
+UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that did not answer is avoided; doubled at each failure
 UNRESPONSIVE_SECONDS_MAX: Final = 60.0
-PROBE_SECONDS: Final = 1.0  # so long before that pause ends, a health check finds out whether the daemon is back
+PROBE_SECONDS: Final = 1.0  # before that pause ends, a health check finds out whether the daemon is back
 RUNNERS_UP: Final = 2
-FAULTS_SECONDS: Final = 10.0  # between two questions to one daemon what keeps it from caching
+FAULTS_SECONDS: Final = 10.0  # between two requests for the faults of one daemon
 FAULTS_MAX: Final = 64
-ASKED_MAX: Final = 4  # daemons asked in a row for one thing: each dead one is a stall, and a ring may list only such
+ASKED_MAX: Final = 4  # daemons tried in a row for one request: each dead one is a stall, and all in a ring may be dead
 RACK_MEMBERS_MAX: Final = 64
 UNKNOWN: Final = -2
 
 
 class Members:
-    """The daemons of the rack, and the ring that they are in. Safe from threads."""
+    """The daemons of the rack, and their ring. Safe from threads."""
 
     def __init__(self, manifest: Manifest, seeds: Sequence[str], stats: Stats) -> None:
         self._manifest = manifest
@@ -45,11 +45,11 @@ class Members:
         self._stats = stats
         self._lock = forks.lock()
         self._peers: dict[str, PeerClient] = {}
-        self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer when they were last asked
+        self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer the last request
         self._probing: set[str] = set()
         self._asked_at = -RING_SECONDS  # when the ring was asked for
         self._asked_for_faults: Expiring[str, None] = Expiring()
-        self._faults: set[str] = set()  # a warning of each was logged
+        self._faults: set[str] = set()  # those that were logged
         self._putting = forks.lock()
         self._told_by = self._seeds[0]
         self._set_ring(None)
@@ -74,7 +74,7 @@ class Members:
     def refresh(self, *, opening: bool = False) -> Ring | None:
         """Ask for the ring if it is stale; return it, or ``None`` if no daemon ever answered.
 
-        ``opening``: without a ring the dataset does not open, so no warning says that the origin is read instead.
+        ``opening``: without a ring the dataset does not open, so do not warn that the origin is read instead.
         """
         if not self.is_stale:
             return self._ring
@@ -134,12 +134,12 @@ class Members:
     # -- which daemons respond ----------------------------------------------------------------------------------------
 
     def is_unresponsive(self, url: str) -> bool:
-        """Whether a daemon did not answer, so recently that it is left alone."""
+        """Whether a daemon failed to answer so recently that it is avoided."""
         backoff = self._backoffs.get(url)
         return backoff is not None and backoff.is_waiting
 
     def mark_unresponsive(self, url: str) -> None:
-        """Leave a daemon alone for a while, and for longer after each failure in a row."""
+        """Avoid a daemon for a while, and for longer after each failure in a row."""
         with self._lock:
             backoff = self._backoffs.setdefault(url, Backoff(UNRESPONSIVE_SECONDS, UNRESPONSIVE_SECONDS_MAX))
             if not backoff.is_waiting:  # else another thread has counted this failure
@@ -150,7 +150,7 @@ class Members:
         self._backoffs.pop(url, None)
 
     def begin_probes(self) -> list[str]:
-        """Return the daemons for which ``probe`` is to be called: their pause ends soon, and nobody probes them yet."""
+        """Return the daemons for which to call ``probe``: their pause ends soon, and no thread probes them yet."""
         with self._lock:
             due = [url for url, it in self._backoffs.items() if it.left_seconds < PROBE_SECONDS]
             found = [url for url in due if url not in self._probing]
@@ -162,7 +162,7 @@ class Members:
         return is_alive(url, IN_RACK.alive_seconds)
 
     def probe(self, url: str) -> None:
-        """Find out whether an unresponsive daemon is back. Blocks for a moment, so not on the path of a batch."""
+        """Find out whether an unresponsive daemon is back. Blocks for a moment: do not call it on the batch path."""
         try:
             if self.lives(url):
                 self.answered(url)
@@ -174,9 +174,9 @@ class Members:
             self._probing.discard(url)
 
     def warn_of_faults(self, peer: PeerClient) -> None:
-        """Ask a daemon that does not fill what keeps it from caching, and log a warning of each new fault.
+        """Ask a daemon that does not fill what keeps it from caching, and log a warning for each new fault.
 
-        Without it a rack that caches nothing would look healthy, and only be slow.
+        Without these warnings a rack that caches nothing would look healthy and merely be slow.
         """
         with self._lock:
             if peer.url in self._asked_for_faults:
@@ -185,7 +185,7 @@ class Members:
         try:
             faults = [shown(fault, 400) for fault in peer.status().faults]
         except QuiverError:
-            return  # whoever reads from it logs why it does not answer
+            return  # a read from it will log why it does not answer
         with self._lock:
             new = [fault for fault in faults if fault not in self._faults][: FAULTS_MAX - len(self._faults)]
             self._faults.update(new)
@@ -195,23 +195,23 @@ class Members:
     # -- the manifest -------------------------------------------------------------------------------------------------
 
     def put_manifest(self, peer: PeerClient, manifest: Manifest) -> None:
-        """Put the manifest into a daemon that does not have it."""
+        """Send the manifest to a daemon that lacks it."""
         with self._putting:  # one thread of a process sends it, the others wait
             if not peer.has_manifest(manifest.digest):
                 peer.put_manifest(manifest.digest, manifest.content)
 
     def introduce(self, manifest: Manifest) -> None:
-        """Put the manifest into an owner of its digest, where the other daemons look for it first.
+        """Send the manifest to an owner of its digest, where the other daemons look for it first.
 
-        Raises ``Unavailable`` if no daemon answers. If those that answer do not take it, reads are slower, and a
-        warning says so.
+        Raises ``Unavailable`` if no daemon answers. If those that answer reject it, reads are slower, and a warning is
+        logged.
         """
         ring = self.refresh(opening=True)
         if ring is None:
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
-        for url in dict.fromkeys([*owners, self._told_by]):  # which told the ring, and so responds
+        for url in dict.fromkeys([*owners, self._told_by]):  # the last one sent the ring, so it responds
             if self.is_unresponsive(url):
                 continue
             try:
@@ -226,7 +226,7 @@ class Members:
         self._stats.warn("manifest", f"no daemon took the manifest: {failure}")
 
     def too_small(self, largest_bytes: int) -> str:
-        """Return a node whose capacity is below one shard, "" if there is none. Those that do not answer pass."""
+        """Return a node whose capacity is below one shard, "" if there is none. Nodes that do not answer pass."""
         for member in self._ring.members[:RACK_MEMBERS_MAX] if self._ring else ():
             capacity_bytes = member.weight
             if capacity_bytes <= 1:  # a ring given by --peers, not kept in etcd, has no capacities

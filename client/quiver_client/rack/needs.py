@@ -55,7 +55,7 @@ class RackNeeds:
         self._uploaders = ThreadPool(UPLOADS_AT_ONCE, "quiver-upload")
         self._ring: Ring | None = None
         self._refreshing: Future[Ring | None] | None = None
-        self._telling: dict[str, Future[None]] = {}  # by URL, the report on its way
+        self._telling: dict[str, Future[None]] = {}  # by URL, the report in flight
         self._seen: Expiring[str, U8] = Expiring(clock=clock)  # by URL, the last answer
         self._uploading: set[int] = set()
         self.orphaned: Mask | None = None
@@ -101,10 +101,10 @@ class RackNeeds:
         return self._ring
 
     def _leave(self, told: NeedsReport) -> None:
-        """Withdraw the needs from all daemons that heard them, at once. Elsewhere the lease expires."""
+        """Withdraw the needs from all daemons that have received them, concurrently. Elsewhere the lease expires."""
         ring, before = self._ring, {url: telling for url, telling in self._telling.items() if not telling.cancel()}
         urls = [member.url for member in ring.members if not self._members.is_unresponsive(member.url)] if ring else []
-        # The daemons that have answered come first: each of the others may block a thread.
+        # Daemons that have answered come first: each of the others may block a thread.
         urls.sort(key=lambda url: url in before and not before[url].done())
         wait([self._pool.submit(self._tell_last, url, told, before.get(url)) for url in urls], LEAVE_SECONDS)
 
@@ -133,7 +133,7 @@ class RackNeeds:
         except QuiverError as error:
             if isinstance(error, Unavailable):
                 self._members.mark_unresponsive(url)
-            self._stats.warn(f"needs {url}", f"a daemon did not receive what this job needs: {error}")
+            self._stats.warn(f"needs {url}", f"could not report to a daemon what this job needs: {error}")
             return
         self._members.answered(url)
         if answer.status is NeedsStatus.TAKEN and len(answer.seen) == self._manifest.shard_count:

@@ -1,8 +1,8 @@
 """The rack tier: one request per daemon and batch, each answered into one buffer.
 
-The ring says which daemon has what, and is a hint: a daemon that is down, slow or wrong is passed over for the next,
-and what no daemon delivers is left to the origin tier. Invariant: nothing that a ring or a daemon says can do more than
-cost time. Every wait here is bounded, by ``FILL_SECONDS_MAX`` per shard.
+The ring says which daemon owns which shard, and is a hint: if a daemon is down, slow or wrong, the next one is asked,
+and what no daemon delivers is left to the origin tier. Invariant: a wrong ring or a faulty daemon costs time and
+nothing else. Every wait here is bounded, by ``FILL_SECONDS_MAX`` per shard.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from quiver_client.rack.uploads import Uploads
 from quiver_client.stats import Stats
 from quiver_client.thread_pool import ThreadPool
 
-FILL_SECONDS_MAX: Final = 60.0  # for one shard, while nothing of it arrives; then the origin is read directly
+FILL_SECONDS_MAX: Final = 60.0  # for one shard of which nothing arrives; then the origin is read directly
 WAIT_MS: Final = 2000  # that a daemon waits for a fill before it answers that it is still filling
 PAUSE_SECONDS: Final = 0.04  # between two rounds in which nothing arrived
 PAUSE_SECONDS_MAX: Final = 0.5
 RETRY_SECONDS_MAX: Final = 1.0
 REQUESTS_AT_ONCE: Final = 16
-READ_BYTES_MAX: Final = 256 << 20  # per request: a huge batch is several
+READ_BYTES_MAX: Final = 256 << 20  # per request; a huge batch is split
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PeerPart:
-    """What one request asks of one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
+    """One request to one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
 
     peer: PeerClient
     positions: Positions
@@ -61,8 +61,8 @@ class _Fetch:
     waiting_on: dict[int, str] = field(default_factory=dict)  # shard -> the daemon that fills it, or is busy
     delivered_at: dict[str, float] = field(default_factory=dict)  # by daemon, when it last delivered something
     manifest_put: set[tuple[str, int]] = field(default_factory=set)  # daemon, and shard that it lacked it for
-    began: float = field(default_factory=time.monotonic)  # moved on by the time that uploads took this process
-    progress_at: dict[int, float] = field(default_factory=dict)  # by shard, when something of it last arrived
+    began: float = field(default_factory=time.monotonic)  # later by the time that this process spent on uploads
+    progress_at: dict[int, float] = field(default_factory=dict)  # by shard, when some of it last arrived
     retry_at: float = 0.0  # a daemon without capacity said not to retry before
     origin_silent: bool = False  # it did not answer this process
     moved: bool = False  # in this round something arrived, or a daemon was passed over
@@ -76,7 +76,7 @@ class _Fetch:
         return pending[~np.isin(self.batch.plan.shards[pending], left)]
 
     def received(self, peer: PeerClient, shards: Ints) -> None:
-        """Note that something of these shards arrived from a daemon."""
+        """Record that some samples of these shards arrived from a daemon."""
         now, self.moved = time.monotonic(), True
         self.delivered_at[peer.url] = now
         self.progress_at.update(dict.fromkeys(shards.tolist(), now))
@@ -97,7 +97,7 @@ class RackTier:
         self._uploads = uploads
         self._stats = stats
         self._pool = ThreadPool(REQUESTS_AT_ONCE, "quiver-rack")
-        self._suspects: set[int] = set()  # shards of which wrong bytes came, to be verified by whoever answers next
+        self._suspects: set[int] = set()  # shards with wrong bytes, for the next daemon that answers to verify
         self._rechecked: dict[int, str] = {}  # shard -> the daemon that verified it and answered since
         self._refused: dict[int, tuple[int, str]] = {}  # shard -> status and URL of the daemon that did not fill it
         self._failures: dict[int, QuiverError] = {}  # shard -> why this process could not upload it
@@ -123,12 +123,12 @@ class RackTier:
             if state.moved:
                 backoff.succeed()
                 continue
-            # A daemon waits while it fills, so rounds are slow. One that answers at once is not asked in a busy loop.
+            # A daemon waits while it fills, so rounds are slow. The pause avoids a busy loop if it answers at once.
             if self._closing.wait(max(begun + backoff.fail(), state.retry_at) - time.monotonic()):
                 return
 
     def blame(self, batch: Batch, bad: Positions) -> None:
-        """Have the daemons verify these shards before they answer again; avoid one that did and was wrong."""
+        """Have the daemons verify these shards before they answer again; avoid one that did and was wrong again."""
         shards = np.unique(batch.plan.shards[bad]).tolist()
         with self._lock:
             wrong_again = {self._rechecked.pop(shard, "") for shard in shards} - {""}
@@ -137,7 +137,7 @@ class RackTier:
             self._members.mark_unresponsive(url)
 
     def why(self, shard: int) -> QuiverError | None:
-        """See ``Cache``. Sends a request to the daemon, so not for the path of a batch."""
+        """See ``Cache``. Sends a request to the daemon: do not call it on the batch path."""
         status, url = self._refused.get(shard, (0, ""))
         if shard in self._failures or not status:
             return self._failures.get(shard)
@@ -166,7 +166,7 @@ class RackTier:
             self._pool.submit(self._members.probe, url)
 
     def _late(self, state: _Fetch, positions: Positions, now: float) -> set[int]:
-        """Return the shards that were waited for long enough; avoid the daemons that delivered nothing meanwhile."""
+        """Return the shards whose wait has timed out; avoid the daemons that delivered nothing meanwhile."""
         if now - state.began <= FILL_SECONDS_MAX:
             return set()
         shards = np.unique(state.batch.plan.shards[positions]).tolist()
@@ -176,10 +176,10 @@ class RackTier:
                 self._members.mark_unresponsive(url)  # so that the next batch does not wait as long for it
         return late
 
-    # -- which daemon is asked for what -------------------------------------------------------------------------------
+    # -- choosing daemons ---------------------------------------------------------------------------------------------
 
     def _parts(self, state: _Fetch, positions: Positions) -> list[_PeerPart]:
-        """Group positions by the best daemon not yet tried for their shard, cut into requests of bounded size."""
+        """Group positions by the best daemon not yet tried for their shard, split into requests of bounded size."""
         plan = state.batch.plan
         shards, which = plan.by_shard(positions)
         peers, urls = self._choose(state, shards)
@@ -211,7 +211,7 @@ class RackTier:
         for at in np.flatnonzero(np.isin(shards, list(state.tried))).tolist() if state.tried else ():
             tried = state.tried[int(shards[at])]
             usable[at] &= [urls[peer] not in tried for peer in rows[at].tolist()]
-            passed_over[at] = False  # it was counted when the daemon was passed over
+            passed_over[at] = False  # it was counted when that daemon failed
         for shard in shards[passed_over].tolist():
             if shard not in state.fallbacks:
                 state.fallbacks.add(shard)
@@ -289,7 +289,7 @@ class RackTier:
         state.batch.put(positions, Buffer.of(data), np.cumsum(sizes) - sizes)
 
     def _absent(self, state: _Fetch, peer: PeerClient, shard: int, status: int) -> None:
-        """Act on the status of a shard that did not come. ``FILLING`` needs no action: the shard is asked for again."""
+        """Act on the status of a shard that is absent. ``FILLING`` needs no action: the next round requests it."""
         if status in (RangeStatus.UPLOAD, RangeStatus.FAILED):
             self._members.warn_of_faults(peer)
         if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
@@ -309,7 +309,7 @@ class RackTier:
             self._pass_over(state, peer, np.asarray([shard]), Corrupt(f"status {status} for a range", peer.name))
 
     def _upload(self, state: _Fetch, peer: PeerClient, shard: int) -> None:
-        """Upload a shard that the daemon may not read itself, and take this batch's part of it."""
+        """Upload a shard that the daemon may not read itself, and take this batch's samples from it."""
 
         def received(data: Bytes) -> None:
             state.batch.put_mapped(state.batch.not_received(), {shard: Buffer.of(data)})
@@ -317,7 +317,7 @@ class RackTier:
 
         begun = time.monotonic()
         try:
-            if state.origin_silent:  # one deadline is enough: the origin tier asks for all samples at once
+            if state.origin_silent:  # one deadline is enough: the origin tier reads all samples at once
                 self._uploads.forgo(peer, shard)
                 raise Unavailable(self._manifest.header.base, "does not answer")
             self._uploads.upload(peer, shard, received)
@@ -342,7 +342,7 @@ class RackTier:
 
 
 def _cut(positions: Positions, sizes: Ints) -> list[Positions]:
-    """Cut what is asked of one daemon into requests of bounded size."""
+    """Split what one daemon is asked for into requests of bounded size."""
     ends = np.cumsum(sizes)
     if len(positions) <= RANGES_MAX and ends[-1] <= READ_BYTES_MAX:
         return [positions]

@@ -33,8 +33,8 @@ class Uploads:
     def upload(self, peer: PeerClient, shard: int, received: Callable[[Bytes], None] = lambda data: None) -> None:
         """Read a shard from the origin, verify it, and put it into the daemon.
 
-        ``received`` gets the verified shard before it is sent. Raises what the origin or the verification failed with;
-        a daemon that does not take the shard costs a warning only.
+        ``received`` gets the verified shard before it is sent. Raises the error of the origin or of the
+        verification; if the daemon does not accept the shard, only a warning is logged.
         """
         digest = self._manifest.shard_digest(shard)
         try:
