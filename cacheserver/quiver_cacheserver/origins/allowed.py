@@ -9,12 +9,12 @@ read the origin whatever the probe found.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -37,7 +37,7 @@ OPEN_BYTES_MAX: Final = 1 << 30  # of the manifests that open origins keep in me
 LOOK_SECONDS: Final = 1.0  # how soon after a failed fill its origin is probed
 TRY_SECONDS: Final = 0.9  # between two probes of one origin, at least
 PROBE_SECONDS_MAX: Final = 15.0  # an origin that takes longer does not answer
-THREADS_MAX: Final = 8
+PROBES_MAX: Final = 8  # at a time
 
 
 @dataclass(slots=True, eq=False)
@@ -63,12 +63,8 @@ class Origins:
         self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and the size of its manifest
         self._troubled = UnresponsiveOrigins()
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(
-            min(THREADS_MAX, max(1, len(self._watched))), thread_name_prefix="quiver-origins"
-        )
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
         for origin, _ in list(self._open.values()):
             origin.close()
 
@@ -138,14 +134,22 @@ class Origins:
             if watched.trying is not None:
                 if now - watched.tried > PROBE_SECONDS_MAX:
                     self._found(watched, f"no answer in {PROBE_SECONDS_MAX:.0f} s")
-            elif (watched.suspected or watched.state != OK) and now - watched.tried >= TRY_SECONDS:
+            elif (
+                (watched.suspected or watched.state != OK) and now - watched.tried >= TRY_SECONDS and self._may_probe()
+            ):
                 watched.tried, watched.suspected = now, False
-                future = asyncio.get_running_loop().run_in_executor(self._threads, probe, watched.locations[0])
+                future = _probed(watched.locations[0])
                 watched.trying = future
                 future.add_done_callback(partial(self._tried, watched))
         trying = [watched.trying for watched in self._watched if watched.trying is not None]
         if trying:  # one that hangs does not delay the others
             await asyncio.wait(trying, timeout=LOOK_SECONDS)
+
+    def _is_due(self, watched: _Watched, now: float) -> bool:
+        """Whether to probe an origin now: one that may not work, not too often, and few at a time."""
+        running = sum(each.trying is not None for each in self._watched)
+        doubtful = watched.suspected or watched.state != OK
+        return doubtful and now - watched.tried >= TRY_SECONDS and running < PROBES_MAX
 
     def _tried(self, watched: _Watched, done: asyncio.Future[bool]) -> None:
         watched.trying = None
@@ -173,3 +177,29 @@ class Origins:
             )
         elif before != UNCHECKED:
             log.info("--origin %s can be read again", watched.prefix)
+
+
+def _probed(location: Location) -> asyncio.Future[bool]:
+    """Probe an origin in a thread that does not keep the process alive: a server that hangs must not delay the exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[bool] = loop.create_future()
+
+    def settle(readable: bool, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(readable)
+
+    def run() -> None:
+        readable, error = False, None
+        try:
+            readable = probe(location)
+        except Exception as caught:  # noqa: BLE001 - whoever awaits the future decides what it means
+            error = caught
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits
+            loop.call_soon_threadsafe(settle, readable, error)
+
+    threading.Thread(target=run, name="quiver-origins", daemon=True).start()
+    return future
