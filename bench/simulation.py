@@ -29,11 +29,11 @@ from quiver.digest import DIGEST_BYTES, Digest
 from quiver.layout import place
 from quiver.lookup import as_rows
 from quiver.residency import (
+    ConsumerReport,
     Decision,
     Needs,
     OriginEstimate,
     Recipe,
-    Report,
     Shelf,
     Situation,
     StoredFile,
@@ -157,7 +157,7 @@ class Daemon:
         self.needs.add_dataset(DATASET, as_rows(self.names), self.shard_bytes, held, self.mine)
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
-    def told(self, report: Report) -> npt.NDArray[np.uint8]:
+    def told(self, report: ConsumerReport) -> npt.NDArray[np.uint8]:
         assert self.needs.report(DATASET, report, self.clock.now)
         seen = self.needs.seen_by(report.consumer)
         self.decide()
@@ -273,7 +273,7 @@ class Job:
 
     def _report(self) -> None:
         left = self._order.left
-        report = Report(
+        report = ConsumerReport(
             consumer=self._number.to_bytes(16, "big"),
             left=rounded_up(left, self._setting.counts),
             rate=self._rate * self._setting.unit_bytes,

@@ -35,10 +35,10 @@ from quiver import layout as placing
 from quiver.digest import Digest
 from quiver.lookup import as_rows
 from quiver.residency import (
+    ConsumerReport,
     Needs,
     OriginEstimate,
     Recipe,
-    Report,
     Shelf,
     Situation,
     StoredFile,
@@ -143,9 +143,9 @@ class Consumer:
     def starving(self) -> bool:
         return self._waited > 0
 
-    def report(self) -> Report:
+    def report(self) -> ConsumerReport:
         left = self._epoch.left
-        return Report(
+        return ConsumerReport(
             consumer=self.number.to_bytes(16, "big"),
             left=rounded_up(left, self.layout.counts),
             rate=float(self.deal.batch_size * SAMPLE_BYTES),

@@ -56,7 +56,7 @@ class Cost(StrEnum):
     RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
 
 
-class Rate(NamedTuple):
+class RefillRate(NamedTuple):
     """A token bucket: how much is regained per second, and how much it holds at most."""
 
     per_second: float
@@ -81,11 +81,11 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
     Resource.SOCKET_CONNECTIONS: 2048,  # a process of a training job has one or two, and a host has 512 processes
     Resource.SOCKET_REQUESTS: 1024,
 }
-RATES: Final[Mapping[Cost, Rate]] = {
-    Cost.WORK_SECONDS: Rate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
-    Cost.EVICTIONS: Rate(20.0, 1200.0),
-    Cost.RECHECK_BYTES: Rate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
-    Cost.LOOKUPS: Rate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
+RATES: Final[Mapping[Cost, RefillRate]] = {
+    Cost.WORK_SECONDS: RefillRate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
+    Cost.EVICTIONS: RefillRate(20.0, 1200.0),
+    Cost.RECHECK_BYTES: RefillRate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
+    Cost.LOOKUPS: RefillRate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
 }
 
 
@@ -109,7 +109,7 @@ class Budgets:
     def __init__(
         self,
         held_max: Mapping[Resource, int] = HELD_MAX,
-        rates: Mapping[Cost, Rate] = RATES,
+        rates: Mapping[Cost, RefillRate] = RATES,
         addresses_max: int = ADDRESSES_MAX,
     ) -> None:
         self.held_max = dict(held_max)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.substitution import View
 from quiver_client import process_exit
 
@@ -36,7 +36,7 @@ class NeedsChannel(Protocol):
     orphaned: npt.NDArray[np.bool_] | None
     """By shard, whether no daemon will fetch it, since its owner does not respond; ``None``: no shard is orphaned."""
 
-    def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
+    def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Report what this consumer needs; return by shard 0 if it is not resident, else 1 + how many others need it.
 
         ``leaving``: the consumer is done, and needs nothing from now on.
@@ -49,7 +49,9 @@ class NeedsChannel(Protocol):
 class NeedsReporter:
     """Reports repeatedly on a ``NeedsChannel``, and keeps the last answer as a ``View``. Safe from threads."""
 
-    def __init__(self, shard_count: int, channel: NeedsChannel, report: Callable[[], tuple[Report, float]]) -> None:
+    def __init__(
+        self, shard_count: int, channel: NeedsChannel, report: Callable[[], tuple[ConsumerReport, float]]
+    ) -> None:
         """``report`` is a method that returns what to report now, and the seconds until the next report.
 
         Its object is not kept alive: once it is garbage, reporting ends as by ``close``.
@@ -62,7 +64,7 @@ class NeedsReporter:
         self._arrivals = 0
         self._view = View(np.zeros(shard_count, bool), np.zeros(shard_count, np.uint8), np.zeros(shard_count, np.int64))
         self._turns = 0
-        self._reported: Report | None = None  # the last report
+        self._reported: ConsumerReport | None = None  # the last report
         self._warnings = Backoff(WARN_SECONDS, WARN_SECONDS)
         process_exit.call_at_exit(self.stop, process_exit.Phase.LOOPS)
         self._thread = process_exit.start(self._run, "quiver-needs", leaves=True)

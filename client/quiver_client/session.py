@@ -32,7 +32,7 @@ from quiver_client.rack.handoff_tier import HandoffTier
 from quiver_client.rack.members import Members
 from quiver_client.rack.needs import RackNeeds
 from quiver_client.rack.tier import RackTier
-from quiver_client.rack.uploads import Uploads
+from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
 from quiver_client.tier import Cache, Tier
 
@@ -95,7 +95,7 @@ class Session:
                 undo.callback(members.close)
                 self._introduce(members)
                 undo.pop_all()
-        uploads = Uploads(self.manifest, self.origin, self.stats)
+        uploads = ShardUploads(self.manifest, self.origin, self.stats)
         self._needs = lambda: RackNeeds(self.manifest, members, uploads, self.stats)
         self._cache = rack = RackTier(self.manifest, members, uploads, self.stats)
         return HandoffTier(self.manifest, members, urls, self.stats), rack

@@ -32,7 +32,7 @@ from quiver.manifest import SUFFIX
 from quiver.origin.background import submit
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.gate import Gate, backoff_seconds
-from quiver.origin.runs import Run, coalesce
+from quiver.origin.runs import ByteRun, coalesce
 from quiver.origin.store_errors import first_line, status_of, store_errors
 from quiver.origin.web import WebStore
 from quiver.origin.web_answers import NoRanges
@@ -142,12 +142,12 @@ class RemoteStore:
             await _all(self._insisted_on(left, out, deadline) for _ in range(min(len(runs), REQUESTS_AT_ONCE)))
         return sum(run.end - run.start for run in runs)
 
-    async def _insisted_on(self, left: Iterator[Run], out: memoryview, deadline: _Deadline) -> None:
+    async def _insisted_on(self, left: Iterator[ByteRun], out: memoryview, deadline: _Deadline) -> None:
         """Make one request after the other: a task for each would wait for its turn."""
         for run in left:
             await self._insisted(run, out, deadline)
 
-    async def _insisted(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _insisted(self, run: ByteRun, out: memoryview, deadline: _Deadline) -> None:
         """Retry a request until it is answered, a few times at most: a longer wait is left to the caller."""
         for failures in itertools.count(1):
             # While the store fails, make one request at a time, to find out whether it has recovered.
@@ -160,7 +160,7 @@ class RemoteStore:
                 raise deadline.missed(self.base)
             await asyncio.sleep(pause)
 
-    async def _answered(self, run: Run, out: memoryview, deadline: _Deadline) -> bool:
+    async def _answered(self, run: ByteRun, out: memoryview, deadline: _Deadline) -> bool:
         """Make one request; return whether it was answered. Raises errors that a retry cannot mend."""
         seconds = await self._gate.passed(deadline.at)
         if seconds:  # raised at once: the caller may have another source
@@ -181,7 +181,7 @@ class RemoteStore:
         self._gate.in_trouble = self._known_troubled = False
         return True
 
-    async def _fetch(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _fetch(self, run: ByteRun, out: memoryview, deadline: _Deadline) -> None:
         url = self.base + run.path
         try:
             with store_errors(url):
@@ -193,7 +193,7 @@ class RemoteStore:
                 raise
             await self._without_ranges(run, out, error)
 
-    async def _receive(self, run: Run, out: memoryview, deadline: _Deadline) -> None:
+    async def _receive(self, run: ByteRun, out: memoryview, deadline: _Deadline) -> None:
         size = run.end - run.start
         whole = run.cuts == [(0, size, run.cuts[0][2])]  # one extent: received in place, without a buffer of its own
         if isinstance(self._store, WebStore):
@@ -216,13 +216,13 @@ class RemoteStore:
             deadline.arrived(len(piece))
         self._cut(run, data[:at], out, copy=not whole)
 
-    def _cut(self, run: Run, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
+    def _cut(self, run: ByteRun, data: memoryview, out: memoryview, *, copy: bool = True) -> None:
         if len(data) < run.end - run.start:
             raise Changed(self.base + run.path, "became shorter")
         for at, length, target in run.cuts if copy else ():
             out[target : target + length] = data[at : at + length]
 
-    async def _without_ranges(self, run: Run, out: memoryview, error: Unavailable) -> None:
+    async def _without_ranges(self, run: ByteRun, out: memoryview, error: Unavailable) -> None:
         """Read from the object's beginning, if the server lacks byte ranges. Raises ``Changed`` if it is too short."""
         url = self.base + run.path
         with store_errors(url):

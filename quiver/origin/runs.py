@@ -11,7 +11,7 @@ GAP_BYTES_MAX: Final = 4096  # reading 4 KiB too much costs less than another re
 RUN_BYTES_MAX: Final = 4 << 20  # larger runs are split, so that one shard is read over several connections
 
 
-class Run(NamedTuple):
+class ByteRun(NamedTuple):
     """One request: a run of bytes and the extents to be cut from it, as (offset in the run, length, offset in out)."""
 
     path: str
@@ -20,9 +20,9 @@ class Run(NamedTuple):
     cuts: list[tuple[int, int, int]]
 
 
-def coalesce(extents: Sequence[Extent]) -> list[Run]:
+def coalesce(extents: Sequence[Extent]) -> list[ByteRun]:
     """Merge adjacent extents (gap up to ``GAP_BYTES_MAX``) into requests of up to ``RUN_BYTES_MAX``."""
-    runs: list[Run] = []
+    runs: list[ByteRun] = []
     targets = []
     at = 0
     for extent in extents:
@@ -41,6 +41,6 @@ def coalesce(extents: Sequence[Extent]) -> list[Run]:
                 last.cuts.append((offset - last.start, take, target))
                 runs[-1] = last._replace(end=max(last.end, offset + take))
             else:
-                runs.append(Run(path, offset, offset + take, [(0, take, target)]))
+                runs.append(ByteRun(path, offset, offset + take, [(0, take, target)]))
             offset, length, target = offset + take, length - take, target + take
     return runs

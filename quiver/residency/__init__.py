@@ -17,7 +17,7 @@ from quiver.residency.leases import CONSUMERS_MAX, Lease, Leases
 from quiver.residency.needs import Needs
 from quiver.residency.origin_estimate import OriginEstimate, OriginEstimator
 from quiver.residency.policy import Situation, decide
-from quiver.residency.report import CONSUMER_BYTES, Report, rounded_up
+from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, rounded_up
 
 __all__ = [
     "CONSUMERS_MAX",
@@ -25,6 +25,7 @@ __all__ = [
     "IDLE_SECONDS",
     "Candidates",
     "Commitments",
+    "ConsumerReport",
     "Decision",
     "Lease",
     "Leases",
@@ -33,7 +34,6 @@ __all__ = [
     "OriginEstimate",
     "OriginEstimator",
     "Recipe",
-    "Report",
     "Shelf",
     "Situation",
     "StoredFile",

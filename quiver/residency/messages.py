@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
-from quiver.residency.report import CONSUMER_BYTES, Report
+from quiver.residency.report import CONSUMER_BYTES, ConsumerReport
 
 NEEDS_TYPE: Final = "application/vnd.quiver.needs"
 SHARDS_MAX: Final = 1 << 24
@@ -85,7 +85,7 @@ class NeedsReport:
     """A report and the dataset that it is about. ``leaving``: the consumer has finished; forget it."""
 
     manifest: Digest
-    report: Report
+    report: ConsumerReport
     leaving: bool = False
 
     def encode(self) -> bytes:
@@ -115,7 +115,7 @@ class NeedsReport:
     def decode(cls, body: Bytes) -> NeedsReport:
         """Parse a report. Raises ``BadRequest`` for one that breaks a limit or is malformed."""
         message = _report_message(body)
-        report = Report(
+        report = ConsumerReport(
             consumer=message.consumer,
             left=_unpacked(message.left, message.shards),
             rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second counts as unknown

@@ -22,7 +22,7 @@ from quiver.digest import DIGEST_BYTES, Digest
 from quiver.lookup import DigestRows, as_rows
 from quiver.residency.commitments import Commitments, Decision, Recipe
 from quiver.residency.leases import Lease, Leases
-from quiver.residency.report import FULL, Report
+from quiver.residency.report import FULL, ConsumerReport
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class Consumer:
 
     name: bytes
     group: Group
-    report: Report
+    report: ConsumerReport
     reported_at: float
     left: Floats  # bytes, by shard of its dataset
     pending: Mask  # of which shards something is left
@@ -178,7 +178,7 @@ class Needs:
     # -- consumers ----------------------------------------------------------------------------------------------------
 
     def report(
-        self, dataset: Digest, report: Report, now: float, *, client: str = "", group: bytes | None = None
+        self, dataset: Digest, report: ConsumerReport, now: float, *, client: str = "", group: bytes | None = None
     ) -> bool:
         """Take a consumer's report, which replaces its last one; return whether it got a lease.
 

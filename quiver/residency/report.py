@@ -13,7 +13,7 @@ FULL: Final = 255  # "all of the shard" in a report
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Report:
+class ConsumerReport:
     """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up."""
 
     consumer: bytes

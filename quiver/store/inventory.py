@@ -32,7 +32,7 @@ from quiver.errors import BadRequest
 from quiver.forks import LockedFile
 from quiver.residency.eviction import StoredFile
 from quiver.store.locks import FILE_MODE, BriefLock, own, share
-from quiver.store.table import FileTable, Listing
+from quiver.store.table import FileListing, FileTable
 
 Listener = Callable[[Digest, bool], None]
 
@@ -219,7 +219,7 @@ class MemoryInventory:
         with self._lock:
             return self._files[kind].files()
 
-    def listing(self, kind: Kind) -> Listing:
+    def listing(self, kind: Kind) -> FileListing:
         """Return what is held as arrays, without the lock: an entry that is changing at this moment may be wrong."""
         return self._files[kind].listing()
 

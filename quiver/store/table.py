@@ -18,7 +18,7 @@ from quiver.residency.eviction import StoredFile
 ROWS_FIRST: Final = 1024
 
 
-class Listing(NamedTuple):
+class FileListing(NamedTuple):
     """A snapshot of all files of one kind, ``(n,)`` each. ``stamps``: a number that no two files ever share."""
 
     names: list[Digest]
@@ -86,11 +86,11 @@ class FileTable:
         sizes, used = self._sizes.tolist(), self._used.tolist()
         return [StoredFile(name, sizes[row], used[row]) for row, name in enumerate(self._names)]
 
-    def listing(self) -> Listing:
+    def listing(self) -> FileListing:
         """Return all files. Without the owner's lock an entry that is changing at this moment may be wrong."""
         names = list(self._names)
         count = len(names)
-        return Listing(
+        return FileListing(
             names,
             self._digests[:count].copy(),
             self._sizes[:count].copy(),

@@ -39,7 +39,7 @@ PATIENT: Final = Patience()
 IN_RACK: Final = Patience(connect_seconds=0.5, silence_seconds=5.0, suspect_seconds=0.15, alive_seconds=0.35)
 
 
-class Gone(TimeoutError):
+class PeerGone(TimeoutError):
     """The daemon answers nothing, not even a health check."""
 
 
@@ -95,14 +95,14 @@ class Vigil:
             raise TimeoutError("answers too slowly" if self._is_answering else "takes the request too slowly")
 
     def check(self, sock: socket.socket) -> None:
-        """Return if waiting is still worthwhile. Raises ``Gone`` after a failed health check, else ``TimeoutError``."""
+        """Return if waiting is worthwhile. Raises ``PeerGone`` after a failed health check, else ``TimeoutError``."""
         now = time.monotonic()
         if now >= self._silent_until:
             raise TimeoutError("answers nothing any more")
         self.check_rate()
         if now >= self._check_at:
             if not self._is_alive(sock):
-                raise Gone("answers nothing, not even a health check")
+                raise PeerGone("answers nothing, not even a health check")
             self._interval_seconds *= 2  # many readers may wait for the same fill, and each of them checks
             self._check_at = time.monotonic() + self._interval_seconds
 

@@ -26,7 +26,7 @@ from quiver.errors import Corrupt, OverCapacity, QuiverError, answer_of, error_f
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.transport.http import Head, receive_head, tokens
 from quiver.transport.idle import Idle
-from quiver.transport.liveness import Gone
+from quiver.transport.liveness import PeerGone
 from quiver.wire import ErrorBody, RangeStatus, ReadRequest
 
 PROTOCOL: Final = "quiver-read"
@@ -121,7 +121,7 @@ def open_stream(endpoint: Endpoint) -> Connection:
     connection = endpoint.connect()
     try:
         _upgrade(connection, endpoint)
-    except Gone as error:
+    except PeerGone as error:
         connection.close()
         raise endpoint.failure(error, is_answering=False) from error
     except (OSError, ValueError) as error:  # a live daemon that does not upgrade is read by HTTP

@@ -14,7 +14,7 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Changed, DiskFailed, NotFound, OverCapacity, Unavailable
-from quiver.residency import Decision, Report
+from quiver.residency import ConsumerReport, Decision
 from quiver.residency.messages import NeedsReport
 from quiver.store import Kind, Store
 from quiver_client import Dataset
@@ -54,11 +54,11 @@ def filled(tier: EmbeddedTier, shards: Iterable[int]) -> None:
     tier.decider.look(at_once=True)
 
 
-def need(tier: EmbeddedTier, shards: Iterable[int], name: bytes = b"a consumer") -> Report:
+def need(tier: EmbeddedTier, shards: Iterable[int], name: bytes = b"a consumer") -> ConsumerReport:
     """Report that just these shards are needed, without fetching any; all others of the dataset may be evicted."""
     left = np.zeros(tier._manifest.shard_count, np.uint8)
     left[list(shards)] = 255
-    report = Report(name.ljust(16, b"."), left, 0.0, 0.0, 30.0)
+    report = ConsumerReport(name.ljust(16, b"."), left, 0.0, 0.0, 30.0)
     tier.needs.report(report)
     return report
 
@@ -77,7 +77,7 @@ def test_one_report_is_enough_to_fetch_all_that_is_needed(dataset: Make, files: 
     count = made.manifest.shard_count
     assert count > 2 * FETCHES_MAX
     needs = FolderNeeds(made.manifest, tier_of(made))
-    needs.report(Report(b"x" * 16, np.full(count, 255, np.uint8), 0.0, 0.0, 30.0))
+    needs.report(ConsumerReport(b"x" * 16, np.full(count, 255, np.uint8), 0.0, 0.0, 30.0))
     until(lambda: made.stats()["fills"] == count, what="each fetch that ends begins the next")
     assert made.stats()["bytes_origin"] == made.manifest.total_bytes
     needs.close()
@@ -87,7 +87,7 @@ def test_nothing_is_fetched_for_a_consumer_that_has_left(dataset: Make, files: F
     made = dataset(files.manifest, f"file://{tmp_path}/cache")
     tier = tier_of(made)
     needs = FolderNeeds(made.manifest, tier)
-    report = Report(b"x" * 16, np.full(made.manifest.shard_count, 255, np.uint8), 0.0, 0.0, 30.0)
+    report = ConsumerReport(b"x" * 16, np.full(made.manifest.shard_count, 255, np.uint8), 0.0, 0.0, 30.0)
     needs.report(report)
     needs.report(report, leaving=True)
     until(lambda: not needs._fetching, what="what had begun has ended")
@@ -225,7 +225,7 @@ CONSUMER = b"c" * 16
 
 
 def told() -> NeedsReport:
-    return NeedsReport(Digest(b"d" * 32), Report(CONSUMER, np.full(5, 255, np.uint8), 1e6, 0.0, 30.0))
+    return NeedsReport(Digest(b"d" * 32), ConsumerReport(CONSUMER, np.full(5, 255, np.uint8), 1e6, 0.0, 30.0))
 
 
 def written(folder: Path, data: bytes) -> int:

@@ -20,7 +20,7 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.lookup import as_rows
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.residency.messages import NeedsReport
 from quiver.store import Kind
 from quiver_client import Dataset
@@ -78,7 +78,7 @@ class Consumer:
 
     def report(self, *, leaving: bool = False) -> np.ndarray[Any, np.dtype[np.uint8]]:
         ahead = 1e12 if self.content and (self.seen[self.left > 0] > 0).any() else 0.0
-        told = Report(self.name, self.left.copy(), 0.0, ahead, self.lease_seconds)
+        told = ConsumerReport(self.name, self.left.copy(), 0.0, ahead, self.lease_seconds)
         self.seen = self.needs.report(told, leaving=leaving)
         assert self.tier.store.resident_bytes() <= self.tier.store.capacity_bytes
         return self.seen
@@ -441,7 +441,7 @@ def test_junk_among_the_leases_is_ignored(consumer: Callable[..., Consumer], tmp
         (held[2], Path("/dev/zero"), Digest(b"2" * 32)),
         (held[3], tmp_path, Digest(b"3" * 32)),
     ):
-        few = Report(lease.consumer, np.full(3, 255, np.uint8), 0.0, 0.0, 60.0)
+        few = ConsumerReport(lease.consumer, np.full(3, 255, np.uint8), 0.0, 0.0, 60.0)
         lease.write(path, NeedsReport(dataset, few))
     until(lambda: made.report() is not None and len(made.tier.needs._unreadable) == 2)
     made.until_needed(0, False)
@@ -469,12 +469,12 @@ def test_a_crash_between_writing_and_renaming_leaves_nothing_that_matters(
         from pathlib import Path
         import numpy as np
         from quiver.manifest import Manifest
-        from quiver.residency import Report
+        from quiver.residency import ConsumerReport
         from quiver.residency.messages import NeedsReport
         from quiver_client.embedded.lease_files import LeaseFile
         manifest = Manifest.open(Path(sys.argv[1]))
         Path.replace = lambda *paths: os.kill(os.getpid(), 9)
-        report = Report(b"x" * 16, np.full(manifest.shard_count, 255, np.uint8), 0.0, 0.0, 60.0)
+        report = ConsumerReport(b"x" * 16, np.full(manifest.shard_count, 255, np.uint8), 0.0, 0.0, 60.0)
         LeaseFile(Path(sys.argv[2]), b"x" * 16).write(manifest.path, NeedsReport(manifest.digest, report))
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(files.manifest), str(made.lease().parent)]
@@ -508,7 +508,7 @@ def test_a_folder_that_was_removed_is_said_and_reading_goes_on(
     made.need([0, 1])
     made.until_resident([0, 1])
     shutil.rmtree(made.tier.store.root)
-    told = Report(made.name, np.full_like(made.left, 255), 0.0, 0.0, 30.0)
+    told = ConsumerReport(made.name, np.full_like(made.left, 255), 0.0, 0.0, 30.0)
     until(lambda: made.needs.report(told) is not None and any(map(made.tier.why, everything(made))))
     assert "cannot write to" in caplog.text
     assert [made.dataset[i]["image"] for i in range(5)] == files.expected(

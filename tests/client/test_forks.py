@@ -30,7 +30,7 @@ UNDER_LOAD = """
     import numpy as np
     from pathlib import Path
     from quiver.digest import Digest
-    from quiver.residency import Report
+    from quiver.residency import ConsumerReport
     from quiver_client import DataLoader, Dataset
 
     manifest, cache, large, count, seconds = sys.argv[1:]
@@ -66,7 +66,7 @@ UNDER_LOAD = """
             assert ds.__getitems__(rows)
         left = np.full(ds.manifest.shard_count, 255, np.uint8)
         needs = ds.needs()
-        needs.report(Report(os.urandom(16), left, 0.0, 0.0, 5.0))
+        needs.report(ConsumerReport(os.urandom(16), left, 0.0, 0.0, 5.0))
         needs.close()
 
     fresh = Dataset(manifest, cache, fields=["__key__", "image"])

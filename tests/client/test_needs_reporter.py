@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quiver.errors import Unavailable
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver_client import needs_reporter as watch_module
 from quiver_client.needs_reporter import NeedsReporter
 from tests.support.residency import Rack, alive
@@ -20,8 +20,8 @@ from tests.support.waiting import until
 NEVER = 3600.0
 
 
-def a_report(left: int = 255, shards: int = 4) -> Report:
-    return Report(b"c" * 16, np.full(shards, left, np.uint8), 0.0, 0.0, 10.0)
+def a_report(left: int = 255, shards: int = 4) -> ConsumerReport:
+    return ConsumerReport(b"c" * 16, np.full(shards, left, np.uint8), 0.0, 0.0, 10.0)
 
 
 class Consumer:
@@ -31,7 +31,7 @@ class Consumer:
         self.pause = pause
         self.said = 0
 
-    def report(self) -> tuple[Report, float]:
+    def report(self) -> tuple[ConsumerReport, float]:
         self.said += 1
         return a_report(), self.pause
 
@@ -156,7 +156,7 @@ def test_a_report_that_fails_is_tried_again_and_what_was_seen_counts_for_a_momen
     told = rack.report
     failures: list[Exception] = []
 
-    def fail(report: Report, *, leaving: bool = False) -> Any:
+    def fail(report: ConsumerReport, *, leaving: bool = False) -> Any:
         failures.append(error)
         raise error
 
@@ -181,7 +181,7 @@ def test_a_consumer_that_fails_to_say_what_it_needs_is_asked_again(
     monkeypatch.setattr(watch_module, "RETRY_SECONDS", 0.01)
 
     class Clumsy(Consumer):
-        def report(self) -> tuple[Report, float]:
+        def report(self) -> tuple[ConsumerReport, float]:
             if super().report()[0] and self.said < 3:
                 raise ValueError("not yet")
             return a_report(), self.pause
@@ -199,7 +199,7 @@ def test_leaving_that_fails_ends_the_thread_all_the_same(caplog: pytest.LogCaptu
     watch = NeedsReporter(4, rack, consumer.report)
     watch.first_answer(20)
 
-    def fail(report: Report, *, leaving: bool = False) -> Any:
+    def fail(report: ConsumerReport, *, leaving: bool = False) -> Any:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
     rack.report = fail  # type: ignore[method-assign]

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 
 from quiver.errors import BadRequest, Unavailable
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member, Ring
 from quiver_client.rack import needs as rack_module
 from quiver_client.rack.needs import RackNeeds
-from quiver_client.rack.uploads import Uploads
+from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
 from tests.support.data import Files
 from tests.support.residency import Clock
 from tests.support.waiting import until
 
 
-def a_report(left: int = 255, shards: int = 4) -> Report:
-    return Report(b"c" * 16, np.full(shards, left, np.uint8), 0.0, 0.0, 10.0)
+def a_report(left: int = 255, shards: int = 4) -> ConsumerReport:
+    return ConsumerReport(b"c" * 16, np.full(shards, left, np.uint8), 0.0, 0.0, 10.0)
 
 
 class Peer:
@@ -83,7 +83,7 @@ def needs_of(files: Files, members: Members, clock: Clock) -> tuple[RackNeeds, S
     stats = Stats()
     manifest: Any = SimpleNamespace(digest=files.opened().digest, shard_count=4)
     manifest.tables = SimpleNamespace(shard_digests=files.opened().tables.shard_digests[:4])
-    uploads = Uploads(manifest, lambda: pytest.fail("nothing is uploaded here"), stats)
+    uploads = ShardUploads(manifest, lambda: pytest.fail("nothing is uploaded here"), stats)
     return RackNeeds(manifest, members, uploads, stats, clock.monotonic), stats  # type: ignore[arg-type]
 
 

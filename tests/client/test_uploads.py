@@ -12,7 +12,7 @@ from quiver.manifest import Manifest
 from quiver.origin import open_origin
 from quiver.shard import verified
 from quiver.wire import ForgoRequest
-from quiver_client.rack.uploads import Uploads
+from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
 from tests.support.data import Files
 
@@ -41,8 +41,8 @@ def manifest(files: Files) -> Manifest:
     return files.opened()
 
 
-def uploads_of(manifest: Manifest, stats: Stats) -> Uploads:
-    return Uploads(manifest, lambda: open_origin(manifest), stats)
+def uploads_of(manifest: Manifest, stats: Stats) -> ShardUploads:
+    return ShardUploads(manifest, lambda: open_origin(manifest), stats)
 
 
 def test_an_upload_is_verified_handed_to_the_caller_and_put(manifest: Manifest) -> None:
@@ -68,5 +68,5 @@ def test_an_upload_whose_origin_fails_is_forgone_and_raises(manifest: Manifest) 
 
     stats, peer = Stats(), Peer()
     with pytest.raises(Unavailable, match="does not answer"):
-        Uploads(manifest, away, stats).upload(peer, 0)  # type: ignore[arg-type]
+        ShardUploads(manifest, away, stats).upload(peer, 0)  # type: ignore[arg-type]
     assert (stats.snapshot()["uploads"], peer.put, peer.forgone) == (0, {}, [manifest.shard_digest(0)])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiver.errors import OverCapacity
-from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, Rate, Resource, address_of
+from quiver_cacheserver.budget import HELD_MAX, Budgets, Cost, RefillRate, Resource, address_of
 from quiver_cacheserver.serving.turns import Places
 
 UPLOADS, WORK = Resource.UPLOADS, Cost.WORK_SECONDS
@@ -78,7 +78,7 @@ def test_an_amount_that_would_leave_others_too_little_is_refused() -> None:
 
 
 def test_a_cost_leads_into_debt_which_time_works_off() -> None:
-    budgets = Budgets(rates={WORK: Rate(0.5, 2.0)})
+    budgets = Budgets(rates={WORK: RefillRate(0.5, 2.0)})
     assert budgets.spend("a", WORK, 5.0, now=100.0), "what it takes is known only afterwards"
     assert not budgets.spend("a", WORK, 1.0, now=101.0)
     assert budgets.refused[WORK] == 1
@@ -90,7 +90,7 @@ def test_a_cost_leads_into_debt_which_time_works_off() -> None:
 
 
 def test_debt_is_bounded_so_that_it_ends() -> None:
-    budgets = Budgets(rates={WORK: Rate(1.0, 10.0)})
+    budgets = Budgets(rates={WORK: RefillRate(1.0, 10.0)})
     budgets.charge("a", WORK, 1e9, now=0.0)
     assert budgets.left("a", WORK, now=11.0) == pytest.approx(1.0)
 

@@ -23,14 +23,14 @@ from quiver.errors import BadRequest, OverCapacity
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.lookup import DigestRows
 from quiver.manifest import Field, Header, Manifest, ManifestParts, write_manifest
-from quiver.residency import Commitments, Decision, Lease, Leases, Recipe, Report
+from quiver.residency import Commitments, ConsumerReport, Decision, Lease, Leases, Recipe
 from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
 from quiver_cacheserver import bounds
 from quiver_cacheserver.bounds import FILL_THREADS, FillMemory, check_cost, covered_bytes, open_manifest
-from quiver_cacheserver.budget import Cost, Rate
+from quiver_cacheserver.budget import Cost, RefillRate
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.origins import allowed
 from quiver_cacheserver.rack.registry import StaticRegistry
@@ -167,7 +167,7 @@ async def test_shards_are_sorted_in_threads_only(files: Files, tmp_path: Path, m
     try:
         await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
         left = np.full(manifest.shard_count, 255, np.uint8)
-        told = NeedsReport(manifest.digest, Report(bytes(16), left, 1e6, 0.0, 30.0)).encode()
+        told = NeedsReport(manifest.digest, ConsumerReport(bytes(16), left, 1e6, 0.0, 30.0)).encode()
         assert (await node.reports.take(told, HONEST)).status is NeedsStatus.TAKEN
         await node.fill_missing(
             [manifest.shard_digest(0)], await node.manifests.get(manifest.digest, HONEST), 20.0, HONEST
@@ -323,7 +323,7 @@ def test_what_several_clients_read_is_nobody_s_to_give_up(pair: tuple[Files, Fil
 
 def test_one_who_had_too_much_evicted_takes_its_own_room_alone(pair: tuple[Files, Files], node: Node) -> None:
     honest, junk = (files.opened() for files in pair)
-    node.budgets.rates[Cost.EVICTIONS] = Rate(0.0, 2)
+    node.budgets.rates[Cost.EVICTIONS] = RefillRate(0.0, 2)
     filled(node, honest, HONEST)
     age(node, 3600.0)
     assert filled(node, junk, HOSTILE) == 2
@@ -386,7 +386,7 @@ def test_a_client_has_so_many_bytes_read_again_and_others_are_believed(pair: tup
     honest = pair[0].opened()
     filled(node, honest, HONEST)
     shards = [honest.shard_digest(number) for number in range(10)]
-    node.budgets.rates[Cost.RECHECK_BYTES] = Rate(0.0, 3 * SHARD_BYTES)
+    node.budgets.rates[Cost.RECHECK_BYTES] = RefillRate(0.0, 3 * SHARD_BYTES)
     node.suspect(shards, HOSTILE)
     assert sum(not node.resident(shard) for shard in shards) == 3
     node.suspect(shards, HONEST)
@@ -419,7 +419,7 @@ async def test_manifests_that_consumers_report_on_take_a_bounded_memory(
         manifest = files.opened()
         await asyncio.to_thread(node.store.put, Kind.MANIFEST, manifest.digest, files.manifest.read_bytes())
         left = np.full(manifest.shard_count, 255, np.uint8)
-        told = NeedsReport(manifest.digest, Report(name(number), left, 1e6, 0.0, 30.0), leaving)
+        told = NeedsReport(manifest.digest, ConsumerReport(name(number), left, 1e6, 0.0, 30.0), leaving)
         return (await node.reports.take(told.encode(), HOSTILE)).status
 
     try:
@@ -505,7 +505,7 @@ async def test_a_consumer_that_lost_its_place_needs_nothing_any_more(
 
         async def tell(number: int, client: str) -> NeedsStatus:
             left = np.full(manifest.shard_count, 255, np.uint8)
-            told = NeedsReport(manifest.digest, Report(name(number), left, 1e6, 0.0, 30.0)).encode()
+            told = NeedsReport(manifest.digest, ConsumerReport(name(number), left, 1e6, 0.0, 30.0)).encode()
             return (await node.reports.take(told, client)).status
 
         assert [await tell(number, HOSTILE) for number in range(3)] == [

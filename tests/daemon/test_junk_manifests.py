@@ -15,7 +15,7 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Changed, NotAllowed, Unavailable
-from quiver.residency import Decision, Recipe, Report
+from quiver.residency import ConsumerReport, Decision, Recipe
 from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.store import Kind
 from quiver.wire import RangeStatus
@@ -114,7 +114,9 @@ async def test_junk_reports_on_somebody_s_shards_keep_nobody_s_from_being_filled
         async def tell(files: Files, number: int, client: str) -> Any:
             manifest = files.opened()
             left = np.full(manifest.shard_count, 255, np.uint8)
-            told = NeedsReport(manifest.digest, Report(number.to_bytes(16, "big"), left, 1e6, 0.0, 30.0)).encode()
+            told = NeedsReport(
+                manifest.digest, ConsumerReport(number.to_bytes(16, "big"), left, 1e6, 0.0, 30.0)
+            ).encode()
             return await node.reports.take(told, client)
 
         async with asyncio.timeout(20):

@@ -26,7 +26,7 @@ from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver.transport.stream import PATH, PROTOCOL
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, Rate, Resource
+from quiver_cacheserver.budget import HELD_MAX, RATES, Cost, RefillRate, Resource
 from quiver_cacheserver.logs import FORMAT, OneLine
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.peers import MANIFEST_ASKED_MAX, RackPeers
@@ -315,7 +315,7 @@ def test_made_up_manifests_are_not_looked_for_without_end(tmp_path: Path) -> Non
     sought: list[Digest] = []
 
     def ask_nobody(node: Node) -> None:
-        node.budgets.rates[Cost.LOOKUPS] = Rate(0.001, 8)
+        node.budgets.rates[Cost.LOOKUPS] = RefillRate(0.001, 8)
         node.peers.manifest_holders = lambda digest: iter(sought.append(digest) or ())  # type: ignore[method-assign,func-returns-value]
 
     with in_process(tmp_path, made=ask_nobody) as address, connected(address) as sock:

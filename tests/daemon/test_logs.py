@@ -19,7 +19,7 @@ from quiver.fill import OriginShards
 from quiver.manifest import Manifest
 from quiver.origin import open_origin
 from quiver.peer import PeerClient
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.residency.messages import NeedsReport
 from quiver.store import Kind
 from quiver.store.inventory import file_of
@@ -77,7 +77,9 @@ def test_failing_fills_and_hostile_requests_leave_no_digest_in_any_line(small: F
         rows = [(at, 0, 1) for at in range(len(shards))]
         until(lambda: RangeStatus.FAILED in read(daemon, shards, rows, manifest.digest, wait=2_000)[0])
         until(lambda: "was not filled" in daemon.log)
-        told = NeedsReport(manifest.digest, Report(bytes(16), np.full(len(shards), 255, np.uint8), 1e6, 0.0, 5.0))
+        told = NeedsReport(
+            manifest.digest, ConsumerReport(bytes(16), np.full(len(shards), 255, np.uint8), 1e6, 0.0, 5.0)
+        )
         daemon.ask("POST", "/v1/needs", told.encode())
         # What is put and is not what its name says, or cannot be opened.
         bad, data = make_shard([b"a sample"])

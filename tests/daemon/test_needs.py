@@ -20,7 +20,7 @@ from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest, Corrupt
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
-from quiver.residency import CONSUMERS_MAX, Report
+from quiver.residency import CONSUMERS_MAX, ConsumerReport
 from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import Member
 from quiver.store import Kind, Store
@@ -85,7 +85,7 @@ class Consumer:
         else:
             shards[list(left)] = list(left.values())
         return self.peer.needs(
-            NeedsReport(self.manifest.digest, Report(self.name, shards, rate, ahead, lease), leaving)
+            NeedsReport(self.manifest.digest, ConsumerReport(self.name, shards, rate, ahead, lease), leaving)
         )
 
     def held(self) -> set[int]:
@@ -371,7 +371,7 @@ async def everything_needed_comes(client: TestClient[Any, Any], node: Node, file
     manifest = files.opened()
     content = await asyncio.to_thread(files.manifest.read_bytes)
     left = np.full(manifest.shard_count, 255, np.uint8)
-    report = NeedsReport(manifest.digest, Report(bytes(16), left, 1e6, 0.0, 30.0)).encode()
+    report = NeedsReport(manifest.digest, ConsumerReport(bytes(16), left, 1e6, 0.0, 30.0)).encode()
 
     async def tell() -> NeedsAnswer:
         async with client.post("/v1/needs", data=report) as answer:
@@ -430,7 +430,7 @@ def test_a_report_too_large_or_of_other_shards_is_refused(lone: Daemon, files: F
     assert lone.ask("POST", "/v1/needs", b"", head)[0] == 400
     with Consumer(lone, files) as consumer:
         shards = np.zeros(consumer.manifest.shard_count + 1, np.uint8)
-        report = NeedsReport(consumer.manifest.digest, Report(consumer.name, shards, 0.0, 0.0, 5.0))
+        report = NeedsReport(consumer.manifest.digest, ConsumerReport(consumer.name, shards, 0.0, 0.0, 5.0))
         with pytest.raises(BadRequest, match="shards where the manifest has"):
             consumer.peer.needs(report)
         status, body, headers = lone.ask(
@@ -444,7 +444,7 @@ def test_nothing_is_unpacked_of_a_report_on_an_unknown_dataset_or_of_other_shard
     lone: Daemon, files: Files, tmp_path: Path
 ) -> None:
     def body_of(manifest: Digest, shards: int) -> bytes:
-        body = NeedsReport(manifest, Report(bytes(16), np.zeros(shards, np.uint8), 0.0, 0.0, 5.0)).encode()
+        body = NeedsReport(manifest, ConsumerReport(bytes(16), np.zeros(shards, np.uint8), 0.0, 0.0, 5.0)).encode()
         fields = msgspec.msgpack.decode(body)
         return msgspec.msgpack.encode(fields | {"left": fields["left"][:-1] + b"?"})
 
@@ -498,7 +498,7 @@ def test_more_consumers_than_a_daemon_keeps_are_told_so(even: Files, tmp_path: P
     ids=["nothing", "nonsense", "other shards"],
 )
 def test_an_answer_that_makes_no_sense_is_corrupt(answer: bytes) -> None:
-    told = NeedsReport(Digest(bytes(32)), Report(bytes(16), np.zeros(5, np.uint8), 0.0, 0.0, 5.0))
+    told = NeedsReport(Digest(bytes(32)), ConsumerReport(bytes(16), np.zeros(5, np.uint8), 0.0, 0.0, 5.0))
     with (
         HostileServer(lambda connection, _: connection.sendall(ok(answer))) as server,
         contextlib.closing(PeerClient(server.url)) as peer,

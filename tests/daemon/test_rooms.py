@@ -13,7 +13,7 @@ import pytest
 from quiver.digest import Digest
 from quiver.errors import Changed, OverCapacity
 from quiver.manifest import Manifest
-from quiver.residency import Decision, Report
+from quiver.residency import ConsumerReport, Decision
 from quiver.store import Kind
 from quiver_cacheserver.node import Node
 from tests.daemon.test_costs import HONEST, SHARD_BYTES, age, held, lone_node
@@ -48,7 +48,7 @@ def needed_by(node: Node, manifest: Manifest, *numbers: int) -> None:
         needs.add_dataset(manifest.digest, manifest.tables.shard_digests, sizes, ~every, every)
     left = np.zeros(manifest.shard_count, np.uint8)
     left[list(numbers)] = 255
-    assert needs.report(manifest.digest, Report(bytes(16), left, 0.0, 0.0, 1e9), 0.0)
+    assert needs.report(manifest.digest, ConsumerReport(bytes(16), left, 0.0, 0.0, 1e9), 0.0)
 
 
 def resident(node: Node, manifest: Manifest) -> set[int]:

@@ -15,7 +15,7 @@ import pytest
 
 from quiver.errors import BrokenOff, OverCapacity, QuiverError, Unavailable
 from quiver.transport.connection import Connection, Dialogue, Ended
-from quiver.transport.liveness import Gone, Patience, Vigil
+from quiver.transport.liveness import Patience, PeerGone, Vigil
 from tests.support.tls import make_contexts
 
 QUICK = Patience(silence_seconds=0.3, suspect_seconds=0.05, alive_seconds=0.1)
@@ -95,7 +95,7 @@ def test_a_failed_health_check_ends_a_wait_early(pair: Pair) -> None:
     patience = QUICK._replace(silence_seconds=60.0)
     begun(pair[0], patience, lambda _: False)
     began = time.monotonic()
-    with pytest.raises(Gone):
+    with pytest.raises(PeerGone):
         pair[0].receive(memoryview(bytearray(1)))
     assert time.monotonic() - began < LONG_SECONDS
 

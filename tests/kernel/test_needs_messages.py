@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.residency.messages import (
     ANSWER_BYTES_MAX,
     LEASE_SECONDS_MAX,
@@ -32,7 +32,7 @@ NAME = Digest(bytes(range(32)))
 
 
 def report(shards: int = 5, **changes: object) -> NeedsReport:
-    plain = Report(bytes(16), np.arange(shards).astype(np.uint8), 1e6, 2e6, 5.0)
+    plain = ConsumerReport(bytes(16), np.arange(shards).astype(np.uint8), 1e6, 2e6, 5.0)
     return NeedsReport(NAME, dataclasses.replace(plain, **changes))  # type: ignore[arg-type]
 
 
@@ -62,7 +62,7 @@ def test_a_report_survives_the_wire(data: st.DataObject) -> None:
     soon = data.draw(st.lists(st.integers(0, len(left) - 1), max_size=20)) if left else []
     sent = NeedsReport(
         Digest(data.draw(st.binary(min_size=32, max_size=32))),
-        Report(
+        ConsumerReport(
             consumer=data.draw(st.binary(min_size=16, max_size=16)),
             left=np.frombuffer(left, np.uint8),
             rate=data.draw(st.floats(0, 1e12)),

@@ -15,11 +15,11 @@ from quiver.digest import Digest
 from quiver.lookup import as_rows
 from quiver.residency import (
     CONSUMERS_MAX,
+    ConsumerReport,
     Decision,
     Needs,
     OriginEstimate,
     Recipe,
-    Report,
     Shelf,
     Situation,
     StoredFile,
@@ -41,10 +41,10 @@ def shards(several: Iterable[int]) -> Any:
     return as_rows(map(shard, several))
 
 
-def report(consumer: int, left: Sequence[int], **more: Any) -> Report:
+def report(consumer: int, left: Sequence[int], **more: Any) -> ConsumerReport:
     """A consumer's word: ``left`` in 255ths; by default it has nothing ahead of it and reads a shard a second."""
     more = {"rate": 1.0, "ahead_bytes": 0.0, "lease_seconds": 10.0} | more
-    return Report(consumer.to_bytes(16, "big"), np.array(left, np.uint8), **more)
+    return ConsumerReport(consumer.to_bytes(16, "big"), np.array(left, np.uint8), **more)
 
 
 def board(count: int, held: Iterable[int] = (), mine: Iterable[int] | None = None, size: float = 1.0) -> Needs:
@@ -573,7 +573,7 @@ class Boards(RuleBasedStateMachine):
         self.now = 0.0
         self.known: set[Digest] = set()
         self.held: set[int] = set()
-        self.said: dict[int, tuple[Digest, Report, float]] = {}
+        self.said: dict[int, tuple[Digest, ConsumerReport, float]] = {}
 
     @rule(dataset=st.sampled_from([A, B]))
     def add(self, dataset: Digest) -> None:

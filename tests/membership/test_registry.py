@@ -19,7 +19,7 @@ import uvloop
 from quiver.errors import Misconfigured, Unavailable
 from quiver.ring import Member
 from quiver_cacheserver.rack import etcd_registry as registry_module
-from quiver_cacheserver.rack.addresses import Endpoint
+from quiver_cacheserver.rack.addresses import EtcdEndpoint
 from quiver_cacheserver.rack.etcd import Etcd as Client
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from tests.support.etcd import Etcd, free_ports
@@ -319,7 +319,7 @@ async def test_history_compacted_under_a_watch_changes_nothing(etcd: Etcd, rack:
 async def test_a_watch_from_history_that_was_compacted_away_ends_in_an_error(etcd: Etcd, rack: str) -> None:
     etcd.ctl("put", key(rack, "x"), "1")
     etcd.compact()
-    async with Client(Endpoint("127.0.0.1", etcd.client_port), 5.0) as client:
+    async with Client(EtcdEndpoint("127.0.0.1", etcd.client_port), 5.0) as client:
         changes = await client.watch(key(rack, ""), 1)
         with pytest.raises(Unavailable, match="compacted"):
             async with asyncio.timeout(5.0):
@@ -340,7 +340,7 @@ async def test_hostile_records_are_ignored_and_counted(etcd: Etcd, rack: str, tm
 
 
 async def test_a_prefix_with_many_large_records_is_read_in_pages(etcd: Etcd, rack: str) -> None:
-    async with Client(Endpoint("127.0.0.1", etcd.client_port), 10.0) as client:
+    async with Client(EtcdEndpoint("127.0.0.1", etcd.client_port), 10.0) as client:
         lease = await client.grant(60)
         for i in range(700):
             assert await client.register(key(rack, f"n{i:03}"), b"{" * (1 << 20 if 300 <= i < 307 else 10), lease, 0)

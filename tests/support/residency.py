@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.substitution import View
 from quiver_client import Dataset
 from quiver_client import needs_reporter as watch_module
@@ -39,7 +39,7 @@ class Rack:
 
     def __init__(self, shard_count: int, resident: bool = True) -> None:
         self.seen = np.full(shard_count, int(resident), np.uint8)
-        self.reports: list[Report] = []
+        self.reports: list[ConsumerReport] = []
         self.left = False
         self.closed = False
         self.orphaned: Mask | None = None
@@ -49,7 +49,7 @@ class Rack:
         seen[shards] = 1 + others
         self.seen = seen
 
-    def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
+    def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         assert not self.left, "a report after the last one"
         self.reports.append(report)
         self.left = leaving

@@ -134,9 +134,7 @@ class Origins:
             if watched.trying is not None:
                 if now - watched.tried > PROBE_SECONDS_MAX:
                     self._found(watched, f"no answer in {PROBE_SECONDS_MAX:.0f} s")
-            elif (
-                (watched.suspected or watched.state != OK) and now - watched.tried >= TRY_SECONDS and self._may_probe()
-            ):
+            elif self._is_due(watched, now):
                 watched.tried, watched.suspected = now, False
                 future = _probed(watched.locations[0])
                 watched.trying = future

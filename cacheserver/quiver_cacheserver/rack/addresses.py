@@ -16,7 +16,7 @@ _OUTSIDE: Final = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class EtcdEndpoint:
     """The address of an etcd. Its text form never shows the password."""
 
     host: str
@@ -28,7 +28,7 @@ class Endpoint:
         return f"etcd at http://{self.host}:{self.port}"
 
 
-def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
+def parse_endpoints(text: str) -> tuple[EtcdEndpoint, ...]:
     """Parse ``http://[USER:PASSWORD@]HOST:PORT``, or several of them separated by commas."""
     endpoints = []
     for url in filter(None, (each.strip() for each in text.split(","))):
@@ -46,7 +46,7 @@ def parse_endpoints(text: str) -> tuple[Endpoint, ...]:
             raise Misconfigured(f"--etcd {shown!r} needs both a user and a password, or neither")
         user = unquote(parts.username) if parts.username is not None else None
         password = unquote(parts.password) if parts.password is not None else None
-        endpoints.append(Endpoint(f"[{host}]" if ":" in host else host, port, user, password))
+        endpoints.append(EtcdEndpoint(f"[{host}]" if ":" in host else host, port, user, password))
     if not endpoints:
         raise Misconfigured("--etcd names no etcd; write http://HOST:2379")
     return tuple(endpoints)

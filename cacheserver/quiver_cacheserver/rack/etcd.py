@@ -24,7 +24,7 @@ from aetcd import rpc
 
 from quiver.errors import NotFound, Unavailable
 from quiver.membership import KEYS_MAX, Changed, Entry, Gone, Listed
-from quiver_cacheserver.rack.addresses import Endpoint
+from quiver_cacheserver.rack.addresses import EtcdEndpoint
 
 PAGE_KEYS_MAX: Final = 256
 """Records of 4 KiB, the largest that are valid, fill a quarter of what gRPC accepts."""
@@ -37,7 +37,7 @@ _OPTIONS: Final = {
 class Etcd:
     """One connection to etcd. Every call raises ``Unavailable`` if etcd does not answer correctly and in time."""
 
-    def __init__(self, endpoint: Endpoint, timeout_seconds: float) -> None:
+    def __init__(self, endpoint: EtcdEndpoint, timeout_seconds: float) -> None:
         self._endpoint = endpoint
         self._timeout_seconds = timeout_seconds
         self._client = aetcd.Client(

@@ -33,7 +33,7 @@ GetManifest = Callable[[Digest, str], Awaitable[Manifest | None]]  # the client 
 
 
 @dataclass(slots=True, eq=False)
-class Dataset:
+class ReportedDataset:
     manifest: Manifest
     ring: Ring  # the ring by which ``Needs`` knows this daemon's shards
     used: float  # when a consumer last reported on it
@@ -59,7 +59,7 @@ class Datasets:
         self._get_manifest = get_manifest
         self._registry = registry
         self._name = name  # this daemon's, in the ring
-        self._datasets: dict[Digest, Dataset] = {}
+        self._datasets: dict[Digest, ReportedDataset] = {}
         self._learning = asyncio.Lock()
         self._heard_meanwhile: list[tuple[Digest, bool]] = []  # events since the current ``_learn`` began
         self._unsubscribe: Callable[[], None] | None = None
@@ -70,7 +70,7 @@ class Datasets:
     def __contains__(self, name: Digest) -> bool:
         return name in self._datasets
 
-    def __getitem__(self, name: Digest) -> Dataset:
+    def __getitem__(self, name: Digest) -> ReportedDataset:
         return self._datasets[name]
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Datasets:
         dataset = self._datasets.get(name)
         return dataset.manifest if dataset is not None else await self._get_manifest(name, client)
 
-    async def learn(self, name: Digest, manifest: Manifest) -> Dataset | None:
+    async def learn(self, name: Digest, manifest: Manifest) -> ReportedDataset | None:
         """Return the dataset, loaded from its manifest if necessary; ``None`` if memory for manifests is used up."""
         if name in self._datasets:
             return self._datasets[name]
@@ -140,7 +140,7 @@ class Datasets:
             self._forget_unused()
         return not self._datasets or _bytes_of(self._datasets.values()) <= most
 
-    async def _learn(self, name: Digest, manifest: Manifest) -> Dataset:
+    async def _learn(self, name: Digest, manifest: Manifest) -> ReportedDataset:
         ring = self._registry.ring
         self.listen()
         heard = self._heard_meanwhile = []  # begins before the scan of what is held, so it misses no event
@@ -150,7 +150,7 @@ class Datasets:
         self._needs.add_dataset(name, tables.shard_digests, sizes, learned.held, learned.mine, learned.grown)
         for digest, held in heard:  # applying an event twice does no harm
             (self._needs.arrived if held else self._needs.gone)(digest)
-        self._datasets[name] = Dataset(manifest, ring, time.monotonic())
+        self._datasets[name] = ReportedDataset(manifest, ring, time.monotonic())
         return self._datasets[name]
 
     def _look_into(self, manifest: Manifest, ring: Ring) -> _Learned:
@@ -187,5 +187,5 @@ class Datasets:
         self.changed.set()
 
 
-def _bytes_of(datasets: Iterable[Dataset]) -> int:
+def _bytes_of(datasets: Iterable[ReportedDataset]) -> int:
     return sum(len(dataset.manifest.content) for dataset in datasets)

@@ -23,7 +23,7 @@ from quiver.lookup import DigestRows, as_rows
 from quiver.residency import Candidates, Decision, Needs, OnBehalf, Shelf
 from quiver.residency.eviction import IDLE_SECONDS
 from quiver.store import Evict, Kind, MemoryInventory, Store, Writing
-from quiver.store.table import Listing
+from quiver.store.table import FileListing
 from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.opened import OpenManifests
@@ -117,7 +117,7 @@ class Rooms:
         in_use[asked] = self._opened.in_use_of(held.digests[asked])
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
 
-    def _needed(self, held: Listing) -> npt.NDArray[np.int8]:
+    def _needed(self, held: FileListing) -> npt.NDArray[np.int8]:
         """Return ``Needs.needed_of``, looking up only files that are new since the last call."""
         shards, counts = self._needs.shown
         before = self._looked_up

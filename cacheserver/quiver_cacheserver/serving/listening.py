@@ -44,7 +44,7 @@ SHUTDOWN_SECONDS: Final = 5.0
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Connection(Timed):
+class ClientConnection(Timed):
     """One connection. Belongs to the event loop."""
 
     __slots__ = ("_arriving", "_held", "_idle", "_listening")
@@ -116,7 +116,7 @@ class Listening:
         self._counters: Counters = node.counters
         self._listener = listener
         self._runner = web.AppRunner(make_app(node), handle_signals=False, shutdown_timeout=SHUTDOWN_SECONDS)
-        self._connections: dict[str, set[Connection]] = {}  # by address
+        self._connections: dict[str, set[ClientConnection]] = {}  # by address
         self._group = asyncio.TaskGroup()
         self._resuming: asyncio.TimerHandle | None = None
         self._sweeping: asyncio.Task[None] | None = None
@@ -193,7 +193,7 @@ class Listening:
         server = self._runner.server
         assert server is not None
         accepted.setblocking(False)
-        connection = Connection(self, server, address)
+        connection = ClientConnection(self, server, address)
         self._connections.setdefault(address, set()).add(connection)
         try:
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, accepted)
@@ -233,7 +233,7 @@ class Listening:
         self._counters.connections_closed["room"] += len(closed)
         return len(closed)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ClientConnection) -> None:
         """Forget a connection that is closed, or about to be."""
         its = self._connections[connection.address]
         its.discard(connection)

@@ -36,7 +36,7 @@ PRESENT: Final = int(RangeStatus.PRESENT)  # which is 0
 STATUS_NAMES: Final = {int(status): status.name.lower() for status in RangeStatus}
 
 
-class Answer(NamedTuple):
+class ReadAnswer(NamedTuple):
     """A status per range, and for those present the file, and offset and length in bytes."""
 
     statuses: npt.NDArray[np.uint8]
@@ -85,7 +85,7 @@ def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
     return ReadRequest.decode(body)
 
 
-def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
+def at_hand(node: Node, asked: ReadRequest, client: str) -> ReadAnswer | None:
     """In a thread: answer a read if all its shards are resident and verified; else ``None``: the loop must."""
     if asked.flags or not all(map(node.resident, asked.shards)):
         return None
@@ -97,7 +97,7 @@ def at_hand(node: Node, asked: ReadRequest, client: str) -> Answer | None:
     return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
 
 
-async def gather(node: Node, asked: ReadRequest, turn: Turn) -> Answer:
+async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     """Fill what is missing, for as long as the reader waits for it, and answer."""
     wanted = asked.shards
     if asked.flags & RECHECK:
@@ -162,7 +162,7 @@ async def _statuses(
 
 def _answer(
     node: Node, asked: ReadRequest, files: Sequence[OpenFile | None], of_shards: Sequence[RangeStatus]
-) -> Answer:
+) -> ReadAnswer:
     """Return the answer: each range has its shard's status, unless it ends past the shard."""
     numbers, offsets, lengths = asked.ranges["shard"], asked.ranges["offset"], asked.ranges["length"]
     statuses = np.asarray([*of_shards, 0], np.uint8)[numbers]
@@ -179,7 +179,7 @@ def _answer(
         node.counters.count("ranges", STATUS_NAMES[PRESENT], len(statuses))
     opened = [file for file in files if file is not None]
     place = np.cumsum([file is not None for file in files]) - 1
-    return Answer(
+    return ReadAnswer(
         statuses,
         [digest for digest, file in zip(asked.shards, files, strict=True) if file is not None],
         opened,

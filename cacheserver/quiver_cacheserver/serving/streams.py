@@ -27,7 +27,7 @@ from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, Channel, Poller
-from quiver_cacheserver.serving.reads import Answer, at_hand, gather, unpacked
+from quiver_cacheserver.serving.reads import ReadAnswer, at_hand, gather, unpacked
 from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, client_of, unhurried
 from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
 from quiver_cacheserver.serving.turns import Places, Turn
@@ -150,7 +150,7 @@ class Stream(Channel):
     def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, client: str) -> None:
         super().__init__(sock, client, time.monotonic() + IDLE_SECONDS)
         self.loop = loop
-        self.answer: Answer | None = None
+        self.answer: ReadAnswer | None = None
         self.refusal: QuiverError | None = None
         self._streams = streams
         self._received: bytearray | None = None  # of requests that are not complete yet
@@ -254,7 +254,7 @@ class Stream(Channel):
 
     # -- its answer ---------------------------------------------------------------------------------------------------
 
-    def _reply(self, answer: Answer) -> int:
+    def _reply(self, answer: ReadAnswer) -> int:
         head = ranges_frame(answer.statuses, answer.size_bytes)
         return self._send(Sending(answer.payload(head), self._streams.node.counters))
 

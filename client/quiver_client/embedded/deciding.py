@@ -24,7 +24,7 @@ from quiver_client.embedded.shared_needs import SharedNeeds
 FRESH_SECONDS: Final = 0.5  # a reader's fill reads other processes' reports again only if they are older
 
 
-class Decider:
+class FolderDecider:
     """The decisions of one process on one dataset. Safe from threads."""
 
     def __init__(self, manifest: Manifest, store: Store[FolderInventory], needs: SharedNeeds) -> None:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from quiver import forks
 from quiver.backoff import Backoff
 from quiver.manifest import Manifest
-from quiver.residency import Decision, Report
+from quiver.residency import ConsumerReport, Decision
 from quiver.residency.messages import NeedsReport
 from quiver_client.embedded.filling import FILLS_MAX, Outcome
 from quiver_client.embedded.lease_files import LeaseFile, leases_in
@@ -54,7 +54,7 @@ class FolderNeeds:
         if not tier.store.writable:
             self.orphaned = np.ones(manifest.shard_count, bool)
 
-    def report(self, report: Report, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
+    def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Report to other processes what this consumer needs, and begin to fetch what is decided."""
         now = time.monotonic()
         self._tier.origin.reported(min(now - self._reported, REPORT_SECONDS_MAX))
@@ -85,7 +85,7 @@ class FolderNeeds:
 
     # -- reporting ----------------------------------------------------------------------------------------------------
 
-    def _tell(self, report: Report, leaving: bool) -> None:
+    def _tell(self, report: ConsumerReport, leaving: bool) -> None:
         if leaving or (self._lease is not None and self._lease.consumer != report.consumer):
             self._drop_lease()
         if leaving or not self._tier.store.writable:

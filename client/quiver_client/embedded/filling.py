@@ -29,7 +29,7 @@ from quiver.residency import Decision
 from quiver.store import FolderInventory, Kind, Store, Writing, reserve_with_room
 from quiver_client import process_exit
 from quiver_client.buffers import Buffer
-from quiver_client.embedded.deciding import Decider
+from quiver_client.embedded.deciding import FolderDecider
 from quiver_client.embedded.fill_failures import FillFailures
 from quiver_client.embedded.fill_locks import FillLocks
 from quiver_client.embedded.mapped_shards import MappedShards
@@ -49,7 +49,7 @@ class Outcome(enum.Enum):
     FAILED = enum.auto()
 
 
-class Filler:
+class FolderFiller:
     """The fills of one process into one folder, of one dataset. Safe from threads."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Filler:
         store: Store[FolderInventory],
         origin: OriginReads,
         mapped: MappedShards,
-        decider: Decider,
+        decider: FolderDecider,
         stats: Stats,
     ) -> None:
         self.failures = FillFailures()

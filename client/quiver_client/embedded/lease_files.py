@@ -93,7 +93,7 @@ class LeaseFile:
             self._fd = -1
 
 
-class Lease(NamedTuple):
+class ForeignLease(NamedTuple):
     """A lease of another consumer: where its manifest is, its report, and when it was written (monotonic clock)."""
 
     manifest: Path
@@ -115,12 +115,12 @@ class LeaseFolder:
         self._folder = folder
         self._seen: dict[str, _Seen] = {}
 
-    def changes(self, now: float, own: Container[str]) -> tuple[list[Lease], list[bytes]]:
+    def changes(self, now: float, own: Container[str]) -> tuple[list[ForeignLease], list[bytes]]:
         """Return the leases that are new since the last call, and the consumers whose lease ended.
 
         ``own``: the names of this process's own files, which are skipped.
         """
-        new: list[Lease] = []
+        new: list[ForeignLease] = []
         before, self._seen = self._seen, {}
         for name in self._names():
             if name not in own and len(self._seen) < LEASES_MAX:
@@ -138,7 +138,7 @@ class LeaseFolder:
                     self._sweep_temporary(entry.name)
         return names
 
-    def _look(self, name: str, before: _Seen | None, now: float, new: list[Lease]) -> None:
+    def _look(self, name: str, before: _Seen | None, now: float, new: list[ForeignLease]) -> None:
         path = self._folder / name
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -183,7 +183,7 @@ def _valid(seen: dict[str, _Seen]) -> set[str]:
     return {name for name, it in seen.items() if it.expires is not None}
 
 
-def _read(fd: int, info: os.stat_result, now: float, name: str) -> Lease | None:
+def _read(fd: int, info: os.stat_result, now: float, name: str) -> ForeignLease | None:
     """Return the lease in a file, ``None`` if it is malformed."""
     if not 0 < info.st_size <= LEASE_BYTES_MAX:
         return None
@@ -195,7 +195,7 @@ def _read(fd: int, info: os.stat_result, now: float, name: str) -> Lease | None:
     path = content.manifest_path
     if report.report.consumer.hex() != name or report.leaving or not path.startswith(b"/") or b"\0" in path:
         return None
-    return Lease(Path(os.fsdecode(path)), report, now - max(time.time() - info.st_mtime, 0.0))
+    return ForeignLease(Path(os.fsdecode(path)), report, now - max(time.time() - info.st_mtime, 0.0))
 
 
 def _is_unlocked(fd: int) -> bool:

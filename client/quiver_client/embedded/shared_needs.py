@@ -22,9 +22,9 @@ from quiver.errors import QuiverError
 from quiver.expiring import Expiring
 from quiver.lookup import as_rows
 from quiver.manifest import Manifest
-from quiver.residency import Needs, Report
+from quiver.residency import ConsumerReport, Needs
 from quiver_client import process_exit
-from quiver_client.embedded.lease_files import Lease, LeaseFolder, leases_in
+from quiver_client.embedded.lease_files import ForeignLease, LeaseFolder, leases_in
 
 OPENING_MAX: Final = 4
 UNREADABLE_SECONDS: Final = 30.0  # before a manifest that could not be opened is tried again
@@ -46,7 +46,7 @@ class SharedNeeds:
         self._held: set[Digest] = set()
         self._shard_counts: dict[Digest, int] = {}
         self._listened = -np.inf
-        self._waiting: dict[bytes, Lease] = {}  # by consumer, for their manifest to be opened
+        self._waiting: dict[bytes, ForeignLease] = {}  # by consumer, for their manifest to be opened
         self._opening: set[Digest] = set()
         self._unreadable: Expiring[Digest, None] = Expiring(UNREADABLE_MAX)
 
@@ -86,7 +86,7 @@ class SharedNeeds:
 
     # -- what this process adds ---------------------------------------------------------------------------------------
 
-    def report(self, report: Report) -> U8:
+    def report(self, report: ConsumerReport) -> U8:
         """Take the report of a consumer of this process; return what ``NeedsChannel.report`` does."""
         with self._lock:
             self._own.add(report.consumer.hex())
@@ -120,7 +120,7 @@ class SharedNeeds:
 
     # -- the datasets of others ---------------------------------------------------------------------------------------
 
-    def _take(self, lease: Lease) -> None:
+    def _take(self, lease: ForeignLease) -> None:
         dataset, consumer = lease.report.manifest, lease.report.report.consumer
         self._needs.leave(consumer)
         self._waiting.pop(consumer, None)
@@ -136,7 +136,7 @@ class SharedNeeds:
         # In a thread of its own: the manifest's file system may hang, and a reader may be waiting for a decision.
         process_exit.start(self._open, "quiver-open", lease.manifest, dataset)
 
-    def _enter(self, lease: Lease) -> None:
+    def _enter(self, lease: ForeignLease) -> None:
         """Enter a lease, unless it is about another number of shards than its manifest has."""
         if len(lease.report.report.left) == self._shard_counts[lease.report.manifest]:
             self._needs.report(lease.report.manifest, lease.report.report, lease.written)

@@ -20,8 +20,8 @@ from quiver.sizes import format_size
 from quiver.store import FolderInventory, Store
 from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
-from quiver_client.embedded.deciding import Decider
-from quiver_client.embedded.filling import Filler
+from quiver_client.embedded.deciding import FolderDecider
+from quiver_client.embedded.filling import FolderFiller
 from quiver_client.embedded.mapped_shards import MappedShards
 from quiver_client.embedded.origin_reads import OriginReads
 from quiver_client.embedded.shared_needs import SharedNeeds
@@ -57,10 +57,10 @@ class EmbeddedTier:
         self.stats = stats
         self._manifest = manifest
         self.needs = SharedNeeds(manifest, store.root)
-        self.decider = Decider(manifest, store, self.needs)
+        self.decider = FolderDecider(manifest, store, self.needs)
         self.origin = OriginReads(manifest, origin, patience or OriginPatience(manifest.header.base, 0.0))
         self._mapped = MappedShards(manifest, store, stats)
-        self.filler = Filler(manifest, store, self.origin, self._mapped, self.decider, stats)
+        self.filler = FolderFiller(manifest, store, self.origin, self._mapped, self.decider, stats)
         self._tidied = time.monotonic()
 
     def fetch(self, batch: Batch) -> None:

@@ -24,7 +24,7 @@ ReadAt = Callable[[int, int], memoryview]  # (offset, length) -> exactly that ma
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class TarMember:
     """A member; ``odd`` describes it if it is not a regular file."""
 
     name: str
@@ -40,7 +40,7 @@ def members(
     read: ReadAt,
     no_end: Callable[[], None] = lambda: None,
     more: Callable[[], None] = lambda: None,
-) -> Iterator[Member]:
+) -> Iterator[TarMember]:
     """Yield the members of a tar of ``size`` bytes, except folders.
 
     ``no_end`` is called if the end mark is missing, ``more`` if something follows it, as in concatenated tars.
@@ -73,7 +73,7 @@ class _Walk:
                 return True
         return False
 
-    def next(self) -> Member | None:
+    def next(self) -> TarMember | None:
         """Return the next member, with its extended headers applied."""
         start = self._at
         pax: dict[str, str] = {}
@@ -101,7 +101,9 @@ class _Walk:
             else:
                 return self._member(start, header, kind, size, long_name, {**self._globals, **pax})
 
-    def _member(self, start: int, header: bytes, kind: bytes, size: int, long_name: str, pax: dict[str, str]) -> Member:
+    def _member(
+        self, start: int, header: bytes, kind: bytes, size: int, long_name: str, pax: dict[str, str]
+    ) -> TarMember:
         data = self._at + BLOCK
         if kind == _SPARSE:
             more = header[482]
@@ -125,7 +127,7 @@ class _Walk:
             raise self._broken(start, f"is cut short: member {name!r} needs {stored} bytes from {data}")
         self._at = data + -(-stored // BLOCK) * BLOCK
         self._at = min(self._at, self._size)  # the padding of the last member may be missing
-        return Member(name, start, data, size, odd)
+        return TarMember(name, start, data, size, odd)
 
     def _extended(self, size: int) -> bytes:
         """Return the content of the extended header at the current offset, and advance past it."""

@@ -25,7 +25,7 @@ from quiver_client.indexing.parallel import Meter, in_order
 from quiver_client.indexing.reading import PIECE_BYTES, Handle, Objects
 from quiver_client.indexing.report import NAMES_MAX, Notices
 from quiver_client.indexing.selection import Selection
-from quiver_client.indexing.tar import Member, members
+from quiver_client.indexing.tar import TarMember, members
 
 CLASS_FIELD: Final = "cls"
 CLASS_BYTES_MAX: Final = 64
@@ -174,7 +174,7 @@ class _Tar:
             parts[named[1]] = Part(member.offset, member.size)
         self._finish(key, parts)
 
-    def _named(self, member: Member) -> tuple[str, str] | None:
+    def _named(self, member: TarMember) -> tuple[str, str] | None:
         shown = f"{self._listed.path}: {member.name}"
         if member.odd:
             self._notices.add(f"members left out, {member.odd}", shown)

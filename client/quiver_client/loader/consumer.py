@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from quiver.residency import Report, rounded_up
+from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, View
 from quiver_client.dataset import Dataset
 from quiver_client.loader.draw_wait import DrawWait
@@ -101,7 +101,7 @@ class CacheConsumer:
             self._finalizer.detach()
             reporter.close()
 
-    def _report(self) -> tuple[Report, float]:
+    def _report(self) -> tuple[ConsumerReport, float]:
         """Return what to report now, and the seconds until the next report."""
         with self._lock:
             # A loop that pauses, to validate for instance, holds no claim on the cache meanwhile.
@@ -113,7 +113,7 @@ class CacheConsumer:
         ahead = 0.0
         if view is not None:
             ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
-        report = Report(
+        report = ConsumerReport(
             consumer=self._name,
             left=rounded_up(left, self._layout.counts),
             rate=rate,

@@ -18,11 +18,11 @@ from quiver.errors import QuiverError, Unavailable
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
-from quiver.residency import Report
+from quiver.residency import ConsumerReport
 from quiver.residency.messages import NeedsReport, NeedsStatus
 from quiver.ring import Ring
 from quiver_client.rack.members import Members
-from quiver_client.rack.uploads import Uploads
+from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
 from quiver_client.thread_pool import ThreadPool
 
@@ -43,7 +43,7 @@ class RackNeeds:
         self,
         manifest: Manifest,
         members: Members,
-        uploads: Uploads,
+        uploads: ShardUploads,
         stats: Stats,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -61,7 +61,7 @@ class RackNeeds:
         self.orphaned: Mask | None = None
         self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
 
-    def report(self, report: Report, *, leaving: bool = False) -> U8:
+    def report(self, report: ConsumerReport, *, leaving: bool = False) -> U8:
         """Report to all daemons that respond; return what the rack holds, as of the last answers."""
         told = NeedsReport(self._manifest.digest, report, leaving)
         if leaving:

@@ -27,7 +27,7 @@ from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
 from quiver_client.rack.members import Members
-from quiver_client.rack.uploads import Uploads
+from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
 from quiver_client.thread_pool import ThreadPool
 
@@ -91,7 +91,7 @@ class RackTier:
 
     name = "rack"
 
-    def __init__(self, manifest: Manifest, members: Members, uploads: Uploads, stats: Stats) -> None:
+    def __init__(self, manifest: Manifest, members: Members, uploads: ShardUploads, stats: Stats) -> None:
         self._manifest = manifest
         self._members = members
         self._uploads = uploads

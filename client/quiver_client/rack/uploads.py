@@ -22,7 +22,7 @@ from quiver.wire import ForgoRequest
 from quiver_client.stats import Stats
 
 
-class Uploads:
+class ShardUploads:
     """Uploads of one dataset's shards. Safe from threads; each upload holds one shard in memory."""
 
     def __init__(self, manifest: Manifest, origin: Callable[[], SampleOrigin], stats: Stats) -> None:
