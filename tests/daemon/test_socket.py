@@ -347,7 +347,7 @@ def test_of_daemons_that_start_at_once_at_the_path_of_a_dead_one_one_listens(tmp
         ("relative", "absolute"),
         ("/" + "s" * 107, "107"),
         ("{}/none/s", "No such file"),
-        ("{}/file", "something else"),
+        ("{}/file", "another kind of file"),
         ("{}/file/s", "Not a directory"),
     ],
 )
@@ -366,7 +366,7 @@ def test_a_socket_of_another_kind_that_lives_is_not_taken(tmp_path: Path) -> Non
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(path)
         other.listen()
-        with pytest.raises(Misconfigured, match="living"), bound(path):
+        with pytest.raises(Misconfigured, match="another process"), bound(path):
             pass
         assert Path(path).exists()
 

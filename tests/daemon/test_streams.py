@@ -466,7 +466,7 @@ def test_a_reader_who_takes_nothing_for_long_is_cut_off(
 ) -> None:
     monkeypatch.setattr(sender, "SEND_SECONDS_MAX", 0.2)
     with in_process(tmp_path, {BIG: BIG_DATA}, send_bytes=4096) as address, asked_slowly(address, request_, by_http):
-        until(lambda: "does not take it" in caplog.text)
+        until(lambda: "an answer was cut off: the reader" in caplog.text)
 
 
 @pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
