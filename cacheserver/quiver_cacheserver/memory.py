@@ -21,6 +21,7 @@ from quiver_cacheserver.node import Node
 
 LARGE_BYTES: Final = 128 << 10  # glibc's initial value, which it otherwise raises up to 32 MiB
 KEPT_SECONDS: Final = 10.0  # without a fill: no adjacent shard follows soon
+SHARD_MEMORY_KEPT_SECONDS: Final = 1.0  # without a fill: 132 MiB at most, which a daemon that only serves must not hold
 
 
 def return_freed_memory() -> None:
@@ -39,6 +40,6 @@ async def release_fill_memory(node: Node) -> None:
     """Release decoded row groups, and the memory of shards, whenever fills have been idle, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
-        await asyncio.sleep(KEPT_SECONDS / 4)
+        await asyncio.sleep(SHARD_MEMORY_KEPT_SECONDS)
         await loop.run_in_executor(node.disk_threads, row_groups.drop_if_idle, KEPT_SECONDS)
-        await loop.run_in_executor(node.disk_threads, node.shard_memory.drop_if_idle, KEPT_SECONDS)
+        await loop.run_in_executor(node.disk_threads, node.shard_memory.drop_if_idle, SHARD_MEMORY_KEPT_SECONDS)
