@@ -202,10 +202,7 @@ class _Round:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
 
     def _victims(self, bytes_wanted: float) -> list[int]:
-        """Return needed slots to evict: of the shards that fewest need, first those with most left to read.
-
-        What is left counts as a share of the shard: the bytes to read again per byte of room.
-        """
+        """Return needed slots to evict: of the shards that fewest need, the one with most bytes left to read."""
         needs = self._needs
         may_go = needs.held & self._present & ~self._spared() & (needs.counts > 0)
         held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
@@ -214,7 +211,7 @@ class _Round:
         least = held[needs.counts[held] == needs.counts[held].min()]
         left = np.zeros(len(needs.sizes))
         for it in needs.consumers.values():
-            left[needs.datasets[it.dataset].slots] += it.report.left
+            left[needs.datasets[it.dataset].slots] += it.left
         return [int(least[np.argmax(left[least])])]
 
     def _spared(self) -> Mask:

@@ -514,13 +514,15 @@ def test_a_smaller_shard_that_fits_is_fetched_before_anything_needed_is_evicted(
     assert first(0.5) == (shard(1), (shard(0),))
 
 
-def test_of_needed_shards_the_one_is_evicted_of_which_the_larger_share_is_left() -> None:
+def test_of_needed_shards_the_one_is_evicted_of_which_most_bytes_are_left() -> None:
     needs = Needs()
     sizes = np.array([4.0, 3.0, 1.0])
     needs.add_dataset(A, shards(range(3)), sizes, np.array([True, True, False]), np.ones(3, bool))
     needs.report(A, report(1, [200, FULL, 0], ahead_bytes=6.0), 0.0)
     needs.report(A, report(2, [0, 0, FULL]), 0.0)
-    assert [(fetch.shard, fetch.forced) for fetch in wanted(needs, free=0.0)] == [(shard(2), (shard(1),))]
+    assert [(fetch.shard, fetch.forced) for fetch in wanted(needs, free=0.0)] == [(shard(2), (shard(0),))], (
+        "of 4 bytes 3.1, of 3 all"
+    )
 
 
 # -- the seams for who gets the cache ---------------------------------------------------------------------------------
