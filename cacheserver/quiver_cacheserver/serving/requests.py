@@ -11,6 +11,7 @@ from typing import Final
 from aiohttp import web
 
 from quiver.errors import BadRequest
+from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 
 BODY_SECONDS_MAX: Final = 10.0
@@ -36,6 +37,11 @@ def client_of(request: web.Request) -> str:
     if isinstance(protocol, Timed):
         return protocol.address
     return address_of(request.transport.get_extra_info("peername") if request.transport is not None else None)
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Return who sent a request."""
+    return Caller(client_of(request))
 
 
 def began(request: web.Request) -> None:

@@ -1,0 +1,4 @@
+"""Access control: who sends a request, and what it may do.
+
+``caller``: the authenticated sender of a request.
+"""
