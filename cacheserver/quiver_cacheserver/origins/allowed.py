@@ -21,6 +21,7 @@ from math import inf
 from typing import Final
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import Changed, Corrupt, Forbidden, NotAllowed, QuiverError
 from quiver.location import Location, shown
 from quiver.manifest import Manifest
@@ -60,7 +61,9 @@ class Origins:
     def __init__(self, prefixes: Iterable[str], count: Callable[[int], None]) -> None:
         self._count = count
         self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
-        self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and the size of its manifest
+        # And the size of its manifest. Each sharing domain has its own: what was read for one, and is kept in memory,
+        # does not spare another its read.
+        self._open: OrderedDict[tuple[Domain, Digest], tuple[SampleOrigin, int]] = OrderedDict()
         self._troubled = UnresponsiveOrigins()
         self._lock = threading.Lock()
 
@@ -73,16 +76,17 @@ class Origins:
         """The state of each prefix: ``ok``, ``unchecked``, or why it cannot be read."""
         return {watched.prefix: watched.state for watched in self._watched}
 
-    def of(self, manifest: Manifest) -> SampleOrigin:
-        """Return the origin of a manifest. Raises ``NotAllowed`` if it lies outside of all prefixes."""
+    def of(self, manifest: Manifest, domain: Domain = SINGLE) -> SampleOrigin:
+        """Return the origin of a domain's manifest. Raises ``NotAllowed`` if it lies outside of all prefixes."""
         found = self._above(manifest)
         if found is None:
             raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
         watched, within = found
         with self._lock:
-            known = self._open.get(manifest.digest)
+            name = domain, manifest.digest
+            known = self._open.get(name)
             if known is not None:
-                self._open.move_to_end(manifest.digest)
+                self._open.move_to_end(name)
                 return known[0]
             size_bytes = len(manifest.content)
             while self._open and (len(self._open) >= OPEN_MAX or self._open_bytes() + size_bytes > OPEN_BYTES_MAX):
@@ -93,7 +97,7 @@ class Origins:
                 self._count(read_bytes)
 
             origin = GuardedOrigin(open_origin(manifest, within=within, count=delivered), self._troubled)
-            self._open[manifest.digest] = origin, size_bytes
+            self._open[name] = origin, size_bytes
         return origin
 
     def _open_bytes(self) -> int:

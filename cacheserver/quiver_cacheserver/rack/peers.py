@@ -14,6 +14,7 @@ import numpy as np
 
 from quiver.backoff import Backoff
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import OverCapacity, QuiverError
 from quiver.peer import PeerClient
 from quiver.ring import Member
@@ -44,23 +45,26 @@ class RackPeers:
         self._backoffs: dict[str, Backoff] = {}  # of peers that failed, by URL
         self._lock = threading.Lock()
 
-    def holders(self, digest: Digest) -> Iterator[PeerClient]:
-        """Yield the peers that may hold a shard: its owners and runners-up, and draining members."""
+    def holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
+        """Yield the peers that may hold a shard: its owners and runners-up, and draining members.
+
+        They are asked on behalf of ``domain``, and answer what it holds there.
+        """
         ring = self._registry.ring
         ranked = ring.rank(np.frombuffer(digest, np.uint8)[None], ring.replicas + RUNNERS_UP)[0]
         likely = [ring.members[int(i)] for i in ranked if i >= 0]
         likely += [member for member in ring.members if member.state == "draining"][:DRAINING_ASKED_MAX]
-        return self._clients(likely)
+        return self._clients(likely, domain)
 
-    def replicas(self, digest: Digest) -> Iterator[PeerClient]:
+    def replicas(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
         """Yield the other peers that should hold a shard if the rack keeps several copies."""
         ring = self._registry.ring
-        return self._clients(ring.owners(digest) if ring.replicas > 1 else ())
+        return self._clients(ring.owners(digest) if ring.replicas > 1 else (), domain)
 
-    def manifest_holders(self, digest: Digest) -> Iterator[PeerClient]:
+    def manifest_holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
         """Yield the peers that may have a manifest, the most likely first."""
         ring = self._registry.ring
-        return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
+        return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX], domain)
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
         """Do not ask a peer for a while: it did not answer, or answered wrongly. A busy peer is asked again."""
@@ -81,7 +85,7 @@ class RackPeers:
         for peer in self._peers.values():
             peer.close()
 
-    def _clients(self, members: Iterable[Member]) -> Iterator[PeerClient]:
+    def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
         for member in members:
             url = member.url
             if member.id == self._name or url == self._url:
@@ -92,4 +96,4 @@ class RackPeers:
                 if url not in self._peers:
                     self._peers[url] = PeerClient(url, patience=PATIENCE)
                 peer = self._peers[url]
-            yield peer
+            yield peer.acting_for(domain)
