@@ -21,6 +21,7 @@ from quiver.residency import Decision, Needs, Recipe
 from quiver.shard_memory import ShardMemory
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
@@ -65,6 +66,7 @@ class Node:
         self._started = time.monotonic()
         self.counters = Counters()
         self.budgets = Budgets()
+        self.access = Access()
         self.slices = Slices()
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")

@@ -17,13 +17,14 @@ from quiver.errors import QuiverError, answer_of
 from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
+from quiver_cacheserver.access.rights import RIGHTS
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
 from quiver_cacheserver.serving.poller import Poller
 from quiver_cacheserver.serving.reads import read_route
-from quiver_cacheserver.serving.requests import began, body_of, client_of
+from quiver_cacheserver.serving.requests import admitted, began, body_of, caller_of
 from quiver_cacheserver.serving.sender import Sender
 from quiver_cacheserver.serving.streams import Streams
 from quiver_cacheserver.serving.transfers import Transfers
@@ -38,11 +39,16 @@ SWEEP_SECONDS: Final = 1.0  # the precision of the deadlines of streams and payl
 
 
 class Route(NamedTuple):
-    """A verb of the daemon: the one table of them is ``_routes``."""
+    """A route of the daemon; ``_routes`` has all."""
 
     method: str
     path: str
     handler: Handler
+
+    @property
+    def verb(self) -> str:
+        """The route's name in the table of rights, which has every route."""
+        return f"{self.method} {self.path}"
 
 
 def make_app(node: Node) -> web.Application:
@@ -53,10 +59,11 @@ def make_app(node: Node) -> web.Application:
     streams = Streams(node, poller, reading)
     app = web.Application(middlewares=[_errors])
     for route in _routes(node, streams, sender, reading):
+        handler = _guarded(node, route)
         if route.method == "GET":
-            app.router.add_get(route.path, route.handler)  # and HEAD
+            app.router.add_get(route.path, handler)  # and HEAD
         else:
-            app.router.add_route(route.method, route.path, route.handler)
+            app.router.add_route(route.method, route.path, handler)
 
     async def end_streams(_: web.Application) -> None:
         streams.close()
@@ -67,7 +74,7 @@ def make_app(node: Node) -> web.Application:
 
 
 def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
-    """Return every verb of the daemon: the one table. Access control would add who may use each."""
+    """Return every route. The table of rights names who may use each (``access.rights``)."""
     transfers, verbs = Transfers(node, sender), Verbs(node)
     return [
         # data
@@ -89,6 +96,18 @@ def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> li
         Route("GET", "/readyz", partial(_ready, node)),
         Route("GET", "/metrics", _numbers(node)),
     ]
+
+
+def _guarded(node: Node, route: Route) -> Handler:
+    """Return the route's handler behind access control: it does not run for a request that may not use it."""
+    if route.verb not in RIGHTS:
+        raise AssertionError(f"{route.verb} is missing in the table of rights")
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        admitted(request, node.access, route.verb)
+        return await route.handler(request)
+
+    return handle
 
 
 async def _polling(poller: Poller, _: web.Application) -> AsyncIterator[None]:
@@ -141,7 +160,7 @@ def _numbers(node: Node) -> Handler:
 
 async def _take_report(node: Node, request: web.Request) -> web.Response:
     """Answer one report of needs."""
-    client = client_of(request)
+    client = caller_of(request).budget
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
             answer = await node.reports.take(body, client)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -21,11 +22,12 @@ from quiver.digest import Bytes, Digest
 from quiver.errors import DiskFailed, NotFound
 from quiver.store import Kind, OpenFile
 from quiver.wire import FORGO, READ_REQUEST_BYTES_MAX, READ_TYPE, RECHECK, RangeStatus, ReadRequest
+from quiver_cacheserver.access.rights import READ_FILLS, READ_FORGOES, READ_RECHECKS, allows
 from quiver_cacheserver.budget import Cost
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.payload import Ints, Payload
-from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.serving.requests import body_of, caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sender
 from quiver_cacheserver.serving.turns import Places, Turn
 from quiver_cacheserver.slices import SLICE
@@ -61,7 +63,7 @@ def read_route(node: Node, sender: Sender, reading: Places) -> Callable[[web.Req
     async def read(request: web.Request) -> web.StreamResponse:
         unhurried(request)
         async with body_of(request, node.budgets, READ_REQUEST_BYTES_MAX) as body:
-            with Turn(reading, node.counters, client_of(request)) as turn:
+            with Turn(reading, node.counters, caller_of(request)) as turn:
                 async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
                     asked = unpacked(node, body, turn.client)
                 answer = await gather(node, asked, turn)
@@ -99,8 +101,10 @@ def at_hand(node: Node, asked: ReadRequest, client: str) -> ReadAnswer | None:
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     """Fill what is missing, for as long as the reader waits for it, and answer."""
-    wanted = asked.shards
-    if asked.flags & RECHECK:
+    wanted, may_fill = asked.shards, allows(turn.caller, READ_FILLS)
+    if not may_fill:
+        asked = replace(asked, manifest=None)  # without which nothing is filled
+    if asked.flags & RECHECK and allows(turn.caller, READ_RECHECKS):
         await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
     manifest = node.manifests.if_open(asked.manifest)
     listed: Set[Digest] | None = None
@@ -109,7 +113,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
             if manifest is None and asked.manifest is not None:
                 manifest = await node.manifests.get(asked.manifest, turn.client)
             known = asked.manifest
-            if asked.flags & FORGO and known is not None:
+            if asked.flags & FORGO and known is not None and allows(turn.caller, READ_FORGOES):
                 await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client))
             listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client)
     loop = asyncio.get_running_loop()
@@ -118,6 +122,8 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     if listed is None and None in files:  # a shard was evicted meanwhile, or has no range
         listed = await node.listed(wanted, manifest)
     statuses = await _statuses(node, asked, turn.client, opened, listed or frozenset())
+    if not may_fill:  # a manifest would not help this reader
+        statuses = [RangeStatus.NO_ROOM if status is RangeStatus.NO_MANIFEST else status for status in statuses]
     await node.slices.walk(wanted, lambda some: node.holders.read(some, turn.client))
     if asked.manifest is not None:
         node.holders.read([asked.manifest], turn.client)

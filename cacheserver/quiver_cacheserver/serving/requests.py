@@ -12,10 +12,12 @@ from aiohttp import web
 
 from quiver.errors import BadRequest
 from quiver_cacheserver.access.caller import Caller
+from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 
 BODY_SECONDS_MAX: Final = 10.0
 ANSWER_SECONDS: Final = 60.0  # to receive a report's body, do the work and send the answer
+_CALLER: Final = web.RequestKey("caller", Caller)
 
 
 class Timed(web.RequestHandler):
@@ -32,16 +34,25 @@ class Timed(web.RequestHandler):
 
 
 def client_of(request: web.Request) -> str:
-    """Return the address whose budget a request falls under."""
+    """Return the address that a request came from, as the budgets of connections name it."""
     protocol = request.protocol
     if isinstance(protocol, Timed):
         return protocol.address
     return address_of(request.transport.get_extra_info("peername") if request.transport is not None else None)
 
 
+def admitted(request: web.Request, access: Access, verb: str) -> Caller:
+    """Return who sent a request, if it may use this verb. Raises ``Unauthenticated`` and ``Forbidden``."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    caller = access.admit(client_of(request), token.strip() if scheme.lower() == "bearer" else "", verb)
+    request[_CALLER] = caller
+    return caller
+
+
 def caller_of(request: web.Request) -> Caller:
-    """Return who sent a request."""
-    return Caller(client_of(request))
+    """Return who sent a request that was ``admitted``, as every request is before its route runs."""
+    caller: Caller = request[_CALLER]
+    return caller
 
 
 def began(request: web.Request) -> None:
@@ -62,7 +73,7 @@ async def body_of(request: web.Request, budgets: Budgets, limit_bytes: int) -> A
 
     Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or arriving.
     """
-    client, size_bytes = client_of(request), request.content_length
+    client, size_bytes = caller_of(request).budget, request.content_length
     if size_bytes is None or size_bytes > limit_bytes:
         raise BadRequest(f"the request must have a Content-Length, of at most {limit_bytes} bytes")
     with budgets.holding(client, Resource.BODY_BYTES, size_bytes):

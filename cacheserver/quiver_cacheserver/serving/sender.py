@@ -26,7 +26,7 @@ from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, WRITABLE, Channel, Poller
-from quiver_cacheserver.serving.requests import client_of
+from quiver_cacheserver.serving.requests import caller_of
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class Sender:
                     await writer.write(first)
                 await writer.drain()
             if payload is not None and payload.size_bytes:
-                await self._send(transport, payload, client_of(request))
+                await self._send(transport, payload, caller_of(request).budget)
         except (OSError, QuiverError) as error:
             suspect_if_damaged(self._node, error, payload.shards if payload is not None else ())
             transport.abort()

@@ -23,12 +23,14 @@ from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
 from quiver.transport.sockets import NotReady, receive_some, unread_bytes
 from quiver.transport.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
+from quiver_cacheserver.access.caller import Caller
+from quiver_cacheserver.access.rights import STREAM_READ
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, Channel, Poller
 from quiver_cacheserver.serving.reads import ReadAnswer, at_hand, gather, unpacked
-from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, client_of, unhurried
+from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
 from quiver_cacheserver.serving.turns import Places, Turn
 
@@ -58,18 +60,18 @@ class Streams:
         transport = request.transport
         if not _is_upgrade(request):
             raise BadRequest(f"upgrade an HTTP/1.1 connection to {PROTOCOL} and send no body, or POST /v1/read")
-        client, budgets = client_of(request), self.node.budgets
-        if self._closed or transport is None or not budgets.hold(client, Resource.STREAMS):
+        caller, budgets = caller_of(request), self.node.budgets
+        if self._closed or transport is None or not budgets.hold(caller.budget, Resource.STREAMS):
             raise OverCapacity(
                 "as many streams are open here as this address may have; POST /v1/read", NO_STREAM_SECONDS
             )
         try:
-            return await self._switch(request, transport, client)
+            return await self._switch(request, transport, caller)
         except BaseException:
-            budgets.release(client, Resource.STREAMS)
+            budgets.release(caller.budget, Resource.STREAMS)
             raise
 
-    async def _switch(self, request: web.Request, transport: asyncio.Transport, client: str) -> web.StreamResponse:
+    async def _switch(self, request: web.Request, transport: asyncio.Transport, caller: Caller) -> web.StreamResponse:
         """Answer 101 and give the connection to a ``Stream``. Raises ``OSError`` if the reader is gone before that."""
         sock = own_socket(transport)
         try:
@@ -82,7 +84,7 @@ class Streams:
                 await writer.drain()
             unhurried(request)
             transport.abort()  # closes its descriptor of the connection, and not ours
-            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, client), READABLE)
+            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, caller), READABLE)
         except TimeoutError as error:
             sock.close()
             transport.abort()
@@ -143,12 +145,14 @@ class Stream(Channel):
     """
 
     __slots__ = (
-        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "loop",
+        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "caller",
+        "loop",
         "refusal",
     )  # fmt: skip
 
-    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, client: str) -> None:
-        super().__init__(sock, client, time.monotonic() + IDLE_SECONDS)
+    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, caller: Caller) -> None:
+        super().__init__(sock, caller.budget, time.monotonic() + IDLE_SECONDS)
+        self.caller = caller
         self.loop = loop
         self.answer: ReadAnswer | None = None
         self.refusal: QuiverError | None = None
@@ -231,8 +235,9 @@ class Stream(Channel):
             self._ends = True  # what was sent ahead is not kept
             return self._refuse(node.budgets.refusal(Resource.BODY_BYTES))
         self._body_bytes += ahead_bytes
-        turn = Turn(self._streams.reading, node.counters, self.client)
+        turn = Turn(self._streams.reading, node.counters, self.caller)
         try:
+            node.access.check(self.caller, STREAM_READ)
             turn.begin()
             self._turn = turn
             asked = unpacked(node, memoryview(received)[SIZE.size : size], self.client)

@@ -26,7 +26,7 @@ from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.requests import client_of, unhurried
+from quiver_cacheserver.serving.requests import caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sender
 
 PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
@@ -46,7 +46,7 @@ class Transfers:
     async def get(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         unhurried(request)
         digest = Digest.parse(request.match_info["digest"])
-        with self._node.budgets.holding(client_of(request), Resource.FILES):
+        with self._node.budgets.holding(caller_of(request).budget, Resource.FILES):
             if kind is Kind.SHARD:
                 file = await self._node.open_shard(digest)
             else:
@@ -67,7 +67,7 @@ class Transfers:
         if size_bytes is None or not 0 < size_bytes <= limit:
             raise BadRequest(f"the request must have a Content-Length, of 1 to {limit} bytes")
         unhurried(request)
-        client, budgets, now = client_of(request), self._node.budgets, time.monotonic()
+        client, budgets, now = caller_of(request).budget, self._node.budgets, time.monotonic()
         if budgets.left(client, Cost.WORK_SECONDS, now) <= 0:
             raise budgets.refusal(Cost.WORK_SECONDS, client, now)
         with budgets.holding(client, Resource.UPLOADS):
@@ -134,7 +134,7 @@ class Arriving:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self.client = client_of(request)
+        self.client = caller_of(request).budget
         self._content = request.content
         self._left_seconds = SILENCE_SECONDS
 

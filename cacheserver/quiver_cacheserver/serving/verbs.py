@@ -26,7 +26,7 @@ from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.reads import charge
-from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.serving.requests import body_of, caller_of, unhurried
 from quiver_cacheserver.slices import SLICE
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Verbs:
     async def fill(self, request: web.Request) -> web.Response:
         """``POST /v1/fill``: fill shards; answer once they are resident, or when the client's wait has expired."""
         unhurried(request)  # it waits as long as the request says, up to a limit
-        node, client = self._node, client_of(request)
+        node, client = self._node, caller_of(request).budget
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:  # held while the fill waits
             asked = await self._unpacked(FillRequest.decode, body, client)
             with node.budgets.holding(client, Resource.WAITING):
@@ -59,7 +59,7 @@ class Verbs:
 
     async def forgo(self, request: web.Request) -> web.Response:
         """``POST /v1/forgo``: the client was chosen to upload these shards and cannot."""
-        node, client = self._node, client_of(request)
+        node, client = self._node, caller_of(request).budget
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
             asked = await self._unpacked(ForgoRequest.decode, body, client)
             await node.slices.walk(asked.shards, lambda some: node.forgo(some, asked.manifest, client))
@@ -67,7 +67,7 @@ class Verbs:
 
     async def recheck(self, request: web.Request) -> web.Response:
         """``POST /v1/recheck``: a reader got wrong bytes of these shards: verify them before serving them again."""
-        node, client = self._node, client_of(request)
+        node, client = self._node, caller_of(request).budget
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
             asked = await self._unpacked(RecheckRequest.decode, body, client)
             await node.slices.walk(asked.shards, lambda some: node.suspect(some, client))
