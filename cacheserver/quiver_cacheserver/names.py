@@ -4,8 +4,8 @@ Reports of needs, fills, uploads, and what is remembered of them, are kept by *n
 domains that name the same digest have nothing in common there, and whatever one of them asks, the answer is as if the
 others did not exist. In ``SINGLE``, the only domain of a daemon without tokens, names are digests.
 
-Keys are derived from a secret that is drawn at each start and never leaves the process: who knew two keys could choose a
-digest whose name in his domain is that of somebody else's shard in another one.
+Keys are derived from a secret that is drawn at each start and never leaves the process: a tenant that knew two of them
+could choose a digest whose name in its own domain is that of a shard in the other one.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from quiver.peer import PeerClient
 from quiver.shard_memory import ShardMemory
 from quiver.source import ShardSource
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.names import name_in
 from quiver_cacheserver.origins.allowed import Origins
 from quiver_cacheserver.rack.peers import RackPeers
 
@@ -29,7 +30,7 @@ class Sources:
     def of(self, shard: Digest, manifest: Manifest, domain: Domain = SINGLE) -> Iterator[ShardSource]:
         """Yield the sources that may have a shard for a domain, the cheapest first."""
         yield from self._peers.holders(shard, domain)
-        yield OriginShards(manifest, self._origins.of(manifest, domain), self._memory.take)
+        yield OriginShards(manifest, self._origins.of(manifest, name_in(domain, manifest.digest)), self._memory.take)
 
     def blame(self, source: ShardSource, error: QuiverError) -> None:
         """Record that a source failed, or sent wrong bytes."""

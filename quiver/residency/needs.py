@@ -40,11 +40,12 @@ EVICTIONS_PER_REPORT: Final = 4  # of needed shards, for one consumer, until it 
 
 
 class Grown(NamedTuple):
-    """The slots of all shards including a new dataset's, and which of them are that dataset's ``(n,)``."""
+    """The slots of all shards including a new dataset's, which of them are that dataset's ``(n,)``, and its key."""
 
     before: DigestRows
     after: DigestRows
     slots: Ints
+    key: U8 | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +109,7 @@ class Needs:
         self.ordered_is_next = False  # whether a consumer with a fixed order has the next turn
         self._chance = np.random.default_rng(seed)
         self._groups: dict[Group, dict[bytes, Consumer]] = {}
+        self.shown: tuple[DigestRows, npt.NDArray[np.int32], tuple[U8 | None, ...]]
         self.shown = self.shards, self.counts, self.keys  # for other threads: consistent with one another
 
     def __len__(self) -> int:
@@ -131,25 +133,27 @@ class Needs:
         sizes: Floats = np.where(rows >= 0, self.sizes[rows], 0.0)
         return sizes
 
-    def grown(self, shards: U8) -> Grown:
-        """Return the slow part of ``add_dataset``. Any thread may call it, while the needs stay in use."""
+    def grown(self, shards: U8, key: U8 | None = None) -> Grown:
+        """Return the slow part of ``add_dataset``. Any thread may call it, while the needs stay in use.
+
+        ``key`` ``(32,)``: of the shards' domain; their names are their digests XOR this.
+        """
         before = self.shards
         rows = before.rows_of(shards)
         new = rows < 0
         rows[new] = np.arange(len(before), len(before) + int(new.sum()))
         after = DigestRows(np.concatenate([before.digests, shards[new]])) if new.any() else before
-        return Grown(before, after, rows)
+        return Grown(before, after, rows, key)
 
     def add_dataset(
-        self, dataset: Digest, shards: U8, sizes: Floats, held: Mask, mine: Mask, grown: Grown | None = None,
-        *, key: U8 | None = None,
-    ) -> None:  # fmt: skip
+        self, dataset: Digest, shards: U8, sizes: Floats, held: Mask, mine: Mask, grown: Grown | None = None
+    ) -> None:
         """Add a dataset's shards: names ``(n, 32)``, bytes, which are held here, and which this daemon fetches.
 
-        ``grown``: a recent result of ``grown(shards)``. ``key`` ``(32,)``: names are digests XOR this.
+        ``grown``: a recent result of ``grown(shards, key)``, for the domain that has this key; by default without one.
         """
         if grown is None or grown.before is not self.shards:  # another dataset was added or removed meanwhile
-            grown = self.grown(shards)
+            grown = self.grown(shards, grown.key if grown is not None else None)
         slots = grown.slots
         new = len(grown.after) - len(self.sizes)
         self.shards = grown.after
@@ -158,7 +162,7 @@ class Needs:
         self.counts = np.concatenate([self.counts, np.zeros(new, np.int32)])
         self.ties = np.concatenate([self.ties, self._chance.random(new) / 2])
         self.key_of = np.concatenate([self.key_of, np.zeros(new, np.int16)])
-        number = self._number(key)
+        number = self._number(grown.key)
         self.sizes[slots] = sizes
         self.held[slots] = held
         self.key_of[slots] = number

@@ -21,7 +21,6 @@ from math import inf
 from typing import Final
 
 from quiver.digest import Digest
-from quiver.domain import SINGLE, Domain
 from quiver.errors import Changed, Corrupt, Forbidden, NotAllowed, QuiverError
 from quiver.location import Location, shown
 from quiver.manifest import Manifest
@@ -61,9 +60,7 @@ class Origins:
     def __init__(self, prefixes: Iterable[str], count: Callable[[int], None]) -> None:
         self._count = count
         self._watched = [_Watched(shown(prefix), allowed(prefix)) for prefix in dict.fromkeys(prefixes)]
-        # And the size of its manifest. Each sharing domain has its own: what was read for one, and is kept in memory,
-        # does not spare another its read.
-        self._open: OrderedDict[tuple[Domain, Digest], tuple[SampleOrigin, int]] = OrderedDict()
+        self._open: OrderedDict[Digest, tuple[SampleOrigin, int]] = OrderedDict()  # and the size of its manifest
         self._troubled = UnresponsiveOrigins()
         self._lock = threading.Lock()
 
@@ -76,14 +73,18 @@ class Origins:
         """The state of each prefix: ``ok``, ``unchecked``, or why it cannot be read."""
         return {watched.prefix: watched.state for watched in self._watched}
 
-    def of(self, manifest: Manifest, domain: Domain = SINGLE) -> SampleOrigin:
-        """Return the origin of a domain's manifest. Raises ``NotAllowed`` if it lies outside of all prefixes."""
+    def of(self, manifest: Manifest, name: Digest | None = None) -> SampleOrigin:
+        """Return the origin of a manifest. Raises ``NotAllowed`` if it lies outside of all prefixes.
+
+        ``name``: the manifest's in its sharing domain. Each domain has its own: what was read for one, and is kept in
+        memory, does not spare another its read.
+        """
         found = self._above(manifest)
         if found is None:
             raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
         watched, within = found
         with self._lock:
-            name = domain, manifest.digest
+            name = name or manifest.digest
             known = self._open.get(name)
             if known is not None:
                 self._open.move_to_end(name)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from math import inf
 from typing import Final
 
 from aiohttp import web
 
+from quiver.domain import HEADER, SINGLE, Domain
 from quiver.errors import BadRequest
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.access.control import Access
@@ -45,6 +47,9 @@ def admitted(request: web.Request, access: Access, verb: str) -> Caller:
     """Return who sent a request, if it may use this verb. Raises ``Unauthenticated`` and ``Forbidden``."""
     scheme, _, token = request.headers.get("Authorization", "").partition(" ")
     caller = access.admit(client_of(request), token.strip() if scheme.lower() == "bearer" else "", verb)
+    if caller.is_member:
+        named = request.headers.get(HEADER)
+        caller = replace(caller, acting_for=SINGLE if named is None else Domain.parse(named))
     request[_CALLER] = caller
     return caller
 
