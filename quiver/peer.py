@@ -18,6 +18,7 @@ from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
+from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.connection import U8, Endpoint
 from quiver.transport.http import HttpVerbs
 from quiver.transport.liveness import PATIENT, Patience
@@ -44,9 +45,16 @@ STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 class PeerClient:
     """The verbs of one daemon. Raises ``Unavailable`` if it does not answer, ``Corrupt`` for a malformed answer."""
 
-    def __init__(self, url: str, patience: Patience = PATIENT, *, tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: speak TLS with the daemon, using this context."""
-        endpoint = Endpoint(check_url(url), patience, tls)
+    def __init__(
+        self,
+        url: str,
+        patience: Patience = PATIENT,
+        *,
+        tls: ssl.SSLContext | None = None,
+        token: TokenSource = NO_TOKEN,
+    ) -> None:
+        """``tls``: speak TLS with the daemon, using this context. ``token``: what to send it, to show who asks."""
+        endpoint = Endpoint(check_url(url), patience, tls, token)
         self.url = endpoint.url
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)

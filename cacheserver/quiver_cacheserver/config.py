@@ -17,6 +17,7 @@ from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
 from quiver.transport.handoff import is_this_host
 from quiver.wire import PORT
+from quiver_cacheserver.access.quotas import Quotas
 from quiver_cacheserver.rack.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
 CAPACITY_BYTES_MIN: Final = 64 << 10  # a smaller one is a number without its unit
@@ -37,6 +38,9 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     origin: tuple[str, ...] = ()
     replicas: int = 1
     socket: str = ""
+    token_keys: str = ""
+    quota: tuple[str, ...] = ()
+    insecure: bool = False
     drain_seconds: float = 20.0
     log_level: str = "info"
 
@@ -48,6 +52,14 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     def address(self) -> tuple[str, int]:
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port)
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers have to say who they are: by a token, or by a certificate of ``--tls-ca``.
+
+        A certificate of the daemon's own does not count: it says to whom a client talks, and lets everyone talk.
+        """
+        return bool(self.token_keys)
 
     def advertised_url(self, port: int) -> str:
         """Return the URL at which peers reach this daemon, given the port that it was assigned."""
@@ -81,6 +93,16 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
                 " (or --advertise URL, if something forwards to it)"
             )
 
+    def check_authenticates(self) -> None:
+        """Raise ``Misconfigured`` if other machines can reach this daemon and it would not ask who they are."""
+        if self.insecure or self.authenticates or is_loopback(self.address[0]):
+            return
+        raise Misconfigured(
+            f"--listen {self.listen} can be reached from other machines, and this daemon would answer anyone: give it"
+            " --tls-cert, --tls-key and --tls-ca (`quiver tls init`), or --token-keys (`quiver token keygen`), or"
+            " --insecure if everyone on that network may read and write the cache"
+        )
+
 
 def check(config: Config) -> Config:
     """Return the configuration; raise ``Misconfigured`` naming the wrong flag and what to write instead."""
@@ -106,6 +128,10 @@ def check(config: Config) -> Config:
     for peer in config.peers:
         check_url(peer)
     config.check_reachable()
+    config.check_authenticates()
+    if config.quota and not config.token_keys:
+        raise Misconfigured("--quota needs --token-keys: a token names the class that it belongs to")
+    Quotas.parse(config.quota)
     if not 1 <= config.replicas <= REPLICAS_MAX:
         raise Misconfigured(f"--replicas {config.replicas}: 1 to {REPLICAS_MAX} copies of each shard")
     if config.socket and not usable_socket(config.socket):

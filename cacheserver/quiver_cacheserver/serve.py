@@ -23,6 +23,10 @@ from quiver.errors import Corrupt, Misconfigured, QuiverError
 from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
+from quiver_cacheserver.access.control import Access
+from quiver_cacheserver.access.keys import PublicKeys
+from quiver_cacheserver.access.quotas import Quotas
+from quiver_cacheserver.access.tokens import Tokens
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.memory import release_fill_memory
@@ -49,6 +53,7 @@ SCRUB_IDLE_SECONDS: Final = 60.0
 
 def build(config: Config, url: str) -> Node:
     """Compose the daemon. This function reads like the architecture: the disk, the ring, the node that joins them."""
+    keys = PublicKeys(Path(config.token_keys).expanduser()) if config.token_keys else None
     name = config.node_id or static_id(url)  # not the host's name: two daemons may share a host
     store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False, url=url)
     store.trim()
@@ -61,7 +66,11 @@ def build(config: Config, url: str) -> Node:
         registry = EtcdRegistry(config.etcd, config.rack, member, replicas=config.replicas)
     else:
         registry = StaticRegistry(config.rack, member, config.peers, replicas=config.replicas)
-    return Node(registry.own.id, url, __version__, store, registry, config.origin)
+    node = Node(registry.own.id, url, __version__, store, registry, config.origin)
+    if keys is not None:
+        node.access = Access(Tokens(keys, config.rack))
+        node.budgets.weight_of = Quotas.parse(config.quota).weight_of
+    return node
 
 
 def bind(config: Config) -> socket.socket:
@@ -134,6 +143,7 @@ async def _serve(
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
     work = [_scrub, lambda node: node.origins.watch(), lambda node: node.disk.watch(), release_fill_memory]
+    work.append(lambda node: node.access.follow_keys())
     return [node.follow_needs(), *(_supervised(each, node) for each in work)]
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.errors import BrokenOff, QuiverError, Unavailable
+from quiver.token_source import NO_TOKEN, TokenSource, warn_of_plain_text
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
 from quiver.transport.sockets import NotReady, connect, is_ready, kernel_waits, receive_some, send_some, set_wait
@@ -195,12 +196,13 @@ def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 class Endpoint:
     """A daemon's address: how to connect to it, how long to wait for it, and which error each failure is.
 
-    ``tls``: speak TLS with the daemon, using this context.
+    ``tls``: speak TLS with the daemon, using this context. ``token``: what to send it, to show who asks.
     """
 
     url: str
     patience: Patience
     tls: ssl.SSLContext | None = None
+    token: TokenSource = NO_TOKEN
 
     @property
     def name(self) -> str:
@@ -211,6 +213,14 @@ class Endpoint:
     def host(self) -> str:
         """The value of the header ``Host``."""
         return urlsplit(self.url).netloc
+
+    def authorization(self, token: str) -> str:
+        """Return the header that carries a token, ``""`` for none."""
+        if not token:
+            return ""
+        if self.tls is None:
+            warn_of_plain_text(urlsplit(self.url).hostname or "")
+        return f"Authorization: Bearer {token}\r\n"
 
     def connect(self) -> Connection:
         """Raises ``Unavailable``."""

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from quiver.digest import Bytes
-from quiver.errors import Corrupt, error_from
+from quiver.errors import Corrupt, Unauthenticated, error_from
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.wire import ErrorBody
 
@@ -122,8 +122,19 @@ class HttpVerbs:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {self._endpoint.host}", *self._headers]
         if method in ("PUT", "POST"):
             lines += [f"Content-Type: {content_type}", f"Content-Length: {memoryview(body).nbytes}"]
-        head = "\r\n".join([*lines, "", ""]).encode()
-        exchange = partial(self._exchange, method, head, body, answer_bytes_max, wait_seconds)
+        head, source = "\r\n".join([*lines, ""]), self._endpoint.token
+        sent = source.token()
+        try:
+            return self._run(method, head, sent, body, answer_bytes_max, wait_seconds)
+        except Unauthenticated as error:
+            token = source.token(fresh=True)
+            if token == sent:
+                raise Unauthenticated(f"{self._endpoint.url}: {source.fault()}") from error
+            return self._run(method, head, token, body, answer_bytes_max, wait_seconds)
+
+    def _run(self, method: str, head: str, token: str, body: Bytes, answer_bytes_max: int, wait_seconds: float) -> U8:
+        whole = f"{head}{self._endpoint.authorization(token)}\r\n".encode()
+        exchange = partial(self._exchange, method, whole, body, answer_bytes_max, wait_seconds)
         return self.dialogue.run(self._endpoint.connect, exchange)
 
     def _exchange(

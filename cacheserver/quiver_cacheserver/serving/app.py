@@ -17,7 +17,7 @@ from quiver.errors import QuiverError, answer_of
 from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
-from quiver_cacheserver.access.rights import RIGHTS
+from quiver_cacheserver.access.rights import READYZ_REASONS, RIGHTS, allows
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
@@ -140,9 +140,11 @@ async def _healthy(_: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-async def _ready(node: Node, _: web.Request) -> web.Response:
+async def _ready(node: Node, request: web.Request) -> web.Response:
     """Ready: registered, not draining, and able to cache what readers ask for."""
     wrong = [node.state] if node.state != "up" else node.status().faults
+    if wrong and not allows(caller_of(request), READYZ_REASONS):
+        wrong = ["not ready"]
     if wrong:
         return web.Response(status=503, text="".join(f"{line}\n" for line in wrong), headers={"Retry-After": "1"})
     return web.Response(text="ok\n")

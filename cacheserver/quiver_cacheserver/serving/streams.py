@@ -19,7 +19,7 @@ from typing import Final
 
 from aiohttp import HttpVersion11, web
 
-from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BadRequest, OverCapacity, QuiverError, Unauthenticated, Unavailable
 from quiver.transport.sockets import NotReady, receive_some, unread_bytes
 from quiver.transport.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
@@ -264,7 +264,7 @@ class Stream(Channel):
         return self._send(Sending(answer.payload(head), self._streams.node.counters))
 
     def _refuse(self, error: QuiverError) -> int:
-        self._ends = self._ends or isinstance(error, BadRequest)
+        self._ends = self._ends or isinstance(error, (BadRequest, Unauthenticated))
         return self._send(Sending(Payload.of(refusal_frame(error)), self._streams.node.counters))
 
     def _send(self, sending: Sending) -> int:

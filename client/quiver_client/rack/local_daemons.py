@@ -119,7 +119,7 @@ class LocalDaemons:
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
             return  # no trusted daemon; or the known one, which does not respond and was not replaced
-        daemon = LocalDaemon(HandoffClient(path, [owner]))
+        daemon = LocalDaemon(HandoffClient(path, [owner], token=self._members.token))
         try:
             if daemon.client.hello() in ids:
                 self._keep(path, daemon)

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
+from quiver.errors import Forbidden, Misconfigured, QuiverError, Unauthenticated, Unavailable
 from quiver.expiring import Expiring
 from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.ring import Ring
+from quiver.token_source import TokenSource
 from quiver.transport.liveness import IN_RACK, is_alive
 from quiver_client.stats import Stats
 
@@ -43,6 +44,7 @@ class Members:
         self._manifest = manifest
         self._seeds = tuple(seeds)
         self._stats = stats
+        self.token = TokenSource.from_environment()
         self._lock = forks.lock()
         self._peers: dict[str, PeerClient] = {}
         self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer the last request
@@ -61,7 +63,7 @@ class Members:
     def peer(self, url: str) -> PeerClient:
         with self._lock:
             if url not in self._peers:
-                self._peers[url] = PeerClient(url, patience=IN_RACK)
+                self._peers[url] = PeerClient(url, patience=IN_RACK, token=self.token)
             return self._peers[url]
 
     # -- the ring -----------------------------------------------------------------------------------------------------
@@ -74,18 +76,23 @@ class Members:
     def refresh(self, *, opening: bool = False) -> Ring | None:
         """Ask for the ring if it is stale; return it, or ``None`` if no daemon ever answered.
 
-        ``opening``: without a ring the dataset does not open, so do not warn that the origin is read instead.
+        ``opening``: without a ring the dataset does not open, so do not warn that the origin is read instead. If a
+        daemon refuses this process its token, raises ``Unauthenticated`` or ``Forbidden`` then, and only then: a job
+        whose token expires reads from the origin.
         """
         if not self.is_stale:
             return self._ring
         self._asked_at = time.monotonic()
         known = [member.url for member in self._ring.members] if self._ring else []
         to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_unresponsive(url)]
+        refusal: QuiverError | None = None
         for url in to_ask[:ASKED_MAX]:
             try:
                 ring, ignored = self.peer(url).ring().ring()
-            except (Unavailable, Corrupt, BadRequest, NotFound) as error:
+            except QuiverError as error:
                 self.mark_unresponsive(url)
+                if isinstance(error, (Unauthenticated, Forbidden, Misconfigured)):
+                    refusal = error
                 self._stats.warn(f"ring {url}", f"no ring from a daemon: {error}")
                 continue
             if ignored:
@@ -94,6 +101,8 @@ class Members:
                 self._set_ring(ring)
             self._told_by = url
             break
+        if self._ring is None and opening and refusal is not None:
+            raise refusal
         if self._ring is None and not opening:
             self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin instead")
         return self._ring
@@ -234,6 +243,8 @@ class Members:
                     continue
                 try:
                     capacity_bytes = self.peer(member.url).status().capacity_bytes
+                except (Unauthenticated, Forbidden):  # the status is for operators
+                    continue
                 except QuiverError:
                     self.mark_unresponsive(member.url)
                     continue
