@@ -1,8 +1,8 @@
 """What a manifest or shard is called within a sharing domain, where domains must not meet.
 
 Reports of needs, fills, uploads, and what is remembered of them, are kept by *name*: the digest XOR the domain's key.
-So domains that name the same digest have nothing in common there, and whatever one of them asks, the answer is as if the
-others did not exist. In ``SINGLE``, the only domain of a daemon without tokens, names are digests.
+So domains that name the same digest have nothing in common there: whatever one asks, the answer is as if the others
+did not exist. In ``SINGLE``, the only domain of a daemon without tokens, names are digests.
 
 Keys are derived from a secret that is drawn at each start and never leaves the process: a tenant that knew two of them
 could choose a digest whose name in its own domain is that of a shard in the other one.
