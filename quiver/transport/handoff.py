@@ -118,7 +118,7 @@ class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """One message of a reader. For ``files`` the editions are 0, which means any. ``token``: of hello, ``""`` for none."""
+    """One message of a reader. For ``files`` the editions are 0, which means any. ``token``: of hello, or ``""``."""
 
     verb: Verb
     entries: tuple[Held, ...] = ()
