@@ -352,6 +352,4 @@ def test_what_was_stored_before_there_were_tokens_is_nobody_s_until_it_is_shown(
         made.daemon.stop()
     with Daemon(made.daemon.data_dir) as plain:
         assert plain.ask("GET", f"/v1/shards/{digest}")[:2] == (200, data)
-        assert plain.ask("GET", f"/v1/shards/{foreign[0]}")[0] == 404, (
-            "without tokens too a domain's shards are its own"
-        )
+        assert plain.ask("GET", f"/v1/shards/{foreign[0]}")[0] == 404, "a domain's shards are its own, also then"

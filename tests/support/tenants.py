@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import itertools
+import os
 import socket
 import struct
 from collections.abc import Sequence
@@ -94,7 +95,7 @@ class Tenant:
         answers, fds = self._at_socket(HandoffRequest(Verb.FILES, tuple(Held(it, 0) for it in shards), flags))
         first = []
         for fd in fds:
-            with open(fd, "rb") as file:
+            with os.fdopen(fd, "rb") as file:
                 first.append(file.read(1))
         return answers, first
 
