@@ -25,6 +25,7 @@ from quiver.wire import FORGO, RECHECK, RangeStatus
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files, rebased, shard_bytes_of
 from tests.support.tenants import SIGNER, Tenant, new_domain
+from tests.support.waiting import until
 
 UNKNOWN = Digest(b"\xfe" * 32)
 
@@ -268,6 +269,20 @@ def test_each_domain_reads_the_origin_and_the_bytes_are_stored_once(shared: Shar
     again = shared.metric("quiver_origin_read_bytes_total")
     assert second.fill(shared.manifest.digest, [digest]) == [RangeStatus.PRESENT]
     assert shared.metric("quiver_origin_read_bytes_total") == again, "and once"
+
+
+@pytest.mark.fault("S8", "O1")
+def test_what_jobs_of_several_domains_need_is_fetched_for_each_and_stored_once(shared: Shared) -> None:
+    tenants = [shared.with_manifest() for _ in range(2)]
+    everything = np.full(shared.manifest.shard_count, 255, np.uint8)
+    before, files = shared.metric("quiver_origin_read_bytes_total"), len(shared.daemon.files())
+    for tenant in tenants:
+        until(lambda tenant=tenant: tenant.needs(shared.manifest.digest, everything, ahead=0.0).status == 200)
+    for tenant in tenants:
+        until(lambda tenant=tenant: 0 not in tenant.seen(shared.manifest), 60)
+    read_bytes = shared.metric("quiver_origin_read_bytes_total") - before
+    assert read_bytes == 2 * shared.files.total_bytes()
+    assert len(shared.daemon.files()) <= max(files, len(shared.shards))
 
 
 @pytest.mark.fault("S8")
