@@ -133,9 +133,12 @@ class Tenant:
         body = NeedsReport(manifest, report).encode()
         return self.ask("POST", "/v1/needs", body, {"Content-Type": NEEDS_TYPE})
 
-    def seen(self, manifest: Manifest, consumer: bytes = bytes(16)) -> list[int]:
-        """Report that all of a dataset is needed; return what the daemon says is held."""
-        answer = self.needs(manifest.digest, np.full(manifest.shard_count, 255, np.uint8), consumer)
+    def seen(self, manifest: Manifest, consumer: bytes = bytes(16), *, ahead: float = 1e12) -> list[int]:
+        """Report that all of a dataset is needed; return what the daemon says is held.
+
+        ``ahead``: how many bytes the consumer has, by default so many that nothing is fetched for it.
+        """
+        answer = self.needs(manifest.digest, np.full(manifest.shard_count, 255, np.uint8), consumer, ahead=ahead)
         assert answer.status == 200, answer
         seen: list[int] = NeedsAnswer.decode(answer.body).seen.tolist()
         return seen
