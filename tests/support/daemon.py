@@ -90,8 +90,11 @@ class Daemon:
         capacity: str = "1GiB",
         port: int = 0,
         environment: dict[str, str] | None = None,
+        token: str = "",
     ) -> None:
+        """``token``: sent with each request of ``ask``, for a daemon that requires one."""
         self.data_dir = data_dir
+        self.token = token
         self.lines: list[str] = []
         self._url = ""
         self._serving = threading.Event()
@@ -187,8 +190,9 @@ class Daemon:
     ) -> tuple[int, bytes, dict[str, str]]:
         """Return status, body and headers (lower-case names)."""
         connection = http.client.HTTPConnection(*self.address, timeout=30)
+        own = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
-            connection.request(method, path, body=body, headers=headers or {})
+            connection.request(method, path, body=body, headers={**own, **(headers or {})})
             answer = connection.getresponse()
             return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
         finally:

@@ -88,6 +88,9 @@ class Tokens:
         if known is not None and self.fault(known.key_id, known.claims.expires_at) is None:
             return known
         verified = self._verify(token)
+        reason = self.fault(verified.key_id, verified.claims.expires_at)
+        if reason is not None:  # the key was withdrawn meanwhile
+            raise Refused(reason, verified.claims)
         self._remembered.set(name, verified, max(verified.claims.expires_at + LEEWAY_SECONDS - self._now(), 0.0))
         return verified
 
