@@ -7,7 +7,6 @@ to the process that opened them. The request bounds the size of every answer. Re
 
 from __future__ import annotations
 
-import ssl
 from typing import Final
 
 import numpy as np
@@ -20,6 +19,7 @@ from quiver.transport.connection import U8, Endpoint
 from quiver.transport.http import HttpVerbs
 from quiver.transport.liveness import PATIENT, Patience
 from quiver.transport.stream import ReadStreams
+from quiver.transport.tls import Credentials
 from quiver.wire import (
     JSON_BYTES_MAX,
     MSGPACK_TYPE,
@@ -42,10 +42,13 @@ STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 class PeerClient:
     """The verbs of one daemon. Raises ``Unavailable`` if it does not answer, ``Corrupt`` for a malformed answer."""
 
-    def __init__(self, url: str, patience: Patience = PATIENT, *, tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: speak TLS with the daemon, using this context."""
-        endpoint = Endpoint(check_url(url), patience, tls)
+    def __init__(
+        self, url: str, patience: Patience = PATIENT, *, tls: Credentials | None = None, node: str = ""
+    ) -> None:
+        """``tls`` and ``node``: see ``Endpoint``."""
+        endpoint = Endpoint(check_url(url), patience, tls, node)
         self.url = endpoint.url
+        self.is_authenticated = endpoint.is_authenticated
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)
         self._streams = ReadStreams(endpoint)

@@ -61,6 +61,9 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--origin", metavar="PREFIX", multiple=True, help="A folder or URL below which it may read; repeatable.")
 @click.option("--replicas", metavar="N", type=int, default=1, show_default=True, help="Copies of each shard.")
 @click.option("--socket", metavar="PATH", default="", help="Pass open shards to readers on this host by this socket.")
+@click.option("--tls-cert", metavar="FILE", default="", help="Speak TLS: its certificate; `quiver tls init` makes it.")
+@click.option("--tls-key", metavar="FILE", default="", help="The key of that certificate.")
+@click.option("--tls-ca", metavar="FILE", default="", help="The authority of all daemons and clients of the rack.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,
               help="How long to keep serving readers after SIGTERM, SIGINT or SIGHUP.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")

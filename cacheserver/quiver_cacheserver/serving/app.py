@@ -13,9 +13,10 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from quiver.errors import QuiverError, answer_of
+from quiver.errors import Forbidden, QuiverError, answer_of
 from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
+from quiver.transport.tls import CERT_VARIABLE, KEY_VARIABLE
 from quiver.wire import ErrorBody, RingView
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
@@ -23,7 +24,7 @@ from quiver_cacheserver.node import Node
 from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
 from quiver_cacheserver.serving.poller import Poller
 from quiver_cacheserver.serving.reads import read_route
-from quiver_cacheserver.serving.requests import began, body_of, client_of
+from quiver_cacheserver.serving.requests import began, body_of, client_of, identity_of
 from quiver_cacheserver.serving.sender import Sender
 from quiver_cacheserver.serving.streams import Streams
 from quiver_cacheserver.serving.transfers import Transfers
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+POLLER: Final = web.AppKey("poller", Poller)
+PUBLIC: Final = frozenset({"/healthz", "/readyz"})  # for health checks, which have no certificate
 SWEEP_SECONDS: Final = 1.0  # the precision of the deadlines of streams and payloads
 
 
@@ -46,12 +49,13 @@ class Route(NamedTuple):
 
 
 def make_app(node: Node) -> web.Application:
-    """Return the application for a node."""
+    """Return the application for a node. Its poller is ``app[POLLER]``."""
     poller = Poller(node.budgets)
     sender = Sender(node, poller)
     reading = Places(node.budgets, Resource.READS)
     streams = Streams(node, poller, reading)
-    app = web.Application(middlewares=[_errors])
+    app = web.Application(middlewares=[_errors] if node.tls is None else [_errors, _certified])
+    app[POLLER] = poller
     for route in _routes(node, streams, sender, reading):
         if route.method == "GET":
             app.router.add_get(route.path, route.handler)  # and HEAD
@@ -178,6 +182,17 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return _json(ErrorBody("http", error.reason), error.status, dict(_allow(error)))
     finally:
         began(request)  # an unhurried route has finished: the usual deadline applies to its answer
+
+
+@web.middleware
+async def _certified(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse callers of whom neither a certificate nor anything else says who they are."""
+    if not identity_of(request).is_known and request.path not in PUBLIC:
+        raise Forbidden(
+            "this daemon requires a client certificate of its authority, and the connection has none: set"
+            f" {CERT_VARIABLE} and {KEY_VARIABLE}"
+        )
+    return await handler(request)
 
 
 def _allow(error: web.HTTPException) -> list[tuple[str, str]]:

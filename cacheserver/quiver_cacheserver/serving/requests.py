@@ -11,6 +11,7 @@ from typing import Final
 from aiohttp import web
 
 from quiver.errors import BadRequest
+from quiver.transport.tls import NOBODY, Identity
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 
@@ -21,9 +22,10 @@ ANSWER_SECONDS: Final = 60.0  # to receive a report's body, do the work and send
 class Timed(web.RequestHandler):
     """A connection with a deadline. ``listening.Connection`` is one."""
 
-    __slots__ = ("address", "deadline")
+    __slots__ = ("address", "deadline", "identity")
 
     address: str
+    identity: Identity  # whom the client's certificate names; without TLS nobody
     deadline: float  # of the event loop's time; the connection is closed when it has passed
 
     def begin(self) -> None:
@@ -41,7 +43,13 @@ def client_of(request: web.Request) -> str:
 
 def caller_of(request: web.Request) -> Caller:
     """Return who sent a request."""
-    return Caller(client_of(request))
+    return Caller(client_of(request), is_member=bool(identity_of(request).node))
+
+
+def identity_of(request: web.Request) -> Identity:
+    """Return whom the certificate of a request's connection names: a node of the rack, a client, or nobody."""
+    protocol = request.protocol
+    return protocol.identity if isinstance(protocol, Timed) else NOBODY
 
 
 def began(request: web.Request) -> None:

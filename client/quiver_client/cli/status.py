@@ -75,7 +75,7 @@ def _ring(urls: tuple[str, ...]) -> Ring:
 
 
 def _member(member: Member) -> dict[str, Any]:
-    peer = PeerClient(member.url)
+    peer = PeerClient(member.url, node=member.certified_id)
     try:
         status = peer.status()
         return {
