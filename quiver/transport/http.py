@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import io
 import re
+import ssl
 from dataclasses import dataclass
 from email.message import Message
 from functools import partial
@@ -157,8 +158,12 @@ class HttpVerbs:
             connection.send(head, memoryview(body))
         except ConnectionError:
             # A daemon that refuses an upload answers before it has read all of it: prefer its answer to the reset.
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 return receive_head(connection)
+            except ssl.SSLError:
+                raise  # an alert, which says why it closed the connection
+            except (OSError, ValueError):
+                pass
             raise
         return receive_head(connection)
 

@@ -46,7 +46,8 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     NOT_YET_VALID = "not_yet_valid"
     AUDIENCE = "audience"  # for another rack, or by another issuer
-    RIGHT = "right"  # the only one that the caller is told
+    CERTIFICATE = "certificate"  # none, at a daemon that requires one and no token
+    RIGHT = "right"  # the caller is told of this one, and of the certificate
 
 
 class Refused(Exception):
