@@ -153,9 +153,7 @@ class ErrorAnswer(NamedTuple):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that say when to retry, or what is missing."""
-        if self.status == Unauthenticated.status:
-            return {"WWW-Authenticate": "Bearer"}
+        """The headers that say when to retry."""
         return {"Retry-After": str(max(ceil(self.retry_after_seconds), 1))} if self.retry_after_seconds else {}
 
 

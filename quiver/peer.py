@@ -8,7 +8,6 @@ to the process that opened them. The request bounds the size of every answer. Re
 from __future__ import annotations
 
 import copy
-import ssl
 from typing import Final
 
 import numpy as np
@@ -23,6 +22,7 @@ from quiver.transport.connection import U8, Endpoint
 from quiver.transport.http import HttpVerbs
 from quiver.transport.liveness import PATIENT, Patience
 from quiver.transport.stream import ReadStreams
+from quiver.transport.tls import Credentials
 from quiver.wire import (
     JSON_BYTES_MAX,
     MSGPACK_TYPE,
@@ -50,12 +50,14 @@ class PeerClient:
         url: str,
         patience: Patience = PATIENT,
         *,
-        tls: ssl.SSLContext | None = None,
+        tls: Credentials | None = None,
+        node: str = "",
         token: TokenSource = NO_TOKEN,
     ) -> None:
-        """``tls``: speak TLS with the daemon, using this context. ``token``: what to send it, to show who asks."""
-        endpoint = Endpoint(check_url(url), patience, tls, token)
+        """``tls``, ``node`` and ``token``: see ``Endpoint``."""
+        endpoint = Endpoint(check_url(url), patience, tls, node, token)
         self.url = endpoint.url
+        self.is_authenticated = endpoint.is_authenticated
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)
         self._streams = ReadStreams(endpoint)

@@ -54,6 +54,7 @@ class Cost(StrEnum):
     WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
     EVICTIONS = "evictions"
     LOOKUPS = "lookups"  # of manifests, at peers
+    HANDSHAKES = "handshakes"  # of TLS
     RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
 
 
@@ -86,6 +87,7 @@ RATES: Final[Mapping[Cost, RefillRate]] = {
     Cost.WORK_SECONDS: RefillRate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
     Cost.EVICTIONS: RefillRate(20.0, 1200.0),
     Cost.RECHECK_BYTES: RefillRate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
+    Cost.HANDSHAKES: RefillRate(500.0, 8192.0),  # a core does 2,000 in a second; a host's readers begin at once
     Cost.LOOKUPS: RefillRate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
 }
 

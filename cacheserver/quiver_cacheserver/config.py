@@ -16,10 +16,12 @@ from quiver.location import Location, shown
 from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
 from quiver.transport.handoff import is_this_host
+from quiver.transport.tls import TlsFiles
 from quiver.wire import PORT
 from quiver_cacheserver.access.quotas import Quotas
 from quiver_cacheserver.rack.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
+TLS_FLAGS: Final = ("--tls-ca", "--tls-cert", "--tls-key")
 CAPACITY_BYTES_MIN: Final = 64 << 10  # a smaller one is a number without its unit
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -38,6 +40,9 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     origin: tuple[str, ...] = ()
     replicas: int = 1
     socket: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
     token_keys: str = ""
     quota: tuple[str, ...] = ()
     insecure: bool = False
@@ -55,16 +60,27 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
 
     @property
     def authenticates(self) -> bool:
-        """Whether callers have to say who they are: by a token, or by a certificate of ``--tls-ca``.
+        """Whether callers have to say who they are: by a token, or by a certificate of ``--tls-ca``."""
+        return bool(self.token_keys) or self.tls_files is not None
 
-        A certificate of the daemon's own does not count: it says to whom a client talks, and lets everyone talk.
-        """
-        return bool(self.token_keys)
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files of TLS, or ``None`` without it. Raises ``Misconfigured`` if some are missing."""
+        given = self.tls_ca, self.tls_cert, self.tls_key
+        if not any(given):
+            return None
+        if not all(given):
+            raise Misconfigured(f"{', '.join(TLS_FLAGS[:2])} and {TLS_FLAGS[2]} belong together: give all three")
+        return TlsFiles(*given, names=TLS_FLAGS)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_files is not None else "http"
 
     def advertised_url(self, port: int) -> str:
         """Return the URL at which peers reach this daemon, given the port that it was assigned."""
         if self.advertise:
-            given = self.advertise if "://" in self.advertise else f"http://{self.advertise}"
+            given = self.advertise if "://" in self.advertise else f"{self.scheme}://{self.advertise}"
             return check_url(given if urlsplit(given).port else f"{given.rstrip('/')}:{port}")
         for peer in self.peers:  # a peer at this port on this machine is this daemon
             parts = urlsplit(check_url(peer))
@@ -73,7 +89,7 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
         host = self.address[0]
         if host in ANY_ADDRESS:
             host = own_address(self._others())
-        return check_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        return check_url(f"{self.scheme}://[{host}]:{port}" if ":" in host else f"{self.scheme}://{host}:{port}")
 
     def _others(self) -> list[tuple[str, int]]:
         """Return host and port of the peers and of etcd, as far as they are configured."""
@@ -127,6 +143,7 @@ def check(config: Config) -> Config:
         parse_endpoints(config.etcd)
     for peer in config.peers:
         check_url(peer)
+    _check_schemes(config)
     config.check_reachable()
     config.check_authenticates()
     if config.quota and not config.token_keys:
@@ -145,6 +162,15 @@ def check(config: Config) -> Config:
         allowed(prefix)
     del host
     return config
+
+
+def _check_schemes(config: Config) -> None:
+    """Raise ``Misconfigured`` for URLs of daemons that do not speak TLS as this one does, or does not."""
+    for flag, url in (("--advertise", config.advertise), *(("--peers", peer) for peer in config.peers)):
+        scheme = urlsplit(url).scheme if "://" in url else config.scheme
+        if scheme != config.scheme:
+            how = "speaks TLS (--tls-cert)" if config.scheme == "https" else "speaks no TLS (--tls-cert is not given)"
+            raise Misconfigured(f"{flag} {url}: this daemon {how}: write {config.scheme}://")
 
 
 def allowed(prefix: str) -> tuple[Location, ...]:

@@ -24,6 +24,7 @@ from quiver.manifest import Manifest
 from quiver.residency import Decision, Needs, Recipe
 from quiver.shard_memory import ShardMemory
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
+from quiver.transport.tls import Credentials
 from quiver.wire import NodeStatus, RangeStatus
 from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.bounds import FILL_THREADS
@@ -68,6 +69,7 @@ class Node:
         self.store = store
         self.inventory = store.inventory
         self.registry = registry
+        self.tls: Credentials | None = None
         self._started = time.monotonic()
         self.counters = Counters()
         self.budgets = Budgets()
@@ -94,6 +96,10 @@ class Node:
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
+
+    def speak_tls(self, tls: Credentials) -> None:
+        """Speak TLS with clients and other daemons. To be called before it serves."""
+        self.tls = self.peers.tls = tls
 
     @property
     def shard_count(self) -> int:

@@ -12,6 +12,7 @@ import copy
 import http.client
 import io
 import re
+import ssl
 from dataclasses import dataclass
 from email.message import Message
 from functools import partial
@@ -165,8 +166,12 @@ class HttpVerbs:
             connection.send(head, memoryview(body))
         except ConnectionError:
             # A daemon that refuses an upload answers before it has read all of it: prefer its answer to the reset.
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 return receive_head(connection)
+            except ssl.SSLError:
+                raise  # an alert, which says why it closed the connection
+            except (OSError, ValueError):
+                pass
             raise
         return receive_head(connection)
 

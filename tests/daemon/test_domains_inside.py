@@ -45,7 +45,7 @@ MEMBER = "member"
 class ByName(Access):
     """Takes a token for the name of its bearer's domain, and believes that "member" is a member of the rack."""
 
-    def admit(self, address: str, token: str, verb: str, *, is_member: bool = False) -> Caller:
+    def admit(self, address: str, token: str, verb: str, **how: bool) -> Caller:
         name = jwt.decode(token, options={"verify_signature": False})["domain"] if "." in token else token
         return Caller(address, name, name, is_member=name == MEMBER)
 

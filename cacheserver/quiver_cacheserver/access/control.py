@@ -12,6 +12,7 @@ from typing import Final
 from quiver.claims import Right
 from quiver.errors import Forbidden, QuiverError, Unauthenticated
 from quiver.token_source import HOW
+from quiver.transport.tls import CERT_VARIABLE, KEY_VARIABLE
 from quiver_cacheserver.access.audit import Audit
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.access.rights import RIGHTS, allows
@@ -27,21 +28,26 @@ class Access:
 
     def __init__(self, tokens: Tokens | None = None) -> None:
         self.audit = Audit()
-        if tokens is not None:
-            self.audit.refusals.update(dict.fromkeys(map(str, Reason), 0))
+        self.audit.refusals.update(dict.fromkeys(map(str, Reason), 0))  # so that a rate can be taken from the first on
         self._tokens = tokens
 
     @property
     def requires_tokens(self) -> bool:
         return self._tokens is not None
 
-    def admit(self, address: str, token: str, verb: str, *, is_member: bool = False) -> Caller:
+    def admit(
+        self, address: str, token: str, verb: str, *, is_member: bool = False, is_certified: bool = True
+    ) -> Caller:
         """Return the sender of a request for a verb of ``rights.RIGHTS``. Raises ``Unauthenticated``, ``Forbidden``.
 
-        ``is_member``: a daemon of the rack, authenticated by its certificate; it needs no token.
+        ``is_member``: a daemon of the rack, authenticated by its certificate; it needs no token. ``is_certified``:
+        whether the connection has a certificate of the authority, or needs none. With tokens none is needed: it says
+        which machine asks, and the token says who.
         """
-        if self._tokens is None or is_member:
+        if is_member or (self._tokens is None and is_certified):
             return Caller(address, is_member=is_member)
+        if self._tokens is None:
+            return self._uncertified(address, verb)
         if RIGHTS[verb] is None and not token:
             return Caller(address, rights=NO_RIGHTS)
         try:
@@ -74,6 +80,17 @@ class Access:
         if right is not None and not allows(caller, verb):
             self.audit.refused(caller, verb, Reason.RIGHT)
             raise Forbidden(f"this token lacks the right `{right.value}`; ask for one made with --rights {right.value}")
+
+    def _uncertified(self, address: str, verb: str) -> Caller:
+        """Return a caller of whom neither a certificate nor a token says who it is, for the public routes alone."""
+        caller = Caller(address, rights=NO_RIGHTS)
+        if RIGHTS[verb] is not None:
+            self.audit.refused(caller, verb, Reason.CERTIFICATE)
+            raise Forbidden(
+                "this daemon requires a client certificate of its authority, and the connection has none: set"
+                f" {CERT_VARIABLE} and {KEY_VARIABLE}"
+            )
+        return caller
 
     def _unauthenticated(self, address: str, verb: str, refused: Refused) -> QuiverError:
         claims = refused.claims

@@ -46,7 +46,8 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     NOT_YET_VALID = "not_yet_valid"
     AUDIENCE = "audience"  # for another rack, or by another issuer
-    RIGHT = "right"  # the only one that the caller is told
+    CERTIFICATE = "certificate"  # none, at a daemon that requires one and no token
+    RIGHT = "right"  # the caller is told of this one, and of the certificate
 
 
 class Refused(Exception):
@@ -88,6 +89,9 @@ class Tokens:
         if known is not None and self.fault(known.key_id, known.claims.expires_at) is None:
             return known
         verified = self._verify(token)
+        reason = self.fault(verified.key_id, verified.claims.expires_at)
+        if reason is not None:  # the key was withdrawn meanwhile
+            raise Refused(reason, verified.claims)
         self._remembered.set(name, verified, max(verified.claims.expires_at + LEEWAY_SECONDS - self._now(), 0.0))
         return verified
 

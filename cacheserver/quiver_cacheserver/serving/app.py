@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from quiver.errors import QuiverError, answer_of
+from quiver.errors import QuiverError, Unauthenticated, answer_of
 from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+POLLER: Final = web.AppKey("poller", Poller)
 SWEEP_SECONDS: Final = 1.0  # the precision of the deadlines of streams and payloads
 
 
@@ -52,12 +53,13 @@ class Route(NamedTuple):
 
 
 def make_app(node: Node) -> web.Application:
-    """Return the application for a node."""
+    """Return the application for a node. Its poller is ``app[POLLER]``."""
     poller = Poller(node.budgets)
     sender = Sender(node, poller)
     reading = Places(node.budgets, Resource.READS)
     streams = Streams(node, poller, reading)
     app = web.Application(middlewares=[_errors])
+    app[POLLER] = poller
     for route in _routes(node, streams, sender, reading):
         handler = _guarded(node, route)
         if route.method == "GET":
@@ -104,7 +106,7 @@ def _guarded(node: Node, route: Route) -> Handler:
         raise AssertionError(f"{route.verb} is missing in the table of rights")
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        admitted(request, node.access, route.verb)
+        admitted(request, node, route.verb)
         return await route.handler(request)
 
     return handle
@@ -193,7 +195,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return gone
     except QuiverError as error:
         told = answer_of(error)
-        return _json(ErrorBody(told.code, told.message), told.status, told.headers)
+        asks = {"WWW-Authenticate": "Bearer"} if told.status == Unauthenticated.status else {}  # HTTP requires it
+        return _json(ErrorBody(told.code, told.message), told.status, {**told.headers, **asks})
     except web.HTTPException as error:
         if error.status < 400:
             raise

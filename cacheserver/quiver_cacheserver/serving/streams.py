@@ -28,10 +28,11 @@ from quiver_cacheserver.access.rights import STREAM_READ
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, Channel, Poller
+from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, WRITABLE, Channel, Poller
 from quiver_cacheserver.serving.reads import ReadAnswer, at_hand, gather, unpacked
 from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
+from quiver_cacheserver.serving.tls import TlsTransport
 from quiver_cacheserver.serving.turns import Places, Turn
 
 log = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ class Streams:
 
     async def _switch(self, request: web.Request, transport: asyncio.Transport, caller: Caller) -> web.StreamResponse:
         """Answer 101 and give the connection to a ``Stream``. Raises ``OSError`` if the reader is gone before that."""
-        sock = own_socket(transport)
+        # The socket of TLS is the transport's until the 101 is sent.
+        sock = None if isinstance(transport, TlsTransport) else own_socket(transport)
         try:
             transport.set_write_buffer_limits(0)
             transport.pause_reading()  # from here on a worker reads
@@ -83,14 +85,21 @@ class Streams:
                 assert writer is not None
                 await writer.drain()
             unhurried(request)
-            transport.abort()  # closes its descriptor of the connection, and not ours
-            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, caller), READABLE)
+            if isinstance(transport, TlsTransport):
+                sock = transport.detach()
+            else:
+                transport.abort()  # closes its descriptor of the connection, and not ours
+            assert sock is not None
+            events = WRITABLE if unread_bytes(sock) else READABLE  # no event tells of what was received already
+            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, caller), events)
         except TimeoutError as error:
-            sock.close()
             transport.abort()
+            if sock is not None:
+                sock.close()
             raise ConnectionResetError("the reader does not take the answer to its upgrade") from error
         except BaseException:
-            sock.close()
+            if sock is not None:
+                sock.close()
             raise
         return response
 

@@ -77,7 +77,7 @@ def _ring(urls: tuple[str, ...]) -> Ring:
 
 
 def _member(member: Member) -> dict[str, Any]:
-    peer = PeerClient(member.url, token=TokenSource.from_environment())
+    peer = PeerClient(member.url, node=member.certified_id, token=TokenSource.from_environment())
     try:
         status = peer.status()
         return {

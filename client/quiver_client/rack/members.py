@@ -46,7 +46,9 @@ class Members:
         self._stats = stats
         self.token = TokenSource.from_environment()
         self._lock = forks.lock()
-        self._peers: dict[str, PeerClient] = {}
+        self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
+        self._only_tls = any(url.startswith("https:") for url in seeds)  # a ring must not lead to an unprotected daemon
+        self._failure: QuiverError | None = None  # why the last daemon that was asked for the ring gave none
         self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer the last request
         self._probing: set[str] = set()
         self._asked_at = -RING_SECONDS  # when the ring was asked for
@@ -61,10 +63,11 @@ class Members:
             peer.close()
 
     def peer(self, url: str) -> PeerClient:
+        node = self._certified.get(url, "")
         with self._lock:
-            if url not in self._peers:
-                self._peers[url] = PeerClient(url, patience=IN_RACK, token=self.token)
-            return self._peers[url]
+            if (url, node) not in self._peers:
+                self._peers[url, node] = PeerClient(url, patience=IN_RACK, node=node, token=self.token)
+            return self._peers[url, node]
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -76,33 +79,33 @@ class Members:
     def refresh(self, *, opening: bool = False) -> Ring | None:
         """Ask for the ring if it is stale; return it, or ``None`` if no daemon ever answered.
 
-        ``opening``: without a ring the dataset does not open, so do not warn that the origin is read instead. If a
-        daemon refuses this process its token, raises ``Unauthenticated`` or ``Forbidden`` then, and only then: a job
-        whose token expires reads from the origin.
+        ``opening``: without a ring the dataset does not open, so do not warn that the origin is read instead.
         """
         if not self.is_stale:
             return self._ring
         self._asked_at = time.monotonic()
         known = [member.url for member in self._ring.members] if self._ring else []
         to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_unresponsive(url)]
-        refusal: QuiverError | None = None
         for url in to_ask[:ASKED_MAX]:
             try:
                 ring, ignored = self.peer(url).ring().ring()
             except QuiverError as error:
+                self._failure = error
                 self.mark_unresponsive(url)
-                if isinstance(error, (Unauthenticated, Forbidden, Misconfigured)):
-                    refusal = error
                 self._stats.warn(f"ring {url}", f"no ring from a daemon: {error}")
                 continue
+            if self._only_tls:
+                secure = [member for member in ring.members if member.url.startswith("https:")]
+                ignored += len(ring.members) - len(secure)
+                ring = Ring.of(ring.rack, secure, ring.replicas)
             if ignored:
-                self._stats.warn("ring", f"{ignored} malformed members in the ring from {url} were ignored")
+                self._stats.warn(
+                    "ring", f"{ignored} malformed members, or without TLS, in the ring from {url} were ignored"
+                )
             if ring.members and ring != self._ring:
                 self._set_ring(ring)
             self._told_by = url
             break
-        if self._ring is None and opening and refusal is not None:
-            raise refusal
         if self._ring is None and not opening:
             self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin instead")
         return self._ring
@@ -128,6 +131,7 @@ class Members:
     def _set_ring(self, ring: Ring | None) -> None:
         width = (ring.replicas if ring else 1) + RUNNERS_UP
         urls = tuple(member.url for member in ring.members) if ring else self._seeds
+        self._certified = {member.url: member.certified_id for member in ring.members} if ring else {}
         # Replaced as one value: no thread may see the ranks of one ring with the members of another.
         self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
@@ -212,11 +216,16 @@ class Members:
     def introduce(self, manifest: Manifest) -> None:
         """Send the manifest to an owner of its digest, where the other daemons look for it first.
 
-        Raises ``Unavailable`` if no daemon answers. If those that answer reject it, reads are slower, and a warning is
-        logged.
+        Raises ``Unavailable`` if no daemon answers, and the daemon's refusal if it refuses this process its ring: a job
+        whose token expires later reads from the origin. If those that answer reject the manifest, reads are slower, and
+        a warning is logged.
         """
         ring = self.refresh(opening=True)
         if ring is None:
+            said = self._failure
+            refused = isinstance(said, Unauthenticated | Forbidden | Misconfigured)
+            if said is not None and (refused or (isinstance(said, Unavailable) and said.lasting)):
+                raise said  # it is known what is wrong
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
