@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
+from quiver.transport.tls import Credentials
 from tests.support.etcd import free_ports
 from tests.support.forking import FORKED
 from tests.support.waiting import until
@@ -90,8 +91,13 @@ class Daemon:
         capacity: str = "1GiB",
         port: int = 0,
         environment: dict[str, str] | None = None,
+        tls: Credentials | None = None,
+        token: str = "",
     ) -> None:
+        """``tls``: with which to ask a daemon that speaks TLS. ``token``: what to send one that requires a token."""
         self.data_dir = data_dir
+        self.tls = tls
+        self.token = token
         self.lines: list[str] = []
         self._url = ""
         self._serving = threading.Event()
@@ -153,7 +159,7 @@ class Daemon:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        host, _, port = self.url.partition("://")[2].rpartition(":")
         return host, int(port)
 
     def signal(self, number: signal.Signals) -> None:
@@ -186,9 +192,14 @@ class Daemon:
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, bytes, dict[str, str]]:
         """Return status, body and headers (lower-case names)."""
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        connection = (
+            http.client.HTTPConnection(*self.address, timeout=30)
+            if self.tls is None
+            else http.client.HTTPSConnection(*self.address, timeout=30, context=self.tls.client())
+        )
+        own = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
-            connection.request(method, path, body=body, headers=headers or {})
+            connection.request(method, path, body=body, headers={**own, **(headers or {})})
             answer = connection.getresponse()
             return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
         finally:

@@ -18,7 +18,18 @@ import numpy.typing as npt
 from quiver import forks
 from quiver.backoff import Backoff
 from quiver.digest import Bytes, Digest
-from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
+from quiver.errors import (
+    BrokenOff,
+    Corrupt,
+    DiskFailed,
+    Forbidden,
+    Misconfigured,
+    NotFound,
+    OverCapacity,
+    QuiverError,
+    Unauthenticated,
+    Unavailable,
+)
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.plan import Ints, Plan
@@ -145,6 +156,8 @@ class RackTier:
             return OverCapacity(f"{url} has no room for it", 0.0)
         try:
             disk = self._members.peer(url).status().disk
+        except (Unauthenticated, Forbidden):  # the status is for operators
+            disk = "ok"
         except QuiverError as error:
             return error
         why = "the origin does not answer it, or lost samples: its log says which"
@@ -336,7 +349,9 @@ class RackTier:
         self._stats.add("fallbacks", len(shards))
         if isinstance(error, Corrupt):
             self._stats.add("corruptions")
-        if isinstance(error, Unavailable) and not (isinstance(error, BrokenOff) and self._members.lives(peer.url)):
+        refused = isinstance(error, (Unauthenticated, Forbidden, Misconfigured))  # until the token is replaced
+        silent = isinstance(error, Unavailable) and not (isinstance(error, BrokenOff) and self._members.lives(peer.url))
+        if refused or silent:
             self._members.mark_unresponsive(peer.url)
         self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
 
