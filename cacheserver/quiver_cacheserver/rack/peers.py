@@ -41,6 +41,7 @@ class RackPeers:
 
     def __init__(self, registry: Registry, name: str, url: str) -> None:
         self._registry = registry
+        self.accept_us = True  # not if they demand tokens and this daemon has no certificate to show
         self._name, self._url = name, url
         # With it: speak TLS with the other members, who must be those that the ring names, and ignore those without.
         self.tls: Credentials | None = None
@@ -89,7 +90,7 @@ class RackPeers:
             peer.close()
 
     def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
-        for member in members:
+        for member in members if self.accept_us else ():
             url = member.url
             if member.id == self._name or url == self._url or url.startswith("https:") != (self.tls is not None):
                 continue
