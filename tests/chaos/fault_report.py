@@ -48,15 +48,13 @@ class FaultReport:
         for row in ROWS:
             counts = self.outcomes.get(row.name)
             if counts is None:
-                shown.append(f"{row.name:<4} not run   {row.fault}")
+                shown.append(f"{row.name:<4} not run   {row.fault:.90}")
                 continue
             word = "FAILED" if counts["failed"] else "survived" if counts["passed"] else "skipped"
             tests = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
-            shown.append(f"{row.name:<4} {word:<9} {row.fault} ({tests})")
-        return [
-            *shown,
-            f"fault rows survived of rows run: {len(self.survived())} of {len(run)} (of {len(ROWS)} in all)",
-        ]
+            shown.append(f"{row.name:<4} {word:<9} {row.fault:.90} ({tests})")
+        count = f"{len(self.survived())} of {len(run)} (the matrix has {len(ROWS)})"
+        return [*shown, f"fault rows survived of rows run: {count}"]
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
         if config.getoption("--faults"):
