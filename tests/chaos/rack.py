@@ -52,6 +52,8 @@ class Plan:
     capacity: str = "1GiB"
     s3: bool = False
     may_read_origin: bool = True
+    etcd_runs: bool = True  # when the daemons start
+    rings: tuple[tuple[int, ...], ...] = ()  # without etcd: whom each daemon believes to be in the rack; () is all
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
@@ -98,6 +100,8 @@ class ChaosRack:
             if plan.etcd:
                 self.etcd = stack.enter_context(Etcd())
                 self.etcd_proxy = self.network.proxy("etcd", self.etcd.url)
+                if not plan.etcd_runs:
+                    self.etcd.stop()
             stack.callback(self._kill_all)
             ports = free_ports(plan.daemons)
             for number, port in enumerate(ports):
@@ -108,7 +112,7 @@ class ChaosRack:
                 daemon.start()
             for daemon in self.daemons:
                 daemon.wait_until_serving()
-            if plan.etcd:
+            if plan.etcd and plan.etcd_runs:
                 self.until_ring_has(plan.daemons)
             self._stack = stack.pop_all()
         return self
@@ -119,10 +123,11 @@ class ChaosRack:
         self._stack.close()
 
     def _daemon(self, number: int, port: int) -> ChaosDaemon:
+        believed = self.plan.rings[number] if self.plan.rings else range(self.plan.daemons)
         ring = (
             ("--etcd", self.etcd_proxy.url, "--node-id", f"node{number}")
             if self.plan.etcd
-            else ("--peers", ",".join(proxy.url for proxy in self.proxies))
+            else ("--peers", ",".join(self.proxies[each].url for each in believed))
         )
         own = self.proxies[number].url
         origins = [self.origin.base] if self.plan.may_read_origin else []

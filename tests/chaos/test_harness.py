@@ -320,7 +320,7 @@ def test_a_validator_passes_what_is_right_and_fails_at(name: str) -> None:
 def test_a_leak_of_a_daemon_is_found(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     held = {"descriptors": 9, "threads": 9, "memory": 9, "processes": 0, "temporary files": 0}
     monkeypatch.setattr(validators.Leaks, "_held", staticmethod(lambda daemon: dict(held)))
-    daemon: Any = SimpleNamespace(process=SimpleNamespace(pid=1), data_dir=Path())
+    daemon: Any = SimpleNamespace(process=SimpleNamespace(pid=1, poll=lambda: None), data_dir=Path())
     leaks = validators.Leaks([daemon])
     leaks.check(0.1)
     held[what] += 1 << 30

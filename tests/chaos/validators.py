@@ -124,9 +124,10 @@ class Leaks:
     def _held(daemon: Daemon) -> dict[str, int]:
         assert daemon.process is not None
         process = psutil.Process(daemon.process.pid)
-        streams = sum(1 for each in process.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED)
+        connected = sum(1 for each in process.net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED)
+        held = sum(1 for each in process.open_files() if daemon.data_dir in Path(each.path).parents)  # not evicted ones
         return {
-            "descriptors": process.num_fds() - streams,
+            "descriptors": process.num_fds() - connected - held,
             "threads": process.num_threads(),
             "memory": process.memory_info().rss,
             "processes": len(process.children(recursive=True)),
@@ -138,8 +139,9 @@ class Leaks:
         slack = {"descriptors": 8, "threads": 40, "memory": MEMORY_BYTES_MAX, "processes": 1, "temporary files": 0}
         more = []
         for number, daemon in enumerate(self._daemons):
-            if daemon.process is None or daemon.process.pid not in self._before:
-                continue  # it was restarted, so it holds nothing of before
+            ended = daemon.process is None or daemon.process.poll() is not None
+            if ended or daemon.process.pid not in self._before:
+                continue  # it was killed, or restarted: it holds nothing of before
             before, now = self._before[daemon.process.pid], self._held(daemon)
             more += [
                 f"daemon {number} holds {now[what]} {what}, {before[what]} before"
