@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -227,6 +228,12 @@ class ChaosRack:
         """Return origin reads per shard: the mean, and that of the worst shard."""
         reads = self.origin.reads_per_shard(self.manifest)
         return sum(reads.values()) / len(reads), max(reads.values())
+
+    def objects_of(self, shards: Iterable[int]) -> set[str]:
+        """Return the origin's objects of these shards."""
+        wanted = {int(blob) for shard in shards for blob in self.manifest.shard_blobs(shard)}
+        blobs = self.manifest.tables.blob_of.tolist()
+        return {self.manifest.key(row) for row, blob in enumerate(blobs) if blob in wanted}
 
     def leaks(self) -> validators.Leaks:
         """Note what the daemons hold now; call ``check`` of the result when the fault is over."""
