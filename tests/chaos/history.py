@@ -9,8 +9,11 @@ line, too.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple, Self
 import psutil
 
 from tests.support.scripts import Script
+from tests.support.waiting import until
 
 CLIENT = """
 import sys
@@ -67,6 +71,7 @@ class History:
     ended: bool
     log: str
     epochs: tuple[int, ...]  # that it ended
+    held: tuple[dict[str, int], ...] = ()  # descriptors, threads, … at the end of each epoch, with the process id
 
     def epoch(self, number: int) -> list[Sample]:
         return [sample for sample in self.samples if sample.epoch == number]
@@ -82,6 +87,7 @@ def read_history(job: Job, path: Path, log: str = "") -> History:
     errors: list[dict[str, Any]] = []
     stats: dict[str, int] = {}
     epochs: list[int] = []
+    held: list[dict[str, int]] = []
     ended = False
     lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
     for raw in lines:
@@ -92,6 +98,7 @@ def read_history(job: Job, path: Path, log: str = "") -> History:
             continue
         match line["what"]:
             case "sample":
+                line["digest"] = sys.intern(line["digest"])  # an epoch later it comes again
                 pending.append(Sample(*(line[name] for name in Sample._fields)))
             case "commit":
                 samples += pending
@@ -102,9 +109,11 @@ def read_history(job: Job, path: Path, log: str = "") -> History:
                 pending.clear()
             case "error":
                 errors.append(line)
+            case "held":
+                held.append(line)
             case "end":
                 stats, ended = line["stats"], True
-    return History(job, tuple(samples), tuple(errors), stats, ended, log, tuple(epochs))
+    return History(job, tuple(samples), tuple(errors), stats, ended, log, tuple(epochs), tuple(held))
 
 
 class Client:
@@ -155,6 +164,12 @@ class Client:
         assert self.script.ended
         self.script = self._start()
 
+    def forget(self) -> None:
+        """Remove the files of a client that ended."""
+        assert self.script.ended
+        for path in (self.path, *self._logs):
+            path.unlink(missing_ok=True)
+
     def signal(self, number: signal.Signals) -> None:
         self.script.signal(number)
 
@@ -162,4 +177,14 @@ class Client:
         code = self.script.wait(seconds)
         history = self.history()
         assert code == 0, f"{self.job.name} ended with {code}: {history.log[-3000:]}"
+        until(lambda: not self.left(), what=f"{self.job.name} left processes: {self.left()}")
         return history
+
+    def left(self) -> list[str]:
+        """Return the processes of its session that still live."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) == self.script.pid and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(f"{process.pid} {process.name()}")
+        return found

@@ -232,6 +232,10 @@ def with_wrong_digest() -> History:
     return replace(right, samples=(right.samples[0]._replace(digest="f" * 64), *right.samples[1:]))
 
 
+def held(descriptors: int) -> dict[str, int]:
+    return {"pid": 1, "descriptors": descriptors, "threads": 1, "memory": 1, "processes": 0}
+
+
 def fails(check: Callable[[], None]) -> bool:
     try:
         check()
@@ -300,6 +304,10 @@ CHECKS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "a traceback in a log": (
         lambda: validators.log_is_clean("d", "fine", RIGHT),
         lambda: validators.log_is_clean("d", "Traceback (most recent call last):", RIGHT),
+    ),
+    "a client that leaks": (
+        lambda: validators.client_leaks_nothing(history(held=(held(9), held(20), held(21)))),
+        lambda: validators.client_leaks_nothing(history(held=(held(9), held(20), held(40)))),
     ),
     "a fault that did not fire": (
         lambda: validators.fired({"Reset": 1}, "Reset"),

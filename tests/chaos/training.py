@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 from blake3 import blake3
 
 TIERS = ("host", "rack", "origin")
@@ -32,14 +33,16 @@ def train(config: str) -> None:
     history = _Writer(job)
     state = history.last_state()
     history.append({"what": "start", "pid": os.getpid(), "resumed": state is not None})
+    opening = True
     try:
         dataset = Dataset(job.manifest, job.cache, fields=["data", "__key__"], verify=job.verify)
+        opening = False
         with closing(dataset):
             _loop(job, dataset, history, state)
             history.append({"what": "end", "stats": dataset.stats()})
     except Exception as error:
         keys = list(getattr(error, "keys", ()))
-        said = {"what": "error", "type": type(error).__name__, "message": str(error), "keys": keys}
+        said = {"what": "error", "type": type(error).__name__, "message": str(error), "keys": keys, "opening": opening}
         history.append({**said, "seconds": time.monotonic() - history.waiting_since, "epoch": history.epoch})
         raise
 
@@ -84,7 +87,20 @@ def _loop(job: Any, dataset: Any, history: _Writer, state: Any) -> None:
                     time.sleep(job.pause_seconds)
             history.epoch += 1
             commit = {"loader": _packed(loader.state_dict()), "epoch": history.epoch}
-            history.append({"what": "commit", "state": commit, "ended_epoch": history.epoch - 1})
+            history.append({"what": "commit", "state": commit, "ended_epoch": history.epoch - 1}, _held())
+
+
+def _held() -> dict[str, Any]:
+    """Return what this process holds."""
+    own = psutil.Process()
+    return {
+        "what": "held",
+        "pid": own.pid,
+        "descriptors": own.num_fds(),
+        "threads": own.num_threads(),
+        "memory": own.memory_info().rss,
+        "processes": len(own.children(recursive=True)),
+    }
 
 
 def _packed(state: Any) -> str:

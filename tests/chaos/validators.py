@@ -22,6 +22,7 @@ from tests.support.waiting import until
 
 DIGEST_LETTERS: Final = 10  # as much of a digest as nobody would guess
 MEMORY_BYTES_MAX: Final = 192 << 20  # by which a daemon may have grown: buffers that it keeps for reuse are bounded
+SLACK: Final = {"descriptors": 8, "threads": 40, "memory": MEMORY_BYTES_MAX, "processes": 1, "temporary files": 0}
 SETTLE_SECONDS: Final = 45.0  # the longest deadline of a connection that a fault left hanging, and some more
 
 
@@ -113,12 +114,28 @@ def fired(counts: Mapping[str, int], *names: str) -> None:
     _require(not silent, f"the faults {silent} never fired: {dict(counts)}")
 
 
+def client_leaks_nothing(history: History) -> None:
+    """No process of a client holds more at the end of its last epoch than at the end of its second one."""
+    for pid in {held["pid"] for held in history.held}:
+        first, *more = [held for held in history.held if held["pid"] == pid][1:] or [{}]
+        for what, slack in SLACK.items():
+            grown = more[-1][what] - first[what] if more and what in first else 0
+            _require(grown <= slack, f"{history.job.name} holds {grown} more {what} than after its second epoch")
+
+
 class Leaks:
     """What daemons held before a fault, to be compared with what they hold after it."""
 
     def __init__(self, daemons: Sequence[Daemon]) -> None:
-        self._daemons = list(daemons)
-        self._before = {daemon.process.pid: self._held(daemon) for daemon in self._daemons if daemon.process}
+        self._daemons: list[Daemon] = []
+        self._before: dict[int, dict[str, int]] = {}
+        self.add(daemons)
+
+    def add(self, daemons: Sequence[Daemon]) -> None:
+        """Note what these hold, unless they are known."""
+        self._daemons += [daemon for daemon in daemons if daemon not in self._daemons]
+        pids = {daemon.process.pid: daemon for daemon in daemons if daemon.process}
+        self._before |= {pid: self._held(daemon) for pid, daemon in pids.items() if pid not in self._before}
 
     @staticmethod
     def _held(daemon: Daemon) -> dict[str, int]:
@@ -136,7 +153,6 @@ class Leaks:
 
     def found(self) -> list[str]:
         """Return what the daemons that still run hold more than before."""
-        slack = {"descriptors": 8, "threads": 40, "memory": MEMORY_BYTES_MAX, "processes": 1, "temporary files": 0}
         more = []
         for number, daemon in enumerate(self._daemons):
             ended = daemon.process is None or daemon.process.poll() is not None
@@ -145,8 +161,8 @@ class Leaks:
             before, now = self._before[daemon.process.pid], self._held(daemon)
             more += [
                 f"daemon {number} holds {now[what]} {what}, {before[what]} before"
-                for what in slack
-                if now[what] > before[what] + slack[what]
+                for what, slack in SLACK.items()
+                if now[what] > before[what] + slack
             ]
         return more
 
