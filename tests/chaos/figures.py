@@ -3,8 +3,8 @@
     reads       origin reads per shard: without a fault, when one peer of sixteen dies, with a rack split in two
     etcd-away   reads and throughput while etcd is away; --seconds 600 for the ten minutes of the document
 
-Origin reads are counted by the origin, in bytes, and divided by the bytes of the shards. The throughput while etcd is away is
-compared with that of a second rack, equal and untouched, that runs at the same time on the same machine.
+Origin reads are counted by the origin, in bytes, and divided by the bytes of the shards. The throughput while etcd is
+away is compared with that of a second rack, equal and untouched, that runs at the same time on the same machine.
 """
 
 from __future__ import annotations
@@ -50,9 +50,14 @@ def reads_without_a_fault(where: Path, files: Files, seed: int) -> Reads:
         return _reads(rack, rack.client(epochs=2), rack.client(epochs=2))
 
 
+def many_shards(where: Path) -> Files:
+    """Return a dataset of some two hundred small shards, so that each of sixteen daemons owns a few."""
+    return chaos_files(where, 1600, low=1_500, high=2_500, shard_bytes="16KiB")
+
+
 def reads_when_a_peer_dies(where: Path, files: Files, seed: int) -> Reads:
     """Two jobs; one of sixteen daemons is killed in the second epoch, when all is resident."""
-    with ChaosRack(where, files, Plan(daemons=LARGE_RACK, seed=seed, etcd=True)) as rack:
+    with ChaosRack(where, files, Plan(daemons=LARGE_RACK, seed=seed, etcd=True, ttl_seconds=10.0)) as rack:
         clients = [rack.client(epochs=4, pause_seconds=0.02) for _ in range(2)]
         until(lambda: min(client.samples() for client in clients) > 1.2 * len(rack.manifest), 120)
         assert _at_most(rack, 1.0), "each shard was read once before the death"
@@ -159,12 +164,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="quiver-figures-") as made:
         where = Path(made)
         if "reads" in (chosen.names or FIGURES):
-            files = chaos_files(where / "small", 240)
-            many = chaos_files(where / "many", 1600, low=1_500, high=2_500, shard_bytes="16KiB")
+            files, many = chaos_files(where / "small"), many_shards(where / "many")
             found["origin reads per shard, no fault"] = reads_without_a_fault(where / "1", files, chosen.seed)
-            found["origin reads per shard, one peer of 16 dies"] = reads_when_a_peer_dies(
-                where / "2", many, chosen.seed
-            )
+            dies = reads_when_a_peer_dies(where / "2", many, chosen.seed)
+            found[f"origin reads per shard, one peer of {LARGE_RACK} dies"] = dies
             found["origin reads per shard, split in two"] = reads_of_a_split_rack(where / "3", files, chosen.seed)
         if "etcd-away" in (chosen.names or FIGURES):
             files = chaos_files(where / "away", 240)
