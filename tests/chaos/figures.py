@@ -28,6 +28,10 @@ LARGE_RACK: Final = 16
 """Daemons of the rack of which one dies. Its shards, 1/16 of all, have to be read again: more in a smaller rack."""
 
 
+STEP_SECONDS: Final = 0.01
+"""Of training, for each batch of 32 while etcd is away: so short that a job waits for the cache as often as not."""
+
+
 @dataclass(frozen=True)
 class Reads:
     """Origin reads per shard: the mean, and that of the shard that was read most."""
@@ -101,7 +105,8 @@ def etcd_away(where: Path, files: Files, seed: int, seconds: float) -> Away:
         names = ("away", "there")
         racks = [stack.enter_context(ChaosRack(where / name, files, Plan(seed=seed, etcd=True))) for name in names]
         over = where / "over"
-        clients = [rack.client(epochs=1, batch_size=32, until_file=str(over)) for rack in racks]
+        job: dict[str, Any] = {"epochs": 1, "batch_size": 32, "pause_seconds": STEP_SECONDS, "until_file": str(over)}
+        clients = [rack.client(**job) for rack in racks]
         until(lambda: all(client.samples() >= 4 * len(files.content) for client in clients), 60)
         before = _rates(clients, max(seconds / 4, 5.0))
         etcd = racks[0].etcd

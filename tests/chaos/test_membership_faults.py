@@ -187,20 +187,6 @@ def test_revoked_leases_lost_keys_and_compaction_are_mended_while_a_job_trains(
 
 
 @pytest.mark.fault("M5")
-def test_two_halves_of_a_rack_both_train_and_read_the_origin_at_most_twice(
-    chaos_data: Files, tmp_path: Path, seed: int
-) -> None:
-    halves = ((0, 1), (0, 1), (2, 3), (2, 3))
-    with ChaosRack(tmp_path, chaos_data, Plan(daemons=4, seed=seed, rings=halves)) as rack:
-        caches = [rack.proxies[0].url, rack.proxies[3].url, rack.cache]
-        clients = [rack.client(epochs=2, cache=cache) for cache in caches]
-        rack.check(*[client.wait() for client in clients])
-        reads = rack.origin.reads_per_shard(rack.manifest)
-        origin_reads_at_most(reads, mean=2.0, worst=2.0)
-        assert min(reads.values()) == 2.0, "the halves were really two"
-
-
-@pytest.mark.fault("M5")
 def test_any_ring_for_each_client_costs_speed_only(chaos_data: Files, tmp_path: Path, seed: int) -> None:
     chance = np.random.default_rng(seed)
     rings = tuple(

@@ -12,6 +12,7 @@ from tests.support.data import Files
 
 
 @pytest.mark.chaos
+@pytest.mark.fault("O1")
 @pytest.mark.parametrize("s3", [False, True], ids=["http", "s3"])
 def test_without_a_fault_each_shard_is_read_once(chaos_data: Files, tmp_path: Path, seed: int, s3: bool) -> None:
     with ChaosRack(tmp_path, chaos_data, Plan(seed=seed, s3=s3, etcd=True)) as rack:
