@@ -18,15 +18,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+import psutil
+
 from tests.chaos import validators
 from tests.chaos.history import Client, History, Job
 from tests.chaos.origin import ChaosOrigin, chaos_origin
 from tests.chaos.proxy import Network, Proxy
 from tests.support.daemon import Daemon, serve
 from tests.support.data import Files, make_files, random_files, rebased
-from tests.support.etcd import Etcd, free_ports
+from tests.support.etcd import Etcd
 from tests.support.waiting import until
 
+NOBODY: Final = "http://127.0.0.1:1"  # behind a proxy until its daemon serves, at a port of the kernel's choice
 TTL_SECONDS: Final = 2.0
 """Of the leases of daemons in a chaos rack: 10 s in life, and with 2 s tests of three TTLs take a fifth of the time."""
 
@@ -73,12 +76,22 @@ class ChaosDaemon(Daemon):
     def __init__(self, plan: Plan, data_dir: Path, *flags: str, **more: Any) -> None:
         super().__init__(data_dir, *plan.flags, *flags, capacity=plan.capacity, environment=plan.environment, **more)
         self.serve = functools.partial(_serve_with_ttl, plan.ttl_seconds)
-        self._port = more.get("port", 0)
+        self._port = 0
+
+    def wait_until_serving(self) -> None:
+        super().wait_until_serving()
+        assert self.process is not None
+        listening = psutil.Process(self.process.pid).net_connections("tcp4")
+        [self._port] = {each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN}
 
     @property
     def address(self) -> tuple[str, int]:
-        """Its own: what a test asks does not go through the proxy."""
-        return ("127.0.0.1", self._port) if self._port else super().address
+        """Its own, which the kernel chose: what a test asks does not go through the proxy."""
+        return "127.0.0.1", self._port
+
+    @property
+    def own_url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
 
 
 class ChaosRack:
@@ -110,15 +123,14 @@ class ChaosRack:
                 if not plan.etcd_runs:
                     self.etcd.stop()
             stack.callback(self._kill_all)
-            ports = free_ports(plan.daemons)
-            for number, port in enumerate(ports):
-                self.proxies.append(self.network.proxy(f"node{number}", f"http://127.0.0.1:{port}"))
-            for number, port in enumerate(ports):
-                self.daemons.append(self._daemon(number, port))
+            for number in range(plan.daemons):
+                self.proxies.append(self.network.proxy(f"node{number}", NOBODY))
+            for number in range(plan.daemons):
+                self.daemons.append(self._daemon(number))
             for daemon in self.daemons:
                 daemon.start()
-            for daemon in self.daemons:
-                daemon.wait_until_serving()
+            for number in range(plan.daemons):
+                self._until_serving(number)
             if plan.etcd and plan.etcd_runs:
                 self.until_ring_has(plan.daemons)
             self._stack = stack.pop_all()
@@ -129,7 +141,7 @@ class ChaosRack:
             client.kill()
         self._stack.close()
 
-    def _daemon(self, number: int, port: int) -> ChaosDaemon:
+    def _daemon(self, number: int) -> ChaosDaemon:
         believed = self.plan.rings[number] if self.plan.rings else range(self.plan.daemons)
         ring = (
             ("--etcd", self.etcd_proxy.url, "--node-id", f"node{number}")
@@ -138,9 +150,7 @@ class ChaosRack:
         )
         own = self.proxies[number].url
         origins = [self.origin.base] if self.plan.may_read_origin else []
-        daemon = ChaosDaemon(
-            self.plan, self.where / f"node{number}", *ring, "--advertise", own, port=port, origins=origins
-        )
+        daemon = ChaosDaemon(self.plan, self.where / f"node{number}", *ring, "--advertise", own, origins=origins)
         daemon._environment.update(self.origin.environment)
         return daemon
 
@@ -170,7 +180,11 @@ class ChaosRack:
         """Start a daemon that ended, at the same address and folder."""
         self.proxies[number].listen()
         self.daemons[number].start()
+        self._until_serving(number)
+
+    def _until_serving(self, number: int) -> None:
         self.daemons[number].wait_until_serving()
+        self.proxies[number].retarget(self.daemons[number].own_url)
 
     def freeze(self, number: int) -> None:
         self.daemons[number].signal(signal.SIGSTOP)
