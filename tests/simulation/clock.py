@@ -5,15 +5,18 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
+from typing import Final
 
 Call = Callable[[], None]
+START: Final = 1000.0
+EVENTS_MAX: Final = 100_000  # a seed has two thousand: more is a loop in which no time passes
 
 
 class Clock:
     """Calls what is due, in the order of time and then in the order of asking. Replaces the module ``time``, too."""
 
     def __init__(self) -> None:
-        self.now = 1000.0
+        self.now = START
         self.events = 0
         self._due: list[tuple[float, int, Call]] = []
         self._numbers = itertools.count()
@@ -32,6 +35,8 @@ class Clock:
                 return
             self.now, _, call = heapq.heappop(self._due)
             self.events += 1
+            if self.events > EVENTS_MAX:
+                raise AssertionError(f"liveness: {EVENTS_MAX} events, and the time is only {self.now - START:.1f} s")
             call()
 
 

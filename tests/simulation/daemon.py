@@ -42,7 +42,7 @@ PEER_SECONDS: Final = 0.8
 READ_SECONDS: Final = 1.0  # that a reader waits for fills before it is told to ask again
 FAILURE_SECONDS: Final = 2.0
 TICK_SECONDS: Final = 1.0
-COALESCE_SECONDS: Final = 0.05
+COALESCE_SECONDS: Final = 0.15
 FETCHES_MAX: Final = 4
 RUNNERS_UP: Final = 2
 

@@ -136,6 +136,8 @@ class Job:
             if resumed is not None:
                 rank.order.load_state_dict(resumed[number] if len(resumed) > 1 else resumed[0])
             self.ranks.append(rank)
+        if resumed is not None:  # with drop_last, too little may be left for so many ranks: the epoch has ended
+            self._begun[resumed[0]["epoch"]] = self._deal
         self._begin()
 
     def _begin(self) -> None:

@@ -34,7 +34,7 @@ from tests.simulation.origin import Origin
 AHEAD: Final = 2
 ASK_SECONDS: Final = 1.5
 REPOLL_SECONDS: Final = 0.25
-REPORT_SECONDS: Final = (0.5, 1.5)  # bounds of the time between two reports
+REPORT_SECONDS: Final = (0.6, 2.0)  # bounds of the time between two reports
 ANSWER_SECONDS: Final = 0.5
 STALE_SECONDS: Final = 5.0
 DOWN_SECONDS: Final = 1.0  # for which a daemon that did not answer is not asked
@@ -154,7 +154,7 @@ class Rank(Process):
         """Draw ahead, as far as there is something to draw."""
         while not self._drawn_all and len(self.reading) < AHEAD:
             if not self.order.poll(self.epoch):
-                self.report_soon(0.1)
+                self.report_soon(0.2)
                 if not self._repolls:
                     self._repolls = True
                     self.after(REPOLL_SECONDS, self._repoll)

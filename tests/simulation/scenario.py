@@ -23,7 +23,7 @@ KINDS: Final = {
     "deliver twice": 2,
     "flip bits": 4,
     "rot": 3,
-    "kill": 5,
+    "kill": 2,
     "join": 2,
     "leave": 2,
     "etcd away": 2,
@@ -78,6 +78,10 @@ def drawn(chance: random.Random) -> Scenario:
             if at == 0.0:
                 seconds = HORIZON_SECONDS
             faults.append(Fault(kind, at, seconds, chance.randrange(1 << 30)))
+        for number, job in enumerate(jobs):  # while it trains
+            for _ in range(chance.choice([0, 1, 2])):
+                at = job.start + chance.uniform(0.2, 12 * job.step_seconds + 0.5)
+                faults.append(Fault("kill", at, 0.5, number + len(jobs) * chance.randrange(1 << 20)))
     faults.sort(key=lambda fault: fault.at)
     return Scenario(daemons, share, chance.choice([3.0, 6.0]), jobs, tuple(faults))
 
@@ -95,8 +99,8 @@ def _job(chance: random.Random, variant: int, number: int) -> JobPlan:
         lookahead=chance.choice([None, None, None, 20]) if substitute else None,
         drop_last=chance.random() < 0.2,
         is_named=chance.random() < 0.7,
-        checkpoint_steps=chance.choice([1, 2, 5, 1000]),
+        checkpoint_steps=chance.choice([1, 2, 4, 1000]),
         other_worlds=chance.random() < 0.7,
-        ledger=chance.random() < 0.15,
+        ledger=chance.random() < 0.25,
         seed=chance.randrange(1 << 16),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import tempfile
 from collections import Counter
@@ -20,7 +21,7 @@ from quiver_client.loader import sampler as sampler_module
 from quiver_client.loader.ledger import LedgerWriter
 from quiver_client.loader.loop_rate import LoopRate
 from quiver_client.loader.recording import Replay
-from tests.simulation.clock import Clock
+from tests.simulation.clock import START, Clock
 from tests.simulation.daemon import Daemon
 from tests.simulation.dataset import Data, data_of
 from tests.simulation.etcd import Etcd, junk
@@ -99,7 +100,7 @@ class World:
 
     def say(self, what: str) -> None:
         if self._trace:
-            print(f"{self.clock.now - 1000:8.3f}  {what}", flush=True)
+            print(f"{self.clock.now - START:8.3f}  {what}", flush=True)
 
     # -- rings --------------------------------------------------------------------------------------------------------
 
@@ -337,7 +338,11 @@ def simulate(seed: int, *, trace: bool = False) -> Outcome:
     world = World(seed, trace=trace)
     if trace:
         print(world.scenario)
+    collecting = gc.isenabled()
+    gc.disable()  # a seed takes less than a collection would
     try:
         return world.run()
     finally:
         world.close()
+        if collecting:
+            gc.enable()
