@@ -2,8 +2,9 @@
 
 Each *point* is a kill and a resume of the real ``DataLoader`` over a real dataset and an embedded cache. Most are kills
 inside this process: the loader is dropped in the middle of its prefetching, and of the job nothing is left but the
-states that were saved, through a file, and its ledger. Some are SIGKILLs of a process that trains. A run has several points; between them world size, workers, batch size and prefetching change. Expected: every sample once,
-apart from those repeated, or left out by ``drop_last``, so that all ranks get as many.
+states that were saved, through a file, and its ledger. Some are SIGKILLs of a process that trains. A run has several
+points; between them world size, workers, batch size and prefetching change. Expected: every sample once, apart from
+those repeated, or left out by ``drop_last``, so that all ranks get as many.
 
     python -m tests.chaos.resume --points 1000 --seed 0        prints "1,000 of 1,000 exact"; a seed repeats a run
 """
@@ -149,9 +150,7 @@ class Run:
         self._count(place, states, numbers.pop(), [batch for part in parts for batch in part.given], keeps=keeps)
         return [part.state for part in parts]
 
-    def _count(
-        self, place: Place, states: list[State] | None, number: int, given: list[Batch], *, keeps: bool
-    ) -> None:
+    def _count(self, place: Place, states: list[State] | None, number: int, given: list[Batch], *, keeps: bool) -> None:
         """Count what the loops were given of an epoch, and how its rest was dealt."""
         epoch = self.epochs.setdefault(number, Epoch())
         if not keeps or number != self._last:
@@ -162,9 +161,7 @@ class Run:
         epoch.given += given
         self._last = number
 
-    def _rank(
-        self, place: Place, rank: int, states: list[State] | None, stop: int | None, lag: int
-    ) -> Part:
+    def _rank(self, place: Place, rank: int, states: list[State] | None, stop: int | None, lag: int) -> Part:
         """Read one rank's part; return its last checkpoint, and what the loop was given until then."""
         dataset = self._dataset()
         loader = self._loader(dataset, place, rank)

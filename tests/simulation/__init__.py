@@ -14,6 +14,6 @@ consumer that starves; leases expire; afterwards nothing is left over, and the r
 
 - ``clock``: virtual time, and processes that sleep and die; ``network``: messages that are late, lost or doubled
 - ``etcd``, ``origin``, ``daemon``, ``rank``, ``job``: what runs; ``dataset``: small datasets of real shards
-- ``scenario``: what a seed draws; ``oracle``: what must hold; ``world``: one seed, from the start to the checks
-- ``test_simulation``: seeds as tests; ``test_mutations``: rules broken on purpose, each of which a seed must catch
+- ``scenario``: what a seed draws; ``faults``: what each fault does; ``oracle``: what must hold; ``world``: one seed
+- ``test_simulation``: seeds as tests; ``test_mutations``: rules broken on purpose, each of which a seed must notice
 """

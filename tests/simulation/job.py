@@ -62,6 +62,16 @@ class Deal(NamedTuple):
     batch_size: int
 
 
+class Around(NamedTuple):
+    """What a job runs in. ``rings`` returns the ring that a client believes in, given the one that it was told."""
+
+    network: Network
+    chance: random.Random
+    origin: Origin
+    oracle: Oracle
+    rings: Callable[[Ring | None], Ring]
+
+
 class Job:
     """Runs a plan to its end, through as many runs as it is killed plus one."""
 
@@ -70,18 +80,13 @@ class Job:
         name: str,
         plan: JobPlan,
         data: Data,
-        network: Network,
-        chance: random.Random,
-        origin: Origin,
-        oracle: Oracle,
+        around: Around,
         *,
-        rings: Callable[[Ring | None], Ring],
         folder: Path | None,
     ) -> None:
         self.name, self.plan, self._data = name, plan, data
-        self._network, self._chance, self._origin, self._oracle = network, chance, origin, oracle
-        self._rings = rings
-        self._clock: Clock = network.clock
+        self._network, self._chance, self._origin, self._oracle, self._rings = around
+        self._clock: Clock = self._network.clock
         self._folder = folder
         self.ranks: list[Rank] = []
         self.world_size, self.batch_size = plan.world_size, plan.batch_size

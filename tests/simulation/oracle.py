@@ -72,7 +72,9 @@ class Oracle:
         self.checked["decisions"] += 1
         shard = decision.shard
         if shard in held or shard in filling:
-            violated("single-flight", f"{daemon} fetches {shard.short}, which it {'holds' if shard in held else 'fills'}")
+            violated(
+                "single-flight", f"{daemon} fetches {shard.short}, which it {'holds' if shard in held else 'fills'}"
+            )
         if shard in decision.evict or len(set(decision.evict)) != len(decision.evict):
             violated("decisions", f"{daemon} evicts the shard that it fetches, or one twice")
         if not set(decision.forced) <= set(decision.evict) or bool(decision.forced) != bool(decision.starving):

@@ -353,5 +353,3 @@ def _ask_to_report(data: Data, report: ConsumerReport, process: Process, reply: 
 def _tell_leaving(data: Data, report: ConsumerReport, process: Process) -> None:
     if isinstance(process, Daemon):
         process.report(data, report, True, lambda answer: None)
-
-

@@ -21,11 +21,12 @@ from quiver_client.loader import sampler as sampler_module
 from quiver_client.loader.ledger import LedgerWriter
 from quiver_client.loader.loop_rate import LoopRate
 from quiver_client.loader.recording import Replay
+from tests.simulation import faults
 from tests.simulation.clock import START, Clock
 from tests.simulation.daemon import Daemon
 from tests.simulation.dataset import Data, data_of
-from tests.simulation.etcd import Etcd, junk
-from tests.simulation.job import Job
+from tests.simulation.etcd import Etcd
+from tests.simulation.job import Around, Job
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle, violated
 from tests.simulation.origin import Origin
@@ -66,12 +67,12 @@ class World:
         self.etcd = Etcd(self.network, self.scenario.ttl_seconds)
         self.network.add(self.origin)
         self.network.add(self.etcd)
-        self._any_rings = self.scenario.any_rings
+        self.any_rings = self.scenario.any_rings
         biggest = max(data.total_bytes for data in datasets)
         self._capacity_bytes = max(int(biggest * self.scenario.capacity_share), 200)
         self.daemons: list[Daemon] = []
         for _ in range(self.scenario.daemons):
-            self._join()
+            self.join()
         self._folder = tempfile.TemporaryDirectory() if any(job.ledger for job in self.scenario.jobs) else None
         self.jobs = [self._job(number, data) for number, data in enumerate(datasets)]
 
@@ -80,15 +81,11 @@ class World:
             f"job{number}",
             self.scenario.jobs[number],
             data,
-            self.network,
-            self.chance,
-            self.origin,
-            self.oracle,
-            rings=self._ring,
+            Around(self.network, self.chance, self.origin, self.oracle, self._ring),
             folder=Path(self._folder.name) if self._folder is not None else None,
         )
 
-    def _join(self) -> Daemon:
+    def join(self) -> Daemon:
         daemon = Daemon(
             f"n{len(self.daemons)}", self.network, self.chance, self.origin, self.oracle, self._capacity_bytes
         )
@@ -106,7 +103,7 @@ class World:
 
     def _ring(self, told: Ring | None) -> Ring:
         """Return the ring that a client believes in. ``told``: what a daemon answered; ``None``: it asks anew."""
-        if self._any_rings:
+        if self.any_rings:
             self.fired["a client's ring is arbitrary"] += 1
             return self._arbitrary_ring()
         if told is not None:
@@ -128,9 +125,7 @@ class World:
                 self.clock.after(job.plan.start, job.start)
             for fault in self.scenario.faults:
                 self.clock.after(fault.at, functools.partial(self._begin, fault))
-            steps = sum(
-                job.plan.epochs * -(-len(job._data.truth) // min(job.plan.batch_size, 2)) for job in self.jobs
-            )
+            steps = sum(job.plan.epochs * -(-len(job._data.truth) // min(job.plan.batch_size, 2)) for job in self.jobs)
             begun = self.clock.now
             bound = HORIZON_SECONDS + AFTERWARDS_SECONDS + STEP_SECONDS_MAX * min(steps, 60)
             self.clock.run(begun + bound, lambda: all(job.ended for job in self.jobs))
@@ -160,7 +155,7 @@ class World:
         with (
             mock.patch.object(sampler_module, "time", clock),
             mock.patch.object(consumer_module, "time", clock),
-            mock.patch.object(consumer_module, "LoopRate", lambda: LoopRate(clock.monotonic)),
+            mock.patch.object(consumer_module, "LoopRate", functools.partial(LoopRate, clock.monotonic)),
             mock.patch.object(consumer_module, "NeedsReporter", SimulatedReporter),
             mock.patch.object(recording_module, "LedgerWriter", writer),
         ):
@@ -168,115 +163,17 @@ class World:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
+    def daemon(self, fault: Fault) -> Daemon:
+        """Return the daemon that a fault hits."""
+        return self.daemons[fault.number % len(self.daemons)]
+
+    def job(self, fault: Fault) -> Job:
+        """Return the job that a fault hits."""
+        return self.jobs[fault.number % len(self.jobs)]
+
     def _begin(self, fault: Fault) -> None:
-        daemon = self.daemons[fault.number % len(self.daemons)]
-        job = self.jobs[fault.number % len(self.jobs)]
-        self.say(f"{fault.kind} for {fault.seconds:.1f} s ({daemon}, {job.name})")
-        after = functools.partial(self.clock.after, fault.seconds)
-        network, fired = self.network, True
-        match fault.kind:
-            case "crash" | "crash and lose the disk":
-                fired = self._crash(daemon, fault)
-            case "suspend a daemon":
-                daemon.suspend(fault.seconds)
-            case "suspend a rank" | "suspend a job":
-                ranks = job.ranks if fault.kind == "suspend a job" else job.ranks[:1]
-                fired = bool(ranks)
-                for rank in ranks:
-                    rank.suspend(fault.seconds)
-                after(lambda: self.clock.after(0.001, job.step_if_ready))
-            case "cut" | "isolate a daemon":
-                names = list(network.processes)
-                some = frozenset(name for name in names if self.chance.random() < 0.5)
-                cut = some if fault.kind == "cut" else frozenset([daemon.name])
-                network.cuts.append(cut)
-                after(lambda: network.cuts.remove(cut))
-            case "slow":
-                network.slow[daemon.name] = 200.0
-                after(lambda: network.slow.pop(daemon.name, None))
-            case "lose messages":
-                network.loss = 0.2
-                after(lambda: setattr(network, "loss", 0.0))
-            case "deliver twice":
-                network.duplicates = 0.3
-                after(lambda: setattr(network, "duplicates", 0.0))
-            case "flip bits":
-                network.corruption = self.chance.choice([0.05, 0.3, 0.9])
-                after(lambda: setattr(network, "corruption", 0.0))
-            case "rot":
-                fired = self._rot(daemon)
-            case "kill":
-                fired = job.running
-                job.kill()
-            case "join":
-                self._join()
-            case "leave":
-                fired = self._leave(daemon)
-            case "any rings":
-                self._any_rings = True
-                after(lambda: setattr(self, "_any_rings", False))
-            case "origin away":
-                self.origin.up = False
-                after(lambda: setattr(self.origin, "up", True))
-            case "origin slow":
-                self.origin.slowness = 20.0
-                after(lambda: setattr(self.origin, "slowness", 1.0))
-            case _:
-                self._etcd_fault(fault, daemon)
-        self.fired[fault.kind] += fired
-
-    def _etcd_fault(self, fault: Fault, daemon: Daemon) -> None:
-        etcd, after = self.etcd, functools.partial(self.clock.after, fault.seconds)
-        match fault.kind:
-            case "etcd away" | "etcd loses its data":
-                etcd.stop(loses_data=fault.kind != "etcd away")
-                after(etcd.start)
-            case "etcd lease revoked":
-                if daemon.seat is not None:
-                    etcd.revoke(daemon.seat.state.lease)
-            case "etcd watches stuck":
-                etcd.stuck = True
-                after(lambda: setattr(etcd, "stuck", False))
-            case "etcd watches replay":
-                etcd.replays = True
-                after(lambda: setattr(etcd, "replays", False))
-            case "etcd junk":
-                key, value = junk(self.chance, [each.member for each in self.daemons])
-                etcd.write(key, value)
-                after(lambda: etcd.delete(key))
-
-    def _crash(self, daemon: Daemon, fault: Fault) -> bool:
-        if not daemon.alive:
-            return False
-        daemon.crash(loses_disk=fault.kind != "crash")
-        self.clock.after(fault.seconds, lambda: daemon.start() if not daemon.draining else None)
-        return True
-
-    def _rot(self, daemon: Daemon) -> bool:
-        """Flip a bit of a shard on disk, verified or not."""
-        if not daemon.disk:
-            return False
-        digest = self.chance.choice(list(daemon.disk))
-        stored = daemon.disk[digest]
-        at = self.chance.randrange(len(stored.data))
-        stored.data = stored.data[:at] + bytes([stored.data[at] ^ 1]) + stored.data[at + 1 :]
-        return True
-
-    def _leave(self, daemon: Daemon) -> bool:
-        """Drain, and stop for good."""
-        others = [each for each in self.daemons if each.alive and each is not daemon and not each.draining]
-        if not daemon.alive or daemon.draining or not others:
-            return False
-        daemon.drain()
-
-        def stop() -> None:
-            if daemon.alive:
-                daemon.crash(loses_disk=False)
-                if daemon.seat is not None:
-                    self.etcd.revoke(daemon.seat.state.lease)
-
-        self.clock.after(1.0, stop)
-        return True
+        self.say(f"{fault.kind} for {fault.seconds:.1f} s ({self.daemon(fault)}, {self.job(fault).name})")
+        self.fired[fault.kind] += faults.begin(self, fault)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
