@@ -379,6 +379,7 @@ def test_a_killed_process_needs_nothing_at_once(
     assert [path.name for path in made.lease().parent.iterdir() if path.name[0] != "."] == [made.lease().name]
 
 
+@pytest.mark.fault("E5")
 def test_a_suspended_process_needs_nothing_after_its_lease_and_all_again_when_it_wakes(
     consumer: Callable[..., Consumer], other: Callable[..., Other]
 ) -> None:

@@ -66,6 +66,7 @@ def flat(batches: list[list[int]]) -> list[int]:
     lookahead=st.sampled_from(["auto", 1, 7, 64, 1000]),
     patience=st.sampled_from([0.0, 1e6]),
 )
+@pytest.mark.fault("E3")
 def test_each_sample_comes_once_per_epoch_whatever_is_resident(
     keys: Dataset, residency: int, seed: int, batch_size: int, world_size: int, drop_last: bool, **more: Any
 ) -> None:
@@ -199,6 +200,7 @@ def shards_of(order: BatchSampler, rows: list[int]) -> set[int]:
     return {int(order._passes.layout.shard_of[row]) for row in rows}
 
 
+@pytest.mark.fault("E3")
 def test_what_is_resident_comes_first_and_the_rest_in_the_same_epoch(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +237,7 @@ def test_a_substitution_is_a_sample_that_came_before_its_turn(keys: Dataset, mon
     order.close()
 
 
+@pytest.mark.fault("E5")
 def test_a_loop_that_pauses_holds_no_claim_on_the_cache(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)
@@ -278,6 +281,7 @@ def test_with_a_lookahead_missing_shards_are_requested_and_not_waited_for(
     order.close()
 
 
+@pytest.mark.fault("E3")
 def test_shards_that_will_not_be_fetched_are_not_waited_for(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     _, watches = still(monkeypatch)
     order = BatchSampler(keys, 10, seed=1)
@@ -295,6 +299,7 @@ def test_shards_that_will_not_be_fetched_are_not_waited_for(keys: Dataset, monke
     order.close()
 
 
+@pytest.mark.fault("E3")
 def test_shards_that_are_of_no_use_do_not_lengthen_the_wait(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, SAMPLES, seed=1)  # a batch that is never all there
@@ -326,6 +331,7 @@ def test_with_nothing_resident_a_batch_waits_for_the_first_that_arrives(
     order.close()
 
 
+@pytest.mark.fault("E3")
 def test_a_wait_is_bounded_by_how_long_nothing_arrives(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, watches = still(monkeypatch)
     order = BatchSampler(keys, 30, seed=1)
@@ -552,6 +558,7 @@ def test_a_batch_that_takes_longer_than_the_timeout_is_an_error(files: Files, tm
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
+@pytest.mark.fault("E5")
 def test_no_more_than_prefetch_factor_batches_are_ahead_of_the_loop(
     files: Files, tmp_path: Path, dataset: Make, ahead: int
 ) -> None:

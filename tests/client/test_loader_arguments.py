@@ -99,6 +99,7 @@ def test_a_ledger_that_cannot_be_written_is_refused_by_name(loader: Loader, tmp_
         next(iter(loader(ledger=str(tmp_path / "nowhere" / "run.ledger"))))
 
 
+@pytest.mark.fault("E6")
 def test_a_ledger_of_another_run_is_refused_by_name(
     loader: Loader, tmp_path: Path, dataset: Callable[..., Dataset]
 ) -> None:

@@ -64,6 +64,7 @@ def test_a_disk_that_is_full_when_an_epoch_begins_ends_no_training(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.fault("E1")
 def test_a_replay_of_a_resumed_run_has_the_batches_that_counted(
     keys: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:

@@ -248,6 +248,7 @@ def test_torchs_distributed_sampler_is_resumed_by_its_own_rank_alone(keys: Datas
     again.close()
 
 
+@pytest.mark.fault("E6")
 def test_a_malformed_list_of_what_is_left_is_refused(keys: Dataset) -> None:
     loader = DataLoader(keys, 1, sampler=[5, 5, 7])
     next(iter(loader))

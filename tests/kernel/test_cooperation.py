@@ -49,6 +49,7 @@ def test_jobs_that_starve_in_turn_leave_each_other_what_was_fetched() -> None:
     assert result.peak_resident <= 1.0
 
 
+@pytest.mark.fault("E5")
 def test_a_killed_job_pins_nothing_past_its_lease() -> None:
     result = three(starts=[0.0] * 3, stops={2: (20.0, NEVER)}, lease=5.0)
     alone = simulate(2, 0.2, [1.0] * 2, [0.0] * 2, 2.0, shards=96, epochs=3)
@@ -65,6 +66,7 @@ def test_a_job_that_never_lets_go_would_be_felt() -> None:
     assert without.forced > with_lease.forced + 10
 
 
+@pytest.mark.fault("E5")
 def test_a_suspended_job_holds_nobody_up_and_goes_on_where_it_was() -> None:
     result = three(starts=[0.0] * 3, stops={1: (30.0, 130.0)}, lease=5.0)
     assert max(result.waiting[0], result.waiting[2]) <= 0.05

@@ -89,3 +89,14 @@ def test_samples_that_change_places_are_found() -> None:
     with pytest.raises(Corrupt) as caught:
         verified(digest, b"bbbbaaaa" + data[8:], "test")
     assert caught.value.positions == (0, 1)
+
+
+@pytest.mark.fault("C2", "N1")
+def test_the_bytes_of_another_shard_are_not_those_of_this_one() -> None:
+    """Both are whole and right in themselves: only the name tells them apart."""
+    digest, data = make_shard([b"aaaa", b"bbbb"])
+    other, other_data = make_shard([b"aaaa", b"cccc"])
+    assert bytes(verified(digest, data, "test").data) == data
+    assert bytes(verified(other, other_data, "test").data) == other_data
+    with pytest.raises(Corrupt, match="name"):
+        verified(digest, other_data, "test")

@@ -36,6 +36,7 @@ def shares(draw: st.DrawFn) -> tuple[Ints, int]:
 
 @settings(deadline=None)
 @given(shares(), st.data())
+@pytest.mark.fault("E3")
 def test_every_entry_is_taken_once_in_full_batches_and_by_shard_in_the_order_of_the_permutation(
     share: tuple[Ints, int], data: st.DataObject
 ) -> None:
@@ -170,6 +171,7 @@ def test_ranks_share_an_epoch_as_torch_has_them(count: int, world_size: int, dro
 
 
 @given(st.integers(0, 60), st.integers(1, 9), st.integers(1, 7), st.booleans())
+@pytest.mark.fault("E3")
 def test_every_rank_has_the_same_number_of_batches_and_no_sample_is_lost_silently(
     count: int, world_size: int, batch_size: int, drop_last: bool
 ) -> None:

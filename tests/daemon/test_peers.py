@@ -1,0 +1,44 @@
+"""Which peers a daemon asks for a shard, and which it passes over for a while."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from quiver.digest import Digest
+from quiver.errors import Corrupt, OverCapacity, Unavailable
+from quiver.ring import Member
+from quiver_cacheserver.rack.peers import RackPeers
+from quiver_cacheserver.rack.registry import StaticRegistry
+
+SHARD = Digest.of(b"a shard")
+
+
+@pytest.fixture
+def peers() -> RackPeers:
+    own = Member("a", "http://a:1")
+    return RackPeers(StaticRegistry("r", own, [f"http://{name}:1" for name in "bc"]), "a", own.url)
+
+
+def urls(peers: RackPeers) -> set[str]:
+    return {peer.url for peer in peers.holders(SHARD)}
+
+
+@pytest.mark.fault("N2")
+@pytest.mark.parametrize("error", [Unavailable("b", "no answer"), Corrupt("wrong bytes", "b")], ids=["silent", "wrong"])
+def test_a_peer_that_failed_is_passed_over_until_it_delivers(peers: RackPeers, error: Exception) -> None:
+    with contextlib.closing(peers):
+        assert urls(peers) == {"http://b:1", "http://c:1"}
+        failed = next(peer for peer in peers.holders(SHARD) if peer.url == "http://b:1")
+        peers.failed(failed, error)  # type: ignore[arg-type]
+        assert urls(peers) == {"http://c:1"}
+        peers.delivered(failed)
+        assert urls(peers) == {"http://b:1", "http://c:1"}
+
+
+def test_a_peer_that_is_busy_is_asked_again_and_oneself_never(peers: RackPeers) -> None:
+    with contextlib.closing(peers):
+        busy = next(iter(peers.holders(SHARD)))
+        peers.failed(busy, OverCapacity("busy", 1.0))
+        assert urls(peers) == {"http://b:1", "http://c:1"}

@@ -1,0 +1,135 @@
+"""Bugs of the daemon: fills, uploads, room, budgets, deadlines, verification, peers, access."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from tests.planted.plant import Planted
+
+BUGS: Final = (
+    Planted(
+        "single-flight leaks the waiters of a fill that failed",
+        "cacheserver/quiver_cacheserver/residency/fills.py",
+        "            fill.future.set_exception(error)\n",
+        "            pass\n",
+        (
+            "tests/daemon/test_junk_manifests.py::test_another_manifest_s_fill_begins_once_the_first_failed_and_not_before",
+        ),
+    ),
+    Planted(
+        "a shard is filled twice at once",
+        "cacheserver/quiver_cacheserver/residency/fills.py",
+        "        if running is not None:\n            return running.future\n",
+        "        if running is not None and running.future.done():\n            return running.future\n",
+        ("tests/daemon/test_rack.py::test_thirty_readers_of_a_cold_dataset_cost_one_origin_read_of_each_shard",),
+    ),
+    Planted(
+        "a place for fills is not given back",
+        "cacheserver/quiver_cacheserver/residency/fills.py",
+        "        self._active -= 1\n        fill.running = False\n",
+        "        fill.running = False\n",
+        ("tests/daemon/test_rack.py::test_thirty_readers_of_a_cold_dataset_cost_one_origin_read_of_each_shard",),
+    ),
+    Planted(
+        "clients do not take turns",
+        "cacheserver/quiver_cacheserver/residency/fills.py",
+        "                self._waiting[client] = queue  # behind the others\n",
+        "                self._waiting[client] = queue\n"
+        "                self._waiting.move_to_end(client, last=False)\n",
+        ("tests/daemon/test_costs.py::test_clients_take_turns_however_much_one_of_them_asks_for",),
+    ),
+    Planted(
+        "an upload is not compared with its name",
+        "cacheserver/quiver_cacheserver/serving/transfers.py",
+        '        verified(writing.digest, memoryview(writing.content()), "upload")\n',
+        "        writing.content()\n",
+        ("tests/daemon/test_routes.py::test_an_upload_that_does_not_match_its_name_is_refused_and_nothing_is_kept",),
+    ),
+    Planted(
+        "an upload may drip for ever",
+        "cacheserver/quiver_cacheserver/serving/transfers.py",
+        "self._left_seconds += len(piece) / SLOWEST_BYTES_PER_SECOND - (time.monotonic() - began)",
+        "self._left_seconds += len(piece) / SLOWEST_BYTES_PER_SECOND",
+        ("tests/daemon/test_limits.py::test_an_upload_that_drips_is_ended_and_reserves_nothing_before_its_first_part",),
+    ),
+    Planted(
+        "one address may hold everything",
+        "cacheserver/quiver_cacheserver/budget.py",
+        "if amount > free or mine + amount > FREE_SHARE * (free - amount + 1):",
+        "if amount > free:",
+        ("tests/daemon/test_budget.py::test_one_address_gets_three_quarters_and_a_newcomer_finds_a_place",),
+    ),
+    Planted(
+        "a cost is never charged",
+        "cacheserver/quiver_cacheserver/budget.py",
+        "            self._accounts[address].buckets[what] = (left - amount, now)\n",
+        "            self._accounts[address].buckets[what] = (left, now)\n",
+        ("tests/daemon/test_budget.py::test_a_cost_leads_into_debt_which_time_works_off",),
+    ),
+    Planted(
+        "what is held is not released",
+        "cacheserver/quiver_cacheserver/budget.py",
+        "            self.used[what] -= amount\n            if left:",
+        "            if left:",
+        ("tests/daemon/test_budget.py::test_what_is_released_is_had_again_and_refusals_are_counted",),
+    ),
+    Planted(
+        "shards are served unverified after a restart",
+        "cacheserver/quiver_cacheserver/verification.py",
+        "self._unverified = {held.digest for held in store.inventory.held(Kind.SHARD)}",
+        "self._unverified = set[Digest]()",
+        ("tests/daemon/test_rack.py::test_a_restart_keeps_the_shards_and_verifies_them_before_use",),
+    ),
+    Planted(
+        "a reader's word on wrong bytes is ignored",
+        "cacheserver/quiver_cacheserver/verification.py",
+        "                self._unverified.add(digest)\n",
+        "                self._unverified.discard(digest)\n",
+        ("tests/daemon/test_verbs.py::test_a_shard_of_which_wrong_bytes_came_is_verified_before_it_is_served_again",),
+    ),
+    Planted(
+        "what a consumer came to need is evicted all the same",
+        "cacheserver/quiver_cacheserver/residency/rooms.py",
+        "            if victim in decision.forced or not needs.needed(victim)\n",
+        "            if needs is not None\n",
+        ("tests/daemon/test_rooms.py::test_what_somebody_came_to_need_since_the_decision_is_spared",),
+    ),
+    Planted(
+        "room is promised twice",
+        "cacheserver/quiver_cacheserver/residency/rooms.py",
+        "return free_bytes - max(reserved_bytes, promised_bytes)",
+        "return free_bytes - reserved_bytes",
+        (
+            "tests/daemon/test_rooms.py::test_what_is_evicted_for_one_shard_gives_room_to_no_other",
+            "tests/daemon/test_rooms.py::test_what_a_decision_evicts_beyond_its_own_shard_is_free_once_it_is_evicted",
+        ),
+    ),
+    Planted(
+        "a read waits for its fill without a deadline",
+        "cacheserver/quiver_cacheserver/node.py",
+        "await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))",
+        "await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0) + 60)",
+        ("tests/daemon/test_unresponsive_origins.py::test_a_reader_falls_back_while_the_daemons_origin_fails",),
+    ),
+    Planted(
+        "a daemon reads any origin",
+        "cacheserver/quiver_cacheserver/origins/allowed.py",
+        "            if location.contains(base)\n",
+        "            if location.contains(base) or base\n",
+        ("tests/daemon/test_origins.py::test_no_base_leads_out_of_a_folder",),
+    ),
+    Planted(
+        "a chosen uploader that never comes is waited for",
+        "cacheserver/quiver_cacheserver/residency/uploads.py",
+        "return upload is not None and time.monotonic() < upload.since + UPLOAD_SECONDS",
+        "return upload is not None",
+        ("tests/daemon/test_junk_manifests.py::test_one_who_lets_an_upload_lapse_is_chosen_after_the_others",),
+    ),
+    Planted(
+        "a peer that failed is asked at once again",
+        "cacheserver/quiver_cacheserver/rack/peers.py",
+        "                if url in self._backoffs and self._backoffs[url].is_waiting:\n                    continue\n",
+        "",
+        ("tests/daemon/test_peers.py::test_a_peer_that_failed_is_passed_over_until_it_delivers",),
+    ),
+)
