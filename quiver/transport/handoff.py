@@ -31,6 +31,7 @@ import msgspec
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
+from quiver.malformed import MALFORMED
 from quiver.store import OpenFile
 from quiver.transport.connection import Connection, Dialogue, Ended
 
@@ -160,7 +161,7 @@ def refusal(status: Status) -> bytes:
 def _decode(message: Bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"malformed message: {error}") from error
 
 
