@@ -32,6 +32,7 @@ import msgspec
 from quiver.claims import TOKEN_BYTES_MAX
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unauthenticated, Unavailable
+from quiver.malformed import MALFORMED
 from quiver.store import OpenFile
 from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.connection import Connection, Dialogue, Ended
@@ -167,7 +168,7 @@ def refusal(status: Status) -> bytes:
 def _decode(message: Bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"malformed message: {error}") from error
 
 

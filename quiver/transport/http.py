@@ -23,6 +23,7 @@ import numpy as np
 
 from quiver.digest import Bytes
 from quiver.errors import Corrupt, Unauthenticated, error_from
+from quiver.malformed import MALFORMED
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.wire import ErrorBody
 
@@ -193,7 +194,7 @@ class HttpVerbs:
         body = self._body(connection, answer, behind, size_bytes) if whole else b""
         try:
             told = msgspec.json.decode(bytes(body), type=ErrorBody)
-        except (msgspec.DecodeError, RecursionError):
+        except MALFORMED:
             told = ErrorBody("", answer.reason)
         seconds = answer.retry_after_seconds
         raise error_from(

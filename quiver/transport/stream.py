@@ -23,6 +23,7 @@ import numpy as np
 from quiver import forks
 from quiver.backoff import Backoff
 from quiver.errors import Corrupt, OverCapacity, QuiverError, Unauthenticated, answer_of, error_from
+from quiver.malformed import MALFORMED
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.transport.http import Head, receive_head, tokens
 from quiver.transport.idle import Idle
@@ -211,7 +212,7 @@ def _refusal(connection: Connection, endpoint: Endpoint, begin: bytes, size: int
     connection.receive(memoryview(body)[len(begin) :])
     try:
         told = msgspec.json.decode(body, type=Refusal)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise Corrupt(f"malformed refusal: {error}", endpoint.name) from error
     if told.error == OverCapacity.code:  # after other errors the daemon may close the connection
         connection.finish()

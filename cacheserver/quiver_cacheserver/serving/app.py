@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Final, NamedTuple
 
 import msgspec
@@ -186,6 +187,13 @@ def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kin
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     began(request)
+    answer = await _answered(request, handler)
+    if "Upgrade" in request.headers and answer.status != HTTPStatus.SWITCHING_PROTOCOLS:
+        answer.force_close()  # the parser drops what follows an upgrade in the same segment, perhaps a request
+    return answer
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ConnectionError as error:  # the client left: nobody reads the answer, and this may happen often
