@@ -27,7 +27,7 @@ from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverErr
 from quiver.forks import LockedFile
 from quiver.shard import verified
 from quiver.sizes import format_size
-from quiver.store.files import OpenFile, disk_errors
+from quiver.store.files import OpenFile, disk_errors, sync_folder
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
@@ -234,6 +234,7 @@ class Store(Generic[I_co]):
         final = file_of(self.root, writing.kind, writing.digest)
         with self.inventory.changing():
             self._put_strays_aside(final)
+            is_new = not final.parent.is_dir()
             final.parent.mkdir(exist_ok=True)
             writing.path.replace(final)
             writing.committed = True
@@ -241,7 +242,9 @@ class Store(Generic[I_co]):
             self.inventory.added(writing.kind, writing.digest, writing.size_bytes)
             self.forget_open(writing.kind, writing.digest)
         try:
-            _sync_folder(final.parent)
+            if is_new:
+                sync_folder(final.parent.parent)
+            sync_folder(final.parent)
         except OSError:
             self.drop(writing.kind, writing.digest)  # the rename may not survive a crash
             raise
@@ -414,11 +417,3 @@ def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
                 continue
             found.append((info.st_mtime, path, info.st_size))
     return sorted(found)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
