@@ -96,6 +96,7 @@ def test_an_address_that_is_not_this_machine_s_is_one_line_and_exit_1(tmp_path: 
     assert "another daemon" not in said
 
 
+@pytest.mark.fault("M8")
 def test_a_data_folder_in_use_is_one_line_and_exit_1(tmp_path: Path) -> None:
     with Daemon(tmp_path / "d") as daemon:
         code, said = run(*GOOD, "--data-dir", str(tmp_path / "d"))

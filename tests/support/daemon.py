@@ -38,11 +38,11 @@ def clean_environment() -> dict[str, str]:
 class Process:
     """A forked daemon, whose log goes to ``stderr``; with the interface of ``subprocess.Popen``."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], serve: Callable[..., None]) -> None:
         self.stderr: IO[str]
         reading, writing = os.pipe()
         self.stderr = os.fdopen(reading)
-        self._process = FORKED.Process(target=_serve, args=(DupFd(writing), arguments, environment))
+        self._process = FORKED.Process(target=serve, args=(DupFd(writing), arguments, environment))
         self._process.start()
         os.close(writing)
         assert self._process.pid is not None
@@ -64,7 +64,7 @@ class Process:
         return self._process.exitcode
 
 
-def _serve(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
+def serve(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
     fd = stderr.detach()
     os.dup2(fd, 2)
     os.close(fd)
@@ -81,6 +81,8 @@ class Daemon:
     """One daemon process. Entering waits until it serves; leaving kills it if it still runs."""
 
     fresh = False
+    serve: Callable[..., None] = staticmethod(serve)
+    """What the forked process runs. A test may alter the daemon's modules there before it calls ``serve``."""
 
     def __init__(
         self,
@@ -123,7 +125,7 @@ class Daemon:
         if self.fresh:
             process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=self._environment)
         else:
-            process = Process(self._command[3:], self._environment)
+            process = Process(self._command[3:], self._environment, self.serve)
         self.process = process
         self._reader = threading.Thread(target=self._read, args=(process,))
         self._reader.start()
