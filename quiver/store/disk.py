@@ -29,7 +29,7 @@ from quiver.forks import LockedFile
 from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.domains import record_domains, with_domain
-from quiver.store.files import OpenFile, disk_errors
+from quiver.store.files import OpenFile, disk_errors, sync_folder
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
@@ -247,6 +247,7 @@ class Store(Generic[I_co]):
             before = self.inventory.domains_of(writing.kind, writing.digest)
             domains = with_domain(before, writing.domain)
             self._put_strays_aside(final)
+            is_new_folder = not final.parent.is_dir()
             final.parent.mkdir(exist_ok=True)
             is_new = not (shares and before and writing.domain not in before and is_regular(final))
             if domains != ((writing.domain,) if is_new else before):
@@ -260,7 +261,9 @@ class Store(Generic[I_co]):
             else:
                 self.inventory.shared(writing.kind, writing.digest, domains)
         try:
-            _sync_folder(final.parent)
+            if is_new_folder:
+                sync_folder(final.parent.parent)
+            sync_folder(final.parent)
         except OSError:
             if is_new:
                 self.drop(writing.kind, writing.digest)  # the rename may not survive a crash
@@ -443,11 +446,3 @@ def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
                 continue
             found.append((info.st_mtime, path, info.st_size))
     return sorted(found)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
