@@ -73,6 +73,12 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
     if keys is not None:
         node.access = Access(Tokens(keys, config.rack))
         node.budgets.weight_of = Quotas.parse(config.quota).weight_of
+        node.peers.asks = tls is not None
+        if tls is None and (config.etcd or config.peers):
+            log.warning(
+                "without certificates daemons cannot show that they are of one rack, so with --token-keys each reads"
+                " the origin itself: give them --tls-cert, --tls-key and --tls-ca (`quiver tls init`)"
+            )
     if tls is not None:
         node.speak_tls(tls)
     return node
