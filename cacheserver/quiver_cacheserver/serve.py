@@ -76,7 +76,7 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
     if tls is not None:
         node.speak_tls(tls)
     elif keys is not None:
-        node.peers.accept_us = False
+        node.peers.asks = False
         log.warning(
             "--token-keys without --tls-cert: tokens come in plain text, and daemons cannot show one another who they"
             " are, so that each reads from the origin what only others hold"
