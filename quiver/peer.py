@@ -7,11 +7,13 @@ to the process that opened them. The request bounds the size of every answer. Re
 
 from __future__ import annotations
 
+import copy
 from typing import Final
 
 import numpy as np
 
 from quiver.digest import Bytes, Digest
+from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
@@ -62,6 +64,17 @@ class PeerClient:
 
     def __repr__(self) -> str:
         return f"PeerClient({self.url!r})"
+
+    def acting_for(self, domain: Domain) -> PeerClient:
+        """Return a client over the same connections whose HTTP verbs name a sharing domain.
+
+        A daemon heeds that only from a member of its rack that has authenticated itself. For ``SINGLE`` it is this one.
+        """
+        if not domain:
+            return self
+        other = copy.copy(self)
+        other._http = self._http.with_header(HEADER, str(domain))
+        return other
 
     def close(self) -> None:
         self._http.close()

@@ -8,6 +8,7 @@ encodings, chunked bodies and bodies of another length are rejected.
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.client
 import io
 import re
@@ -97,6 +98,13 @@ class HttpVerbs:
     def __init__(self, endpoint: Endpoint) -> None:
         self.dialogue = Dialogue(endpoint.failure)
         self._endpoint = endpoint
+        self._headers: tuple[str, ...] = ()
+
+    def with_header(self, name: str, value: str) -> HttpVerbs:
+        """Return the same, over the same connections, with one more header in every request."""
+        other = copy.copy(self)
+        other._headers = (*self._headers, f"{name}: {value}")
+        return other
 
     def close(self) -> None:
         self.dialogue.close()
@@ -112,7 +120,7 @@ class HttpVerbs:
         wait_seconds: float = 0.0,
     ) -> U8:
         """Return the body of a successful answer. ``wait_seconds``: how long the daemon may wait for fills first."""
-        lines = [f"{method} {path} HTTP/1.1", f"Host: {self._endpoint.host}"]
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {self._endpoint.host}", *self._headers]
         if method in ("PUT", "POST"):
             lines += [f"Content-Type: {content_type}", f"Content-Length: {memoryview(body).nbytes}"]
         head, source = "\r\n".join([*lines, ""]), self._endpoint.token

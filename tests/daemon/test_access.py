@@ -17,6 +17,7 @@ from aiohttp import web
 
 from quiver.claims import Right
 from quiver.digest import Digest
+from quiver.domain import domain_named
 from quiver.errors import Forbidden, Unauthenticated
 from quiver.peer import PeerClient
 from quiver.token_source import TokenSource
@@ -232,7 +233,7 @@ def inside(tmp_path: Path) -> Iterator[Inside]:
         node.access = Access(Tokens(PublicKeys(tmp_path / "keys"), "r", lambda: now[0]))
         nodes.append(node)
 
-    with in_process(tmp_path, {SHARD: DATA}, made=made) as address:
+    with in_process(tmp_path, {SHARD: DATA}, made=made, domain=domain_named("vision")) as address:
         yield Inside(url_of(address), nodes[0], now)
 
 

@@ -73,6 +73,7 @@ def parts_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_bytes:
 # -- manifests --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("S7")
 def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path: Path, lone: Daemon) -> None:
     count = 2_000  # of 32 KiB each, over a file of 64 KiB
     path = manifest_of(
@@ -83,6 +84,7 @@ def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path:
     assert "named 4 times over at most" in body.decode()
 
 
+@pytest.mark.fault("S7")
 def test_a_manifest_that_names_the_same_rows_of_parquet_over_and_over_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.quiver"
 
@@ -139,6 +141,7 @@ def test_bytes_of_more_objects_than_one_number_line_holds_are_counted(monkeypatc
     assert covered_bytes(objects, starts, lengths) == 5 * 11
 
 
+@pytest.mark.fault("S7")
 def test_a_manifest_with_more_or_larger_shards_than_the_indexer_makes_is_refused(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,7 @@ def read_all(daemon: Daemon, files: Files, wait: int, times: int = 1) -> set[Ran
     return told
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("junk", ["not allowed", "missing objects"])
 def test_a_junk_manifest_of_somebody_s_shards_keeps_nobody_from_filling_them(
     tmp_path: Path, small: Files, junk: str

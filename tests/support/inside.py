@@ -12,6 +12,7 @@ from pathlib import Path
 import uvloop
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver_cacheserver.budget import Resource
@@ -29,11 +30,14 @@ def in_process(
     send_bytes: int = 0,
     held_max: Mapping[Resource, int] | None = None,
     made: Callable[[Node], object] = lambda _: None,
+    domain: Domain = SINGLE,
 ) -> Iterator[tuple[str, int]]:
     """Run a daemon under uvloop in a thread; yield its address. ``made`` is called with its node before it serves."""
     store = Store.open(where / "store", CAPACITY_BYTES, shared=False)
     for digest, data in (put or {}).items():
-        store.put(Kind.SHARD, digest, data)
+        with store.reserve(Kind.SHARD, digest, len(data), (), domain) as writing:
+            writing.write(data)
+            writing.commit()
     node = Node("a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), [])
     node.verification._unverified.clear()
     node.budgets.held_max.update(held_max or {})

@@ -7,6 +7,7 @@ from math import inf
 from typing import Final
 
 from quiver.claims import EVERY_RIGHT, Right
+from quiver.domain import Domain, domain_named
 
 __all__ = ["EVERY_RIGHT", "Caller", "Right", "account_of", "quota_of"]
 
@@ -32,6 +33,12 @@ class Caller:
     quota: str = ""
     key_id: str = ""
     expires_at: float = inf
+    acting_for: Domain | None = None  # what a member's request names
+
+    @property
+    def scope(self) -> Domain:
+        """The sharing domain that this caller reads and fills in: all that routes tell the node of it."""
+        return domain_named(self.domain) if self.acting_for is None else self.acting_for
 
     @property
     def budget(self) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 
 from quiver.backoff import Backoff
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import OverCapacity, QuiverError
 from quiver.peer import PeerClient
 from quiver.ring import Member
@@ -40,31 +41,34 @@ class RackPeers:
 
     def __init__(self, registry: Registry, name: str, url: str) -> None:
         self._registry = registry
-        self.accept_us = True  # not if they demand tokens and this daemon has no certificate to show
         self._name, self._url = name, url
         # With it: speak TLS with the other members, who must be those that the ring names, and ignore those without.
         self.tls: Credentials | None = None
+        self.asks = True  # False: the others require a token, and only a certificate shows that this is a daemon
         self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
         self._backoffs: dict[str, Backoff] = {}  # of peers that failed, by URL
         self._lock = threading.Lock()
 
-    def holders(self, digest: Digest) -> Iterator[PeerClient]:
-        """Yield the peers that may hold a shard: its owners and runners-up, and draining members."""
+    def holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
+        """Yield the peers that may hold a shard: its owners and runners-up, and draining members.
+
+        They are asked on behalf of ``domain``, and answer what it holds there.
+        """
         ring = self._registry.ring
         ranked = ring.rank(np.frombuffer(digest, np.uint8)[None], ring.replicas + RUNNERS_UP)[0]
         likely = [ring.members[int(i)] for i in ranked if i >= 0]
         likely += [member for member in ring.members if member.state == "draining"][:DRAINING_ASKED_MAX]
-        return self._clients(likely)
+        return self._clients(likely, domain)
 
-    def replicas(self, digest: Digest) -> Iterator[PeerClient]:
+    def replicas(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
         """Yield the other peers that should hold a shard if the rack keeps several copies."""
         ring = self._registry.ring
-        return self._clients(ring.owners(digest) if ring.replicas > 1 else ())
+        return self._clients(ring.owners(digest) if ring.replicas > 1 else (), domain)
 
-    def manifest_holders(self, digest: Digest) -> Iterator[PeerClient]:
+    def manifest_holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
         """Yield the peers that may have a manifest, the most likely first."""
         ring = self._registry.ring
-        return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
+        return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX], domain)
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
         """Do not ask a peer for a while: it did not answer, or answered wrongly. A busy peer is asked again."""
@@ -85,8 +89,8 @@ class RackPeers:
         for peer in self._peers.values():
             peer.close()
 
-    def _clients(self, members: Iterable[Member]) -> Iterator[PeerClient]:
-        for member in members if self.accept_us else ():
+    def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
+        for member in members if self.asks else ():
             url = member.url
             if member.id == self._name or url == self._url or url.startswith("https:") != (self.tls is not None):
                 continue
@@ -97,4 +101,4 @@ class RackPeers:
                 if key not in self._peers:
                     self._peers[key] = PeerClient(url, patience=PATIENCE, tls=self.tls, node=member.certified_id)
                 peer = self._peers[key]
-            yield peer
+            yield peer.acting_for(domain)

@@ -164,10 +164,11 @@ def _numbers(node: Node) -> Handler:
 
 async def _take_report(node: Node, request: web.Request) -> web.Response:
     """Answer one report of needs."""
-    client = caller_of(request).budget
+    caller = caller_of(request)
+    client = caller.budget
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
-            answer = await node.reports.take(body, client)
+            answer = await node.reports.take(body, client, caller.scope)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from math import inf
 from typing import Final
 
 from aiohttp import web
 
+from quiver.domain import HEADER, SINGLE, Domain
 from quiver.errors import BadRequest
 from quiver.transport.tls import NOBODY, Identity
 from quiver_cacheserver.access.caller import Caller
@@ -54,6 +56,9 @@ def admitted(request: web.Request, node: Node, verb: str) -> Caller:
         is_member=bool(identity.node),
         is_certified=node.tls is None or identity.is_known,
     )
+    if caller.is_member:
+        named = request.headers.get(HEADER)
+        caller = replace(caller, acting_for=SINGLE if named is None else Domain.parse(named))
     request[_CALLER] = caller
     return caller
 

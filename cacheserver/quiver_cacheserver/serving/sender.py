@@ -209,7 +209,7 @@ def suspect_if_damaged(node: Node, error: OSError | QuiverError, shards: Sequenc
     Otherwise every reader of them would be cut off.
     """
     if log_cut(error):
-        node.suspect(shards)
+        node.verification.suspect(shards)
 
 
 def log_cut(error: OSError | QuiverError) -> bool:

@@ -118,7 +118,7 @@ class Streams:
 
     def suspect(self, stream: Stream, payload: Payload) -> None:
         """Have shards verified again that the disk could not read."""
-        stream.loop.call_soon_threadsafe(self.node.suspect, payload.shards)
+        stream.loop.call_soon_threadsafe(self.node.verification.suspect, payload.shards)
 
     # -- on the event loop --------------------------------------------------------------------------------------------
 
@@ -250,7 +250,7 @@ class Stream(Channel):
             turn.begin()
             self._turn = turn
             asked = unpacked(node, memoryview(received)[SIZE.size : size], self.client)
-            answer = at_hand(node, asked, self.client)
+            answer = at_hand(node, asked, self.caller)
         except QuiverError as error:
             return self._refuse(error)
         if answer is None:

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from quiver.digest import Digest
+from quiver.domain import Domain
 from quiver.errors import BadRequest, Forbidden, Misconfigured, OverCapacity, QuiverError, Unauthenticated
 from quiver.store import Kind, OpenFile
 from quiver.transport.handoff import (
@@ -290,29 +291,32 @@ class Handoff:
     async def _answer(self, request: HandoffRequest, caller: Caller) -> tuple[bytes, list[OpenFile]]:
         if request.verb is Verb.HELLO:
             return hello_answer(self._node.name), []
-        node, loop = self._node, asyncio.get_running_loop()
+        node, domain, loop = self._node, caller.scope, asyncio.get_running_loop()
         if request.flags & RECHECK:
-            node.suspect((entry.digest for entry in request.entries), caller.budget)
+            node.suspect((entry.digest for entry in request.entries), caller.budget, domain)
         if request.verb is Verb.HELD:
-            held = [self._is_held(entry) for entry in request.entries]
+            held = [self._is_held(entry, domain) for entry in request.entries]
             if request.flags & USED:
                 read = [entry.digest for entry, here in zip(request.entries, held, strict=True) if here]
                 await loop.run_in_executor(self._threads, self._touch, read)  # it takes the inventory's lock
             return held_answer(held), []
-        tried = [entry.digest if node.at_hand(entry.digest) else None for entry in request.entries]
+        tried = [entry.digest if node.at_hand(entry.digest, domain) else None for entry in request.entries]
         editions = [self._edition(digest) for digest in tried]  # before: a file that takes its place is a newer one
         opened = await loop.run_in_executor(self._threads, self._open, tried)
         statuses = [
-            FileStatus.PRESENT if file is not None else FileStatus.NOT_NOW if node.held(digest) else FileStatus.ABSENT
+            FileStatus.PRESENT
+            if file is not None
+            else FileStatus.NOT_NOW
+            if node.held(digest, domain)
+            else FileStatus.ABSENT
             for (digest, _), file in zip(request.entries, opened, strict=True)
         ]
         files = [file for file in opened if file is not None]
         return files_answer(list(zip(statuses, editions, strict=True))), files
 
-    def _is_held(self, entry: Held) -> bool:
-        return (
-            bool(entry.edition) and self._node.resident(entry.digest) and self._edition(entry.digest) == entry.edition
-        )
+    def _is_held(self, entry: Held, domain: Domain) -> bool:
+        is_resident = self._node.resident(entry.digest, domain)
+        return bool(entry.edition) and is_resident and self._edition(entry.digest) == entry.edition
 
     def _edition(self, digest: Digest | None) -> int:
         return self._node.inventory.edition(digest) if digest is not None else 0
