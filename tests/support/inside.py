@@ -31,6 +31,7 @@ def in_process(
     send_bytes: int = 0,
     held_max: Mapping[Resource, int] | None = None,
     made: Callable[[Node], object] = lambda _: None,
+    *,
     domain: Domain = SINGLE,
     tls: Credentials | None = None,
 ) -> Iterator[tuple[str, int]]:
