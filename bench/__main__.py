@@ -234,5 +234,23 @@ def tls_cost(*, quick: bool, rounds: int, seconds: float, as_json: bool) -> None
         show(measured, Console())
 
 
+@main.command("tokens")
+@click.option("--quick", is_flag=True, help="Small data and one short round, to check that it runs.")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="How often each way is measured.")
+@click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True, help="How long a round takes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tokens_cost(*, quick: bool, rounds: int, seconds: float, as_json: bool) -> None:
+    """What do tokens cost?"""
+    from bench.tokens import measure, show
+
+    with tempfile.TemporaryDirectory(prefix="quiver-tokens-") as folder:
+        how = {"rounds": 1, "seconds": 0.1} if quick else {"rounds": rounds, "seconds": seconds}
+        measured = measure(Path(folder), quick=quick, **how)  # type: ignore[arg-type]
+    if as_json:
+        click.echo(json.dumps(measured, indent=1))
+    else:
+        show(measured, Console())
+
+
 if __name__ == "__main__":
     main()
