@@ -21,7 +21,7 @@ PROJECT := --no-deps --no-build-isolation -e .
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install check format test demo bench imports build constraints clean
+.PHONY: help install check format test chaos faults soak demo bench imports build constraints clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -49,6 +49,17 @@ format: $(STAMP)  ## Format, and fix what ruff can fix
 
 test: $(STAMP)  ## Run the tests, two files at a time; PYTEST_ARGS='-k ring -x' selects some
 	$(BIN)/pytest $(PYTEST_ARGS)
+
+chaos: $(STAMP)  ## Inject faults into running racks; QUIVER_CHAOS_SEED=7 replays a run
+	$(BIN)/pytest $(PYTEST_ARGS) -m chaos
+
+faults: $(STAMP)  ## Run every test of the fault matrix; print which rows survived
+	$(BIN)/pytest $(PYTEST_ARGS) -m fault --faults
+
+HOURS ?= 1
+SEED ?=
+soak: $(STAMP)  ## Train while everything fails at random, for HOURS=1; SEED=7 replays a run
+	$(BIN)/python -m tests.chaos.soak --hours $(HOURS) $(if $(SEED),--seed $(SEED))
 
 demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which is killed during training
 	@$(BIN)/python examples/demo.py

@@ -103,10 +103,17 @@ class BrokenOff(Unavailable):
 
 
 class Forbidden(QuiverError):
-    """The origin refuses these credentials or this user, or the operator does not allow access."""
+    """The origin refuses these credentials or this user, the operator does not allow it, or a token lacks a right."""
 
     code = "forbidden"
     status = 403
+
+
+class Unauthenticated(QuiverError):
+    """The daemon accepts no request without a valid token. It says no more than that: not what is wrong with one."""
+
+    code = "unauthenticated"
+    status = 401
 
 
 class NotAllowed(Forbidden):
@@ -162,7 +169,7 @@ def error_from(code: str, message: str, url: str, *, status: int = 0, retry_afte
     ``url`` is the daemon's. ``status`` decides for answers without a known code, such as those to ``HEAD``. The
     daemon's own failures (``origin_changed``, ``disk_failed``, ``unavailable``, ``internal``) become ``Unavailable``.
     """
-    known = code if code in _FROM_ANSWER else NotFound.code if status == NotFound.status else ""
+    known = code if code in _FROM_ANSWER else _BY_STATUS.get(status, "")
     if not known:
         return Unavailable(url, f"answers {' '.join(filter(None, [str(status or ''), code]))}: {message}")
     seconds = min(retry_after_seconds, RETRY_SECONDS_MAX) if retry_after_seconds > 0 else 0.0  # NaN, too
@@ -179,8 +186,9 @@ def _by_message(kind: type[QuiverError]) -> Callable[[str, str, float], QuiverEr
     return lambda url, message, _: kind(f"{url}: {message}")
 
 
+_BY_STATUS: Final = {kind.status: kind.code for kind in (NotFound, Unauthenticated)}
 _FROM_ANSWER: Final[dict[str, Callable[[str, str, float], QuiverError]]] = {
-    **{kind.code: _by_message(kind) for kind in (BadRequest, Misconfigured, NotFound, Forbidden)},
+    **{kind.code: _by_message(kind) for kind in (BadRequest, Misconfigured, NotFound, Forbidden, Unauthenticated)},
     Corrupt.code: lambda url, message, _: Corrupt(message, f"peer {url}"),
     OverCapacity.code: lambda url, message, seconds: OverCapacity(f"{url}: {message}", seconds),
 }

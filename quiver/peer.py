@@ -7,19 +7,22 @@ to the process that opened them. The request bounds the size of every answer. Re
 
 from __future__ import annotations
 
-import ssl
+import copy
 from typing import Final
 
 import numpy as np
 
 from quiver.digest import Bytes, Digest
+from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
+from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.connection import U8, Endpoint
 from quiver.transport.http import HttpVerbs
 from quiver.transport.liveness import PATIENT, Patience
 from quiver.transport.stream import ReadStreams
+from quiver.transport.tls import Credentials
 from quiver.wire import (
     JSON_BYTES_MAX,
     MSGPACK_TYPE,
@@ -42,16 +45,36 @@ STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 class PeerClient:
     """The verbs of one daemon. Raises ``Unavailable`` if it does not answer, ``Corrupt`` for a malformed answer."""
 
-    def __init__(self, url: str, patience: Patience = PATIENT, *, tls: ssl.SSLContext | None = None) -> None:
-        """``tls``: speak TLS with the daemon, using this context."""
-        endpoint = Endpoint(check_url(url), patience, tls)
+    def __init__(
+        self,
+        url: str,
+        patience: Patience = PATIENT,
+        *,
+        tls: Credentials | None = None,
+        node: str = "",
+        token: TokenSource = NO_TOKEN,
+    ) -> None:
+        """``tls``, ``node`` and ``token``: see ``Endpoint``."""
+        endpoint = Endpoint(check_url(url), patience, tls, node, token)
         self.url = endpoint.url
+        self.is_authenticated = endpoint.is_authenticated
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)
         self._streams = ReadStreams(endpoint)
 
     def __repr__(self) -> str:
         return f"PeerClient({self.url!r})"
+
+    def acting_for(self, domain: Domain) -> PeerClient:
+        """Return a client over the same connections whose HTTP verbs name a sharing domain.
+
+        A daemon heeds that only from a member of its rack that has authenticated itself. For ``SINGLE`` it is this one.
+        """
+        if not domain:
+            return self
+        other = copy.copy(self)
+        other._http = self._http.with_header(HEADER, str(domain))
+        return other
 
     def close(self) -> None:
         self._http.close()

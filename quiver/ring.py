@@ -38,10 +38,11 @@ REPLICAS_MAX: Final = 8
 DRAWS_AT_ONCE: Final = 1 << 14
 DRAWS_MAX: Final = 1 << 22  # at a time: 32 MiB of temporaries, however many shards and members there are
 URL_BYTES_MAX: Final = 256
+SCHEMES: Final = ("http", "https")
 SOCKET_BYTES_MAX: Final = 107  # Linux's limit of 108 less the terminating zero
 _PRINTABLE = re.compile(r"[!-~]+")
 _SOCKET = re.compile(rf"/[ -~]{{1,{SOCKET_BYTES_MAX - 1}}}")
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
+NODE_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -56,13 +57,18 @@ class Member(msgspec.Struct, frozen=True):
     state: Literal["up", "draining"] = "up"
     socket: str = ""
 
+    @property
+    def certified_id(self) -> str:
+        """The node id that its certificate must have; empty if it is named by its URL, as in a ring without etcd."""
+        return "" if self.id == static_id(self.url) else self.id
+
 
 def check_member(member: Member) -> Member:
     """Return the member if it is valid; raise ``BadRequest`` if not. Ring content is untrusted.
 
     An invalid socket path does not invalidate the member: clients reach its daemon over TCP.
     """
-    if not _ID.fullmatch(member.id):
+    if not NODE_ID.fullmatch(member.id):
         raise BadRequest(f"not a node id: {member.id[:80]!r}; use up to 64 letters, digits, dots, dashes, underscores")
     if not math.isfinite(member.weight) or not 0 < member.weight < 2**60:
         raise BadRequest(f"node {member.id}: weight {member.weight} is not a capacity")
@@ -77,8 +83,8 @@ def usable_socket(path: object) -> str:
 
 
 def check_url(url: str) -> str:
-    """Return the URL of a daemon without a trailing slash; raise ``BadRequest`` if it is not ``http://host:port``."""
-    wrong = BadRequest(f"not the URL of a daemon: {url[:120]!r}; expected http://HOST:PORT")
+    """Return the URL of a daemon without a trailing slash; raise ``BadRequest`` if it is not ``http[s]://host:port``."""
+    wrong = BadRequest(f"not the URL of a daemon: {url[:120]!r}; expected http://HOST:PORT or https://…")
     if len(url) > URL_BYTES_MAX or not _PRINTABLE.fullmatch(url):  # urlsplit silently drops line feeds
         raise wrong
     try:
@@ -87,9 +93,20 @@ def check_url(url: str) -> str:
     except ValueError as error:
         raise wrong from error
     extra = parts.path.strip("/") or parts.query or parts.fragment or "@" in parts.netloc
-    if parts.scheme != "http" or not parts.hostname or not port or extra:
+    if parts.scheme not in SCHEMES or not parts.hostname or not port or extra:
         raise wrong
     return url.rstrip("/")
+
+
+def static_id(url: str) -> str:
+    """Return the node id derived from a daemon's URL: the same on every daemon, and distinct for distinct URLs."""
+    parts = urlsplit(check_url(url))
+    host, port = (parts.hostname or "").lower(), parts.port or 80
+    name = f"{host}-{port}"
+    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", host) and len(name) <= 64:
+        return name
+    told = re.sub(r"[^a-z0-9.]+", "-", host).strip("-.")[:32]
+    return f"host-{told}-{port}-{xxhash.xxh3_64_hexdigest(host.encode())}"[:64]
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
+from quiver.malformed import MALFORMED
 from quiver.ring import MEMBERS_MAX, REPLICAS_MAX, Member, Ring, check_member, usable_socket
 
 T = TypeVar("T")
@@ -237,7 +238,7 @@ class RingView(msgspec.Struct, frozen=True):
         for raw in self.members:
             try:
                 member = msgspec.json.decode(raw, type=_Told).member()
-            except (BadRequest, msgspec.DecodeError, RecursionError):
+            except (*MALFORMED, BadRequest):
                 continue
             if len(good) < MEMBERS_MAX:
                 good.setdefault(member.id, member)
@@ -286,7 +287,7 @@ class ErrorBody(msgspec.Struct, frozen=True):
 def _decode_msgpack(body: Bytes, kind: type[T], what: str) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"{what}: {error}") from error
 
 
@@ -296,5 +297,5 @@ def decode_json(body: Bytes, kind: type[Any], what: str) -> Any:
         raise BadRequest(f"{what}: {len(body)} bytes are more than {JSON_BYTES_MAX}")
     try:
         return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"{what}: {error}") from error

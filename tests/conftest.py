@@ -9,6 +9,7 @@ from typing import Final
 
 import pytest
 
+from tests.chaos.fault_report import FaultReport
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files
 
@@ -31,7 +32,12 @@ LONGEST: Final = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--faults", action="store_true", help="print which rows of the fault matrix survived")
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FaultReport(), "fault-report")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 

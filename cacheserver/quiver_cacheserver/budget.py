@@ -3,7 +3,8 @@
 Invariant: an address may hold at most three times what is still free afterwards (dynamic thresholds, Choudhury and
 Hahne 1998). A single address gets three quarters of a resource; n greedy addresses converge to 3/(3n+1) of it each, as
 they release what they held before; and 30 that each hold a little can use all of it. So no address has a fixed share,
-and a new address always finds room.
+and a new address always finds room. With tokens the accounts are those of tenants, and a quota class may have a weight
+other than 1: w times as much for an account of weight w, so that busy tenants share in proportion to their weights.
 
 Costs that are known only afterwards (seconds, evictions) are token buckets: what was spent is charged, and an address
 in debt is refused until the debt is paid off. Pure but for a lock: the caller has the clock.
@@ -15,7 +16,7 @@ import contextlib
 import ipaddress
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
@@ -53,6 +54,7 @@ class Cost(StrEnum):
     WORK_SECONDS = "work_seconds"  # of a thread that reads or hashes because a request said so
     EVICTIONS = "evictions"
     LOOKUPS = "lookups"  # of manifests, at peers
+    HANDSHAKES = "handshakes"  # of TLS
     RECHECK_BYTES = "recheck_bytes"  # of shards, read again from disk because a reader says that they are wrong
 
 
@@ -85,6 +87,7 @@ RATES: Final[Mapping[Cost, RefillRate]] = {
     Cost.WORK_SECONDS: RefillRate(1.0, 30.0),  # one of the daemon's cores; a reader that got wrong bytes asks for 30 ms
     Cost.EVICTIONS: RefillRate(20.0, 1200.0),
     Cost.RECHECK_BYTES: RefillRate(4 << 20, GIB // 4),  # eight shards of the default size, and then one in 8 s
+    Cost.HANDSHAKES: RefillRate(500.0, 8192.0),  # a core does 2,000 in a second; a host's readers begin at once
     Cost.LOOKUPS: RefillRate(2.0, 64.0),  # one per dataset that is opened, if nobody put its manifest here
 }
 
@@ -92,9 +95,10 @@ RATES: Final[Mapping[Cost, RefillRate]] = {
 class _Account:
     """What one address holds and has spent."""
 
-    __slots__ = ("buckets", "held")
+    __slots__ = ("buckets", "held", "weight")
 
-    def __init__(self) -> None:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
         self.held: dict[Resource, int] = {}
         self.buckets: dict[Cost, tuple[float, float]] = {}  # what was left, and when that was
 
@@ -111,8 +115,11 @@ class Budgets:
         held_max: Mapping[Resource, int] = HELD_MAX,
         rates: Mapping[Cost, RefillRate] = RATES,
         addresses_max: int = ADDRESSES_MAX,
+        weight_of: Callable[[str], float] = lambda _: 1.0,
     ) -> None:
+        """``weight_of`` an account: it may hold and spend so many times as much as others."""
         self.held_max = dict(held_max)
+        self.weight_of = weight_of
         self.rates = dict(rates)
         self.used: Counter[Resource] = Counter()
         self.refused: Counter[str] = Counter({str(limit): 0 for limit in (*Resource, *Cost)})
@@ -137,7 +144,7 @@ class Budgets:
         with self._lock:
             account = self._account(address)
             mine, free = account.held.get(what, 0), self.held_max[what] - self.used[what]
-            if amount > free or mine + amount > FREE_SHARE * (free - amount + 1):
+            if amount > free or mine + amount > FREE_SHARE * account.weight * (free - amount + 1):
                 self.refused[what] += counted
                 return False
             account.held[what] = mine + amount
@@ -182,7 +189,7 @@ class Budgets:
     def charge(self, address: str, what: Cost, amount: float, now: float) -> None:
         """Charge what was caused already, debt or not. Debt is bounded by a burst, so that it ends."""
         with self._lock:
-            left = max(self._left(address, what, now) - amount, -self.rates[what].burst)
+            left = max(self._left(address, what, now) - amount, -self._rate(address, what).burst)
             self._accounts[address].buckets[what] = (left, now)
 
     def left(self, address: str, what: Cost, now: float) -> float:
@@ -193,7 +200,9 @@ class Budgets:
     def refusal(self, what: Resource | Cost, address: str = "", now: float = 0.0) -> OverCapacity:
         """Return the error for the client; for a cost, with the time after which it may spend again."""
         if isinstance(what, Cost):
-            seconds = max(-self.left(address, what, now), 0.0) / self.rates[what].per_second + RETRY_SECONDS
+            with self._lock:
+                per_second = self._rate(address, what).per_second
+                seconds = max(-self._left(address, what, now), 0.0) / per_second + RETRY_SECONDS
             return OverCapacity(
                 f"this address has used up its budget ({what}); retry later", min(seconds, RETRY_SECONDS_MAX)
             )
@@ -201,8 +210,12 @@ class Budgets:
 
     # -- accounts -----------------------------------------------------------------------------------------------------
 
+    def _rate(self, address: str, what: Cost) -> RefillRate:
+        rate, weight = self.rates[what], self._account(address).weight
+        return RefillRate(rate.per_second * weight, rate.burst * weight)
+
     def _left(self, address: str, what: Cost, now: float) -> float:
-        rate = self.rates[what]
+        rate = self._rate(address, what)
         left, at = self._account(address).buckets.get(what, (rate.burst, now))
         return min(left + max(now - at, 0.0) * rate.per_second, rate.burst)
 
@@ -210,7 +223,7 @@ class Budgets:
         account = self._accounts.get(address)
         if account is None:
             self._forget()
-            account = self._accounts[address] = _Account()
+            account = self._accounts[address] = _Account(self.weight_of(address))
         else:
             self._accounts.move_to_end(address)
         return account

@@ -21,7 +21,8 @@ from quiver_cacheserver.serve import serve
 EXAMPLE = """\b
 Example: three daemons of one rack, on three machines, with their ring in etcd:
   quiver-cacheserver --listen 0.0.0.0:7717 --data-dir /ssd/quiver --capacity 2TB \\
-      --rack r7 --etcd http://etcd:2379 --origin /data/imagenet --origin s3://datasets/
+      --rack r7 --etcd http://etcd:2379 --origin /data/imagenet --origin s3://datasets/ \\
+      --token-keys /etc/quiver/keys
 """
 
 
@@ -31,13 +32,13 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
         return None
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of huge numbers
         raise click.UsageError(f"--config {path}: {error}") from error
     known = set(Config.__struct_encode_fields__)
     unknown = sorted(set(values) - known)
     if unknown:
         raise click.UsageError(f"--config {path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    for name in ("origin", "etcd"):
+    for name in ("origin", "etcd", "quota"):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]  # a single value need not be a list
     if isinstance(values.get("peers"), list):
@@ -61,6 +62,12 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--origin", metavar="PREFIX", multiple=True, help="A folder or URL below which it may read; repeatable.")
 @click.option("--replicas", metavar="N", type=int, default=1, show_default=True, help="Copies of each shard.")
 @click.option("--socket", metavar="PATH", default="", help="Pass open shards to readers on this host by this socket.")
+@click.option("--tls-cert", metavar="FILE", default="", help="Speak TLS: its certificate; `quiver tls init` makes it.")
+@click.option("--tls-key", metavar="FILE", default="", help="The key of that certificate.")
+@click.option("--tls-ca", metavar="FILE", default="", help="The authority of all daemons and clients of the rack.")
+@click.option("--token-keys", metavar="PATH", default="", help="Public keys of tokens: a folder of *.pub, or a file.")
+@click.option("--quota", metavar="CLASS=WEIGHT", multiple=True, help="A quota class's share, beside 1; repeatable.")
+@click.option("--insecure", is_flag=True, help="Serve anyone who can connect, on a network that is trusted.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,
               help="How long to keep serving readers after SIGTERM, SIGINT or SIGHUP.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
@@ -73,7 +80,8 @@ def command(**values: Any) -> None:
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
     try:
-        lists = {"peers": given, "origin": list(values["origin"]), "etcd": ",".join(values["etcd"])}
+        lists = {"peers": given, "etcd": ",".join(values["etcd"])}
+        lists |= {name: list(values[name]) for name in ("origin", "quota")}
         config = check(msgspec.convert({**kebab, **lists}, Config))
     except (QuiverError, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error

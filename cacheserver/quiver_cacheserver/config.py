@@ -16,9 +16,12 @@ from quiver.location import Location, shown
 from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
 from quiver.transport.handoff import is_this_host
+from quiver.transport.tls import TlsFiles
 from quiver.wire import PORT
+from quiver_cacheserver.access.quotas import Quotas
 from quiver_cacheserver.rack.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
+TLS_FLAGS: Final = ("--tls-ca", "--tls-cert", "--tls-key")
 CAPACITY_BYTES_MIN: Final = 64 << 10  # a smaller one is a number without its unit
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", re.ASCII)
 
@@ -37,6 +40,12 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     origin: tuple[str, ...] = ()
     replicas: int = 1
     socket: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    token_keys: str = ""
+    quota: tuple[str, ...] = ()
+    insecure: bool = False
     drain_seconds: float = 20.0
     log_level: str = "info"
 
@@ -49,10 +58,29 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
         host, _, port = self.listen.rpartition(":")
         return host.strip("[]"), int(port)
 
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers have to say who they are: by a token, or by a certificate of ``--tls-ca``."""
+        return bool(self.token_keys) or self.tls_files is not None
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files of TLS, or ``None`` without it. Raises ``Misconfigured`` if some are missing."""
+        given = self.tls_ca, self.tls_cert, self.tls_key
+        if not any(given):
+            return None
+        if not all(given):
+            raise Misconfigured(f"{', '.join(TLS_FLAGS[:2])} and {TLS_FLAGS[2]} belong together: give all three")
+        return TlsFiles(*given, names=TLS_FLAGS)
+
+    @property
+    def scheme(self) -> str:
+        return "https" if self.tls_files is not None else "http"
+
     def advertised_url(self, port: int) -> str:
         """Return the URL at which peers reach this daemon, given the port that it was assigned."""
         if self.advertise:
-            given = self.advertise if "://" in self.advertise else f"http://{self.advertise}"
+            given = self.advertise if "://" in self.advertise else f"{self.scheme}://{self.advertise}"
             return check_url(given if urlsplit(given).port else f"{given.rstrip('/')}:{port}")
         for peer in self.peers:  # a peer at this port on this machine is this daemon
             parts = urlsplit(check_url(peer))
@@ -61,7 +89,7 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
         host = self.address[0]
         if host in ANY_ADDRESS:
             host = own_address(self._others())
-        return check_url(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        return check_url(f"{self.scheme}://[{host}]:{port}" if ":" in host else f"{self.scheme}://{host}:{port}")
 
     def _others(self) -> list[tuple[str, int]]:
         """Return host and port of the peers and of etcd, as far as they are configured."""
@@ -80,6 +108,16 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
                 f" another one: write --listen 0.0.0.0:{self.address[1] or PORT}"
                 " (or --advertise URL, if something forwards to it)"
             )
+
+    def check_authenticates(self) -> None:
+        """Raise ``Misconfigured`` if other machines can reach this daemon and it would not ask who they are."""
+        if self.insecure or self.authenticates or is_loopback(self.address[0]):
+            return
+        raise Misconfigured(
+            f"--listen {self.listen} can be reached from other machines, and this daemon would answer anyone: give it"
+            " --tls-cert, --tls-key and --tls-ca (`quiver tls init`), or --token-keys (`quiver token keygen`), or"
+            " --insecure if everyone on that network may read and write the cache"
+        )
 
 
 def check(config: Config) -> Config:
@@ -105,7 +143,12 @@ def check(config: Config) -> Config:
         parse_endpoints(config.etcd)
     for peer in config.peers:
         check_url(peer)
+    _check_schemes(config)
     config.check_reachable()
+    config.check_authenticates()
+    if config.quota and not config.token_keys:
+        raise Misconfigured("--quota needs --token-keys: a token names the class that it belongs to")
+    Quotas.parse(config.quota)
     if not 1 <= config.replicas <= REPLICAS_MAX:
         raise Misconfigured(f"--replicas {config.replicas}: 1 to {REPLICAS_MAX} copies of each shard")
     if config.socket and not usable_socket(config.socket):
@@ -119,6 +162,15 @@ def check(config: Config) -> Config:
         allowed(prefix)
     del host
     return config
+
+
+def _check_schemes(config: Config) -> None:
+    """Raise ``Misconfigured`` for URLs of daemons that do not speak TLS as this one does, or does not."""
+    for flag, url in (("--advertise", config.advertise), *(("--peers", peer) for peer in config.peers)):
+        scheme = urlsplit(url).scheme if "://" in url else config.scheme
+        if scheme != config.scheme:
+            how = "speaks TLS (--tls-cert)" if config.scheme == "https" else "speaks no TLS (--tls-cert is not given)"
+            raise Misconfigured(f"{flag} {url}: this daemon {how}: write {config.scheme}://")
 
 
 def allowed(prefix: str) -> tuple[Location, ...]:

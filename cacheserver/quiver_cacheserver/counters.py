@@ -6,6 +6,8 @@ import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
+from quiver.transport.tls import LABELS
+
 
 @dataclass(slots=True)
 class Counters:
@@ -17,6 +19,7 @@ class Counters:
     handed_files: int = 0
     reads_in_flight: int = 0
     overloads: int = 0  # without refusals by a budget, which counts its own
+    tls_refusals: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(LABELS, 0)))  # handshakes
     connections_closed: Counter[str] = field(default_factory=lambda: Counter(idle=0, late=0, room=0))  # by this daemon
     need_fetches: int = 0
     forced_drops: int = 0

@@ -18,6 +18,32 @@ DISTINCT_MAX: Final = 5  # distinct lines of one situation in a window
 SITUATIONS_MAX: Final = 256
 
 
+class Limit:
+    """Passes a few lines per key and window, and counts nothing: the caller does. Not safe from threads."""
+
+    def __init__(
+        self,
+        lines_max: int,
+        keys_max: int = SITUATIONS_MAX,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lines_max = lines_max
+        self._keys_max = keys_max
+        self._clock = clock
+        self._windows: OrderedDict[str, tuple[float, int]] = OrderedDict()  # when it began, and lines since then
+
+    def passes(self, key: str) -> bool:
+        """Count a line; return whether to log it. The least recently seen key is forgotten first."""
+        now = self._clock()
+        since, lines = self._windows.pop(key, (now, 0))
+        if now - since >= WINDOW_SECONDS:
+            since, lines = now, 0
+        self._windows[key] = since, lines + 1
+        while len(self._windows) > self._keys_max:
+            self._windows.popitem(last=False)
+        return lines < self._lines_max
+
+
 class _Situation:
     def __init__(self, since: float) -> None:
         self.since = since

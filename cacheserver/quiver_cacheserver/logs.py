@@ -4,7 +4,8 @@ Object names, URLs and error messages are untrusted. Logged verbatim, a newline 
 and an escape sequence could control the terminal of the person who reads it.
 
 A digest is a capability, so none is logged. None of Quiver's own messages contains one. Messages of libraries and of
-unforeseen errors may quote a path or a URL, so the formatter removes everything that looks like a digest.
+unforeseen errors may quote a path, a URL or a header, so the formatter removes everything that looks like a digest or a
+token.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import sys
 from types import TracebackType
 from typing import Final
 
+from quiver_cacheserver.access.audit import LOGGER
 from quiver_cacheserver.log_limits import RepeatFilter
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 LINE_CHARACTERS_MAX: Final = 2000  # a path in a manifest may be as long as the manifest
+_TOKEN: Final = re.compile(r"eyJ[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")  # a JSON Web Token begins with {"
 # Sixteen or more hexadecimal digits with a letter among them: a time in nanoseconds is no match.
 _DIGEST: Final = re.compile(r"(?<![0-9a-fA-F])(?=[0-9]*[a-fA-F])[0-9a-fA-F]{16,}")
 
@@ -37,7 +40,7 @@ class OneLine(logging.Formatter):
 
 def escaped(text: str) -> str:
     """Return the text without digests, and with control characters and line ends escaped as by ``repr``."""
-    text = _DIGEST.sub("[digest]", text)
+    text = _TOKEN.sub("[token]", _DIGEST.sub("[digest]", text))
     if len(text) > LINE_CHARACTERS_MAX:
         text = f"{text[:LINE_CHARACTERS_MAX]}… ({len(text)} characters)"
     if text.isprintable():
@@ -51,3 +54,8 @@ def log_to_stderr(level: str) -> None:
     handler.setFormatter(OneLine(FORMAT))
     handler.addFilter(RepeatFilter())
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    audit = logging.StreamHandler(sys.stderr)  # bare JSON, whatever the level: ``access.audit`` bounds it
+    audit.setFormatter(OneLine("%(message)s"))
+    log = logging.getLogger(LOGGER)
+    log.handlers, log.propagate = [audit], False
+    log.setLevel(logging.INFO)

@@ -1,4 +1,7 @@
-"""The manifests that this daemon has: opened, checked, and fetched from peers when a client names one."""
+"""The manifests that this daemon has: opened, checked, and fetched from peers when a client names one.
+
+A client names one in its sharing domain. One that only other domains hold is looked for as one that nobody has.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,15 @@ from concurrent.futures import Executor
 from typing import Final
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
-from quiver.store import Kind
+from quiver.store import Kind, OpenFile
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.budget import Budgets, Cost, Resource
+from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.rack.peers import RackPeers
 from quiver_cacheserver.residency.rooms import Rooms
@@ -39,24 +44,25 @@ class Manifests:
         self._executor = executor
         self._peers = peers
         self._budgets = budgets
+        # By name: domains do not meet here.
         self._missing: Expiring[Digest, None] = Expiring(MISSING_MAX)
         self._fetching: dict[Digest, asyncio.Future[Manifest | None]] = {}
 
-    def if_open(self, digest: Digest | None) -> Manifest | None:
+    def if_open(self, digest: Digest | None, domain: Domain = SINGLE) -> Manifest | None:
         """Return the manifest if it is open."""
-        return self.opened.get(digest)
+        return self.opened.get(name_in(domain, digest)) if digest is not None else None
 
-    async def get(self, digest: Digest, client: str) -> Manifest | None:
+    async def get(self, digest: Digest, client: str, domain: Domain = SINGLE) -> Manifest | None:
         """Return the manifest, from disk or from a peer; ``None`` if none has it.
 
         Also ``None`` if ``client`` caused too many lookups: then the client has to upload it.
         """
-        manifest = self.if_open(digest)
+        manifest, name = self.if_open(digest, domain), name_in(domain, digest)
         if manifest is not None:
             return manifest
-        if digest in self._missing:
+        if name in self._missing:
             return None
-        future = self._fetching.get(digest)
+        future = self._fetching.get(name)
         if future is None:
             if not self._budgets.hold(client, Resource.LOOKUPS):
                 return None
@@ -64,43 +70,51 @@ class Manifests:
                 self._budgets.release(client, Resource.LOOKUPS)
                 return None
             loop = asyncio.get_running_loop()
-            future = self._fetching[digest] = loop.run_in_executor(self._executor, self._find, digest)
-            future.add_done_callback(lambda done: self._found(digest, done, client))
+            future = self._fetching[name] = loop.run_in_executor(self._executor, self._find, digest, domain)
+            future.add_done_callback(lambda done: self._found(name, done, client))
         return await asyncio.shield(future)
 
-    def forget_missing(self, digest: Digest) -> None:
-        """Forget that the manifest was missing: a client has just uploaded it."""
-        self._missing.pop(digest)
+    def uploaded(self, digest: Digest, client: str, domain: Domain = SINGLE) -> None:
+        """Record that a client uploaded the manifest: it is no longer missing."""
+        self._missing.pop(name_in(domain, digest))
+        is_shared = len(self._store.inventory.domains_of(Kind.MANIFEST, digest)) > 1
+        self._rooms.holders.filled(digest, "" if is_shared else client)
 
-    def _found(self, digest: Digest, done: asyncio.Future[Manifest | None], client: str) -> None:
+    def open_file(self, digest: Digest, domain: Domain = SINGLE) -> OpenFile:
+        """In a thread: return a manifest's file. Raises ``NotFound`` if the domain does not hold it."""
+        if not self._store.inventory.has(Kind.MANIFEST, digest, domain):
+            raise NotFound("the manifest is not here")
+        return self._store.open_file(Kind.MANIFEST, digest)
+
+    def _found(self, name: Digest, done: asyncio.Future[Manifest | None], client: str) -> None:
         self._budgets.release(client, Resource.LOOKUPS)
-        self._fetching.pop(digest, None)
+        self._fetching.pop(name, None)
         manifest = None if done.cancelled() or done.exception() else done.result()
         if manifest is None:
-            self._missing.set(digest, None, ASK_AGAIN_SECONDS)
+            self._missing.set(name, None, ASK_AGAIN_SECONDS)
         else:
-            self.opened.add(digest, manifest)
+            self.opened.add(name, manifest)
 
-    def _find(self, digest: Digest) -> Manifest | None:
+    def _find(self, digest: Digest, domain: Domain) -> Manifest | None:
         try:
-            return self._from_disk(digest)
+            return self._from_disk(digest, domain)
         except NotFound:
             pass
-        for peer in self._peers.manifest_holders(digest):
+        for peer in self._peers.manifest_holders(digest, domain):
             try:
                 data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
-                with self._rooms.reserve(Kind.MANIFEST, digest, len(data)) as writing:
+                with self._rooms.reserve(Kind.MANIFEST, digest, len(data), domain=domain) as writing:
                     writing.write(data)
                     writing.commit()
-                return self._from_disk(digest)
+                return self._from_disk(digest, domain)
             except NotFound:
                 continue
             except QuiverError as error:
                 self._peers.failed(peer, error)
         return None
 
-    def _from_disk(self, digest: Digest) -> Manifest:
-        self._store.open_file(Kind.MANIFEST, digest)  # raises NotFound, and counts as a use
+    def _from_disk(self, digest: Digest, domain: Domain) -> Manifest:
+        self.open_file(digest, domain)  # raises NotFound, and counts as a use
         try:
             return open_manifest(file_of(self._store.root, Kind.MANIFEST, digest), digest)
         except (BadRequest, Corrupt) as error:

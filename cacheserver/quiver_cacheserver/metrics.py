@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable
 
@@ -21,7 +22,7 @@ class Collector:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        node, counters = self._node, self._node.counters
+        node, counters, access = self._node, self._node.counters, self._node.access.audit
         overloads = counters.overloads + sum(node.budgets.refused.values())
         totals = (
             ("quiver_origin_read_bytes", "Bytes read from origins", counters.origin_read_bytes),
@@ -54,6 +55,11 @@ class Collector:
         yield _labelled(
             "quiver_connections_closed", "Connections it closed, by reason", "why", counters.connections_closed
         )
+        yield _labelled("quiver_refusals", "Requests refused by access control, by reason", "reason", access.refusals)
+        yield _labelled("quiver_tls_refusals", "TLS handshakes that failed, by reason", "why", counters.tls_refusals)
+        if node.tls is not None:
+            left = node.tls.expires_at - time.time()
+            yield GaugeMetricFamily("quiver_tls_certificate_left_seconds", "Until its certificate expires", left)
         under_way = GaugeMetricFamily("quiver_under_way", "The amount held of a limited resource", labels=["limit"])
         for what in node.budgets.held_max:
             under_way.add_metric([what], node.budgets.used[what])

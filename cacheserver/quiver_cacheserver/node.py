@@ -2,6 +2,9 @@
 
 A shard is looked for on the daemon's disk (verified once after a restart), then at the peers that may have it (the
 ring's owners and draining members), then at the origin, if the operator allows this origin.
+
+What is asked about a shard or manifest is asked in one sharing domain. There, what only other domains hold is absent:
+it is filled and uploaded like any other, and then shared without a second copy.
 """
 
 from __future__ import annotations
@@ -14,25 +17,29 @@ from functools import partial
 from typing import Final
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import NotAllowed, NotFound, QuiverError
 from quiver.lookup import as_rows
 from quiver.manifest import Manifest
 from quiver.residency import Decision, Needs, Recipe
 from quiver.shard_memory import ShardMemory
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
+from quiver.transport.tls import Credentials
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.disk_health import DiskHealth
 from quiver_cacheserver.manifests import Manifests
+from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.origins.allowed import Origins
 from quiver_cacheserver.rack.peers import RackPeers
 from quiver_cacheserver.rack.registry import Registry
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
-from quiver_cacheserver.residency.filler import Filler
+from quiver_cacheserver.residency.filler import Admission, Filler
 from quiver_cacheserver.residency.fills import Fills
 from quiver_cacheserver.residency.reports import Reports
 from quiver_cacheserver.residency.rooms import Rooms
@@ -62,9 +69,11 @@ class Node:
         self.store = store
         self.inventory = store.inventory
         self.registry = registry
+        self.tls: Credentials | None = None
         self._started = time.monotonic()
         self.counters = Counters()
         self.budgets = Budgets()
+        self.access = Access()
         self.slices = Slices()
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
@@ -74,7 +83,6 @@ class Node:
         opened = OpenManifests()
         self.disk = DiskHealth(store, self.disk_threads)
         self.verification = Verification(store, self.disk_threads, self.counters, self.budgets)
-        self.resident = self.verification.is_resident  # asked for every shard of every read
         self.rooms = Rooms(store, self._needs, opened, self.budgets, self.counters)
         self.holders = self.rooms.holders
         self.peers = RackPeers(registry, name, url)
@@ -88,6 +96,10 @@ class Node:
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
+
+    def speak_tls(self, tls: Credentials) -> None:
+        """Speak TLS with clients and other daemons. To be called before it serves."""
+        self.tls = self.peers.tls = tls
 
     @property
     def shard_count(self) -> int:
@@ -138,15 +150,23 @@ class Node:
 
     # -- shards -------------------------------------------------------------------------------------------------------
 
-    def held(self, digest: Digest) -> bool:
-        """Whether the shard is here, verified or not."""
-        return self.inventory.has(Kind.SHARD, digest)
+    def held(self, digest: Digest, domain: Domain = SINGLE) -> bool:
+        """Whether a domain holds the shard here, verified or not."""
+        return self.verification.is_held(digest, domain)
 
-    def at_hand(self, digest: Digest) -> bool:
+    def resident(self, digest: Digest, domain: Domain = SINGLE) -> bool:
+        """Whether a domain holds the shard here, and it is verified."""
+        return self.verification.is_resident(digest, domain)
+
+    def at_hand(self, digest: Digest, domain: Domain = SINGLE) -> bool:
         """Whether the shard is here and verified. For one that is here unverified, begin the verification."""
-        if self.verification.is_pending(digest):
+        if self._is_pending(digest, domain):
             self.verification.begin(digest)
-        return self.resident(digest)
+        return self.resident(digest, domain)
+
+    def _is_pending(self, digest: Digest, domain: Domain) -> bool:
+        """Whether a domain holds the shard here, and it has to be verified before it is served."""
+        return self.verification.is_pending(digest) and self.held(digest, domain)
 
     async def listed(self, wanted: Sequence[Digest], manifest: Manifest | None) -> Set[Digest]:
         """Return which of these shards the manifest has."""
@@ -158,7 +178,12 @@ class Node:
         return found
 
     async def fill_missing(
-        self, wanted: Sequence[Digest], manifest: Manifest | None, wait_seconds: float, client: str = ""
+        self,
+        wanted: Sequence[Digest],
+        manifest: Manifest | None,
+        wait_seconds: float,
+        client: str = "",
+        domain: Domain = SINGLE,
     ) -> Set[Digest]:
         """Fill shards, waiting for them no longer than ``wait_seconds``; return which the manifest has.
 
@@ -170,12 +195,12 @@ class Node:
         waiting: set[asyncio.Future[object]] = set()
 
         def check(some: Sequence[Digest]) -> None:
-            checks.update(self.verification.begin(digest) for digest in some if self.verification.is_pending(digest))
+            checks.update(self.verification.begin(digest) for digest in some if self._is_pending(digest, domain))
 
         def begin(some: Sequence[Digest]) -> None:
             for digest in some:
-                if manifest is not None and digest in listed and not self.held(digest):
-                    begun = self._start_fill(digest, manifest, client)
+                if manifest is not None and digest in listed and not self.held(digest, domain):
+                    begun = self._start_fill(digest, manifest, client, domain)
                     if isinstance(begun, asyncio.Future):
                         waiting.add(begun)
 
@@ -188,61 +213,81 @@ class Node:
             await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))
         return listed
 
-    def _start_fill(self, digest: Digest, manifest: Manifest, client: str) -> asyncio.Future[object] | RangeStatus:
+    def _start_fill(
+        self, digest: Digest, manifest: Manifest, client: str, domain: Domain
+    ) -> asyncio.Future[object] | RangeStatus:
         size_bytes = float(manifest.tables.shard_sizes[manifest.shard_numbers[digest]])
-        decision = Decision(digest, manifest.digest, size_bytes)
-        return self.fills.start(decision, partial(self.filler.fill, digest, manifest, client), client)
+        decision = Decision(name_in(domain, digest), name_in(domain, manifest.digest), size_bytes)
+        return self.fills.start(decision, partial(self.filler.fill, digest, manifest, client, domain), client)
 
-    def forgo(self, digests: Iterable[Digest], manifest: Digest, client: str) -> None:
+    def forgo(self, digests: Iterable[Digest], manifest: Digest, client: str, domain: Domain = SINGLE) -> None:
         """Record that the client chosen to upload these shards cannot."""
         for digest in digests:
-            self.fills.forgo(Recipe(digest, manifest), client)
+            self.fills.forgo(Recipe(name_in(domain, digest), name_in(domain, manifest)), client)
 
-    def suspect(self, digests: Iterable[Digest], client: str = "") -> None:
-        """A reader got wrong bytes of these shards: ``Verification.suspect``."""
-        self.verification.suspect(digests, client)
+    def suspect(self, digests: Iterable[Digest], client: str = "", domain: Domain = SINGLE) -> None:
+        """A reader in this domain got wrong bytes of these shards: ``Verification.suspect``."""
+        self.verification.suspect((digest for digest in digests if self.held(digest, domain)), client)
 
-    def absence(self, digest: Digest, listed: Set[Digest], manifest: Digest | None) -> RangeStatus:
+    def read_by(self, client: str, digests: Iterable[Digest], domain: Domain = SINGLE) -> None:
+        """Record that a client reads these shards, or a manifest: ``Holders.read``."""
+        has = self.inventory.has
+        self.holders.read(
+            (it for it in digests if has(Kind.SHARD, it, domain) or has(Kind.MANIFEST, it, domain)), client
+        )
+
+    def absence(
+        self, digest: Digest, listed: Set[Digest], manifest: Digest | None, domain: Domain = SINGLE
+    ) -> RangeStatus:
         """Return the status of a shard that is not here.
 
         ``listed``: those of the reader's shards that the manifest has. ``UPLOAD``: a client has to upload it, and none
         is chosen yet (``choose_uploader``).
         """
-        if self.resident(digest):  # since a moment ago
+        if self.resident(digest, domain):  # since a moment ago
             return RangeStatus.FILLING
-        if self.verification.is_pending(digest):  # being verified, or on a disk that cannot be read
+        if self._is_pending(digest, domain):  # being verified, or on a disk that cannot be read
             return RangeStatus.FILLING if self.verification.is_running(digest) else RangeStatus.FAILED
         if manifest is None or digest not in listed:
             return RangeStatus.NO_MANIFEST
-        return self.fills.status(Recipe(digest, manifest))
+        return self.fills.status(Recipe(name_in(domain, digest), name_in(domain, manifest)))
 
-    def choose_uploader(self, digest: Digest, manifest: Digest, client: str) -> bool:
+    def choose_uploader(self, digest: Digest, manifest: Digest, client: str, domain: Domain = SINGLE) -> bool:
         """Choose a client to upload a shard that the daemon cannot read; return whether it was chosen."""
-        size_bytes = float(self._needs.sizes_of(as_rows([digest]))[0])
-        decision = self._needs.commitments.get(Recipe(digest, manifest)) or Decision(digest, manifest, size_bytes)
+        recipe = Recipe(name_in(domain, digest), name_in(domain, manifest))
+        size_bytes = float(self._needs.sizes_of(as_rows([recipe.shard]))[0])
+        decision = self._needs.commitments.get(recipe) or Decision(*recipe, size_bytes)
         return self.fills.choose_uploader(decision, client)
 
-    async def open_shard(self, digest: Digest) -> OpenFile:
+    async def open_shard(self, digest: Digest, domain: Domain = SINGLE) -> OpenFile:
         """Return a verified resident shard's file. Raises ``NotFound``; it fills nothing."""
         loop = asyncio.get_running_loop()
-        if self.verification.is_pending(digest):
+        if self._is_pending(digest, domain):
             await asyncio.shield(self.verification.begin(digest))
-        if not self.resident(digest):
+        if not self.resident(digest, domain):
             raise NotFound("the shard is not resident")
         return await loop.run_in_executor(self.disk_threads, self.store.open_file, Kind.SHARD, digest)
 
-    def admitted(self, digest: Digest, source: str, client: str = "") -> None:
-        """Record that a shard from ``source`` was verified and written on behalf of ``client``."""
-        self.verification.written(digest)
-        self.holders.filled(digest, client)
-        self.counters.count("fills", source)
-        self.disk.wrote()
-        if source != "peer" and self.registry.ring.replicas > 1:
-            self.fill_threads.submit(self._replicate, digest)
+    def uploaded(self, digest: Digest, admission: Admission, size_bytes: int) -> None:
+        """Record that a client uploaded a shard, which was verified and written."""
+        self.fills.arrived(name_in(admission.domain, digest))
+        self.admitted(digest, admission)
+        self.counters.uploaded_bytes += size_bytes
 
-    def _replicate(self, digest: Digest) -> None:
+    def admitted(self, digest: Digest, admission: Admission) -> None:
+        """Record that a shard was verified and written."""
+        if admission.is_new:
+            self.verification.written(digest)
+        is_shared = len(self.inventory.domains_of(Kind.SHARD, digest)) > 1
+        self.holders.filled(digest, "" if is_shared else admission.client)
+        self.counters.count("fills", admission.source)
+        self.disk.wrote()
+        if admission.source != "peer" and self.registry.ring.replicas > 1:
+            self.fill_threads.submit(self._replicate, digest, admission.domain)
+
+    def _replicate(self, digest: Digest, domain: Domain) -> None:
         """In a thread: give a shard that came from outside the rack to the others that should hold it."""
-        for peer in self.peers.replicas(digest):
+        for peer in self.peers.replicas(digest, domain):
             try:
                 if not peer.has_shard(digest):
                     file = self.store.open_file(Kind.SHARD, digest)

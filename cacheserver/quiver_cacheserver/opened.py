@@ -1,4 +1,7 @@
-"""The manifests that a daemon has open, and when each was last used: which datasets are read. Safe from threads."""
+"""The manifests that a daemon has open, and when each was last used: which datasets are read. Safe from threads.
+
+By name (``names``): a manifest that two sharing domains use is open once for each.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,23 @@ OPEN_BYTES_MAX: Final = 1 << 30  # of manifests in memory at once, four of 1.3 m
 
 
 class OpenManifests:
-    """The most recently used manifests by digest, bounded in number and size."""
+    """The most recently used manifests by name, bounded in number and size."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Digest, Manifest] = OrderedDict()
         self._used: dict[Digest, float] = {}
 
-    def get(self, digest: Digest | None) -> Manifest | None:
+    def get(self, name: Digest) -> Manifest | None:
         """Return the manifest if it is open. That counts as a use."""
-        manifest = self._open.get(digest) if digest is not None else None
-        if manifest is not None and digest is not None:
-            self._used[digest] = time.monotonic()
-            self._open.move_to_end(digest)
+        manifest = self._open.get(name)
+        if manifest is not None:
+            self._used[name] = time.monotonic()
+            self._open.move_to_end(name)
         return manifest
 
-    def add(self, digest: Digest, manifest: Manifest) -> None:
-        self._open[digest] = manifest
-        self._used[digest] = time.monotonic()
+    def add(self, name: Digest, manifest: Manifest) -> None:
+        self._open[name] = manifest
+        self._used[name] = time.monotonic()
         while len(self._open) > 1 and (len(self._open) > OPEN_MAX or self._open_bytes() > OPEN_BYTES_MAX):
             old, _ = self._open.popitem(last=False)
             self._used.pop(old, None)
@@ -50,12 +53,12 @@ class OpenManifests:
         return used
 
     def recently_used(self) -> set[Digest]:
-        """Return the manifests of datasets that were read recently."""
-        return {digest for digest, _ in self._recent()}
+        """Return the digests of the manifests of datasets that were read recently."""
+        return {manifest.digest for _, manifest in self._recent()}
 
     def _recent(self) -> list[tuple[Digest, Manifest]]:
         since = time.monotonic() - IDLE_SECONDS
-        return [(digest, it) for digest, it in list(self._open.items()) if self._used.get(digest, 0.0) > since]
+        return [(name, it) for name, it in list(self._open.items()) if self._used.get(name, 0.0) > since]
 
     def _open_bytes(self) -> int:
         return sum(map(bytes_of, self._open.values()))

@@ -15,20 +15,26 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from aiohttp.http_exceptions import HttpProcessingError
 
 from quiver import __version__
 from quiver.errors import Corrupt, Misconfigured, QuiverError
-from quiver.ring import Member
+from quiver.ring import Member, static_id
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
+from quiver.transport.tls import CHECK_SECONDS, NODE_URI, Credentials
+from quiver_cacheserver.access.control import Access
+from quiver_cacheserver.access.keys import PublicKeys
+from quiver_cacheserver.access.quotas import Quotas
+from quiver_cacheserver.access.tokens import Tokens
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.memory import release_fill_memory
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
-from quiver_cacheserver.rack.registry import Registry, StaticRegistry, static_id
+from quiver_cacheserver.rack.registry import Registry, StaticRegistry
 from quiver_cacheserver.serving.listening import Listening
 from quiver_cacheserver.serving.unix_socket import Handoff, bound
 
@@ -47,9 +53,11 @@ SCRUB_BYTES_PER_SECOND: Final = 16 << 20  # 1.4 TB a day: the whole of an SSD in
 SCRUB_IDLE_SECONDS: Final = 60.0
 
 
-def build(config: Config, url: str) -> Node:
+def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
     """Compose the daemon. This function reads like the architecture: the disk, the ring, the node that joins them."""
-    name = config.node_id or static_id(url)  # not the host's name: two daemons may share a host
+    keys = PublicKeys(Path(config.token_keys).expanduser()) if config.token_keys else None
+    certified = tls.identity.node if tls is not None else ""
+    name = config.node_id or certified or static_id(url)  # not the host's name: two daemons may share a host
     store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False, url=url)
     store.trim()
     disk_bytes = shutil.disk_usage(store.root).total
@@ -61,7 +69,42 @@ def build(config: Config, url: str) -> Node:
         registry = EtcdRegistry(config.etcd, config.rack, member, replicas=config.replicas)
     else:
         registry = StaticRegistry(config.rack, member, config.peers, replicas=config.replicas)
-    return Node(registry.own.id, url, __version__, store, registry, config.origin)
+    node = Node(registry.own.id, url, __version__, store, registry, config.origin)
+    if keys is not None:
+        node.access = Access(Tokens(keys, config.rack))
+        node.budgets.weight_of = Quotas.parse(config.quota).weight_of
+    if tls is not None:
+        node.speak_tls(tls)
+    elif keys is not None:
+        node.peers.accept_us = False
+        log.warning(
+            "--token-keys without --tls-cert: tokens come in plain text, and daemons cannot show one another who they"
+            " are, so that each reads from the origin what only others hold"
+        )
+    return node
+
+
+def load_tls(config: Config) -> Credentials | None:
+    """Return the daemon's certificate and key, ``None`` without TLS.
+
+    Raises ``Misconfigured`` if others would not accept them: an expired certificate, one of another authority, or one
+    that does not name this node.
+    """
+    files = config.tls_files
+    if files is None:
+        return None
+    tls = Credentials(files, serves=True)
+    named = tls.identity.node
+    if not named:
+        raise Misconfigured(
+            f"--tls-cert {files.cert}: it is not a node's certificate, which has one URI {NODE_URI}ID among its"
+            " alternative names; make it with `quiver tls init DIR --node ID=HOST`"
+        )
+    if config.node_id and config.node_id != named:
+        raise Misconfigured(
+            f"--tls-cert {files.cert}: it is the certificate of node {named}, and --node-id is {config.node_id}"
+        )
+    return tls
 
 
 def bind(config: Config) -> socket.socket:
@@ -85,6 +128,7 @@ def bind(config: Config) -> socket.socket:
 async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | None = None) -> None:
     """Run the daemon until SIGTERM, SIGINT or SIGHUP. Raises ``Misconfigured`` if it cannot start."""
     check(config)
+    tls = load_tls(config)
     _allow_open_files()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -94,7 +138,10 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
             loop.add_signal_handler(number, stop.set)
     with contextlib.closing(bind(config)) as listener, bound(config.socket) as readers:
         port = listener.getsockname()[1]
-        node = build(config, config.advertised_url(port))
+        url = config.advertised_url(port)
+        if tls is not None:
+            tls.check_host(urlsplit(url).hostname or "")
+        node = build(config, url, tls)
         try:
             async with Handoff(node, readers) if readers is not None else contextlib.nullcontext():
                 await _serve(config, node, listener, stop, started)
@@ -133,8 +180,17 @@ async def _serve(
 
 
 def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
-    work = [_scrub, lambda node: node.origins.watch(), lambda node: node.disk.watch(), release_fill_memory]
+    work = [_scrub, _watch_tls, lambda node: node.origins.watch(), lambda node: node.disk.watch(), release_fill_memory]
+    work.append(lambda node: node.access.follow_keys())
     return [node.follow_needs(), *(_supervised(each, node) for each in work)]
+
+
+async def _watch_tls(node: Node) -> None:
+    """Load certificates again when their files change."""
+    loop = asyncio.get_running_loop()
+    while node.tls is not None:
+        await asyncio.sleep(CHECK_SECONDS)
+        await loop.run_in_executor(None, node.tls.refresh)
 
 
 async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import Corrupt, QuiverError
 from quiver.fill import OriginShards
 from quiver.manifest import Manifest
@@ -12,6 +13,7 @@ from quiver.peer import PeerClient
 from quiver.shard_memory import ShardMemory
 from quiver.source import ShardSource
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.names import name_in
 from quiver_cacheserver.origins.allowed import Origins
 from quiver_cacheserver.rack.peers import RackPeers
 
@@ -25,10 +27,10 @@ class Sources:
         self._counters = counters
         self._memory = memory
 
-    def of(self, shard: Digest, manifest: Manifest) -> Iterator[ShardSource]:
-        """Yield the sources that may have a shard, the cheapest first."""
-        yield from self._peers.holders(shard)
-        yield OriginShards(manifest, self._origins.of(manifest), self._memory.take)
+    def of(self, shard: Digest, manifest: Manifest, domain: Domain = SINGLE) -> Iterator[ShardSource]:
+        """Yield the sources that may have a shard for a domain, the cheapest first."""
+        yield from self._peers.holders(shard, domain)
+        yield OriginShards(manifest, self._origins.of(manifest, name_in(domain, manifest.digest)), self._memory.take)
 
     def blame(self, source: ShardSource, error: QuiverError) -> None:
         """Record that a source failed, or sent wrong bytes."""

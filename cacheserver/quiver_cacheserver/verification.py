@@ -13,6 +13,7 @@ from concurrent.futures import Executor
 from typing import Final
 
 from quiver.digest import Digest
+from quiver.domain import Domain
 from quiver.errors import Corrupt, NotFound
 from quiver.expiring import Expiring
 from quiver.store import Kind, MemoryInventory, Store
@@ -45,9 +46,13 @@ class Verification:
     def is_running(self, digest: Digest) -> bool:
         return digest in self._verifying
 
-    def is_resident(self, digest: Digest) -> bool:
-        """Whether the shard is here and verified."""
-        return digest not in self._unverified and self._inventory.has(Kind.SHARD, digest)
+    def is_held(self, digest: Digest, domain: Domain | None = None) -> bool:
+        """Whether the shard is here, verified or not: in a sharing domain, or in any."""
+        return self._inventory.has(Kind.SHARD, digest, domain)
+
+    def is_resident(self, digest: Digest, domain: Domain | None = None) -> bool:
+        """Whether the shard is here and verified: in a sharing domain, or in any."""
+        return digest not in self._unverified and self._inventory.has(Kind.SHARD, digest, domain)
 
     def begin(self, digest: Digest) -> asyncio.Future[bool]:
         """Return the verification of a shard on disk that is under way, or begin it."""

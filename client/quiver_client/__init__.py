@@ -14,7 +14,7 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
 - ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
   ``imports`` imports what they need; ``memory`` tunes malloc
-- ``indexing`` makes manifests, ``cli`` is the ``quiver`` command
+- ``indexing`` makes manifests, ``certificates`` those of TLS; ``cli`` is the ``quiver`` command
 """
 
 from __future__ import annotations

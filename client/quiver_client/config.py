@@ -1,6 +1,6 @@
 """Where the cache is: the ``cache=`` argument, parsed once.
 
-http://node1:7717,node2:7717          a rack, through any of its daemons
+http://node1:7717,node2:7717          a rack, through any of its daemons; https:// if they speak TLS
 file:///ssd/quiver?capacity=200GiB    embedded: a folder of this machine, shared by its processes
 """
 
@@ -13,8 +13,9 @@ from typing import Final
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from quiver.errors import BadRequest, Misconfigured, QuiverError
-from quiver.ring import check_url
+from quiver.ring import SCHEMES, check_url
 from quiver.sizes import parse_size
+from quiver.transport.tls import credentials_of_environment
 from quiver.wire import PORT
 
 CAPACITY_BYTES_DEFAULT: Final = 100 << 30
@@ -53,10 +54,9 @@ def parse_cache(cache: str | None) -> CacheConfig:
     text = (cache if cache is not None else os.environ.get("QUIVER_CACHE", "")).strip()
     if not text:
         return EmbeddedCache(cache_home(), CAPACITY_BYTES_DEFAULT)
-    if text.startswith("http://"):
-        return RackCache(tuple(_daemon(part.strip()) for part in text.split(",") if part.strip()))
-    if text.startswith("https://"):
-        raise Misconfigured(f"cache={text!r}: daemons speak plain HTTP inside the rack; write http://HOST:{PORT}")
+    for scheme in SCHEMES:
+        if text.startswith(f"{scheme}://"):
+            return _rack(text, scheme)
     parts = urlsplit(text)
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         options = parse_qs(parts.query, keep_blank_values=True)
@@ -71,9 +71,18 @@ def parse_cache(cache: str | None) -> CacheConfig:
     raise Misconfigured(f"cache={text!r}: write http://HOST:{PORT},… for a rack, or file:///FOLDER?capacity=SIZE")
 
 
-def _daemon(text: str) -> str:
-    url = text if "://" in text else f"http://{text}"
+def _rack(text: str, scheme: str) -> RackCache:
+    """Return the rack of these daemons, which all speak TLS or none of them."""
+    if scheme == "https":
+        credentials_of_environment().client()  # raises for files that are missing or wrong: now, and not in a worker
+    return RackCache(tuple(_daemon(part.strip(), scheme) for part in text.split(",") if part.strip()))
+
+
+def _daemon(text: str, scheme: str) -> str:
+    url = text if "://" in text else f"{scheme}://{text}"
+    if not url.startswith(f"{scheme}://"):
+        raise Misconfigured(f"cache: {text[:120]!r}: the first daemon has {scheme}://, and so must all of them")
     try:
         return check_url(url if urlsplit(url).port else f"{url.rstrip('/')}:{PORT}")
     except (BadRequest, ValueError) as error:
-        raise Misconfigured(f"cache: {text[:120]!r}: {error}; write http://HOST:{PORT}") from error
+        raise Misconfigured(f"cache: {text[:120]!r}: {error}; write {scheme}://HOST:{PORT}") from error

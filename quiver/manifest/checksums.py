@@ -15,6 +15,7 @@ import pyarrow as pa
 
 from quiver.errors import BadRequest
 from quiver.location import shown
+from quiver.malformed import MALFORMED
 from quiver.manifest.container import INDEX_AGAIN
 
 CHECKSUMS_KEY: Final = b"quiver-checksums"
@@ -41,7 +42,7 @@ def check_checksums(told: bytes, header: bytes, batch: memoryview) -> None:
     """Raise ``BadRequest`` if the header or a chunk of the record batch's message does not match its checksum."""
     try:
         checksums = msgspec.json.decode(told, type=Checksums)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"its checksums cannot be read ({shown(str(error))}); {INDEX_AGAIN}") from error
     starts = range(0, len(batch), CHUNK_BYTES)
     if checksums.chunk_bytes != CHUNK_BYTES or len(checksums.chunks) != len(starts):

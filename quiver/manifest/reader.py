@@ -19,6 +19,7 @@ from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, Misconfigured
 from quiver.location import shown
 from quiver.lookup import DigestRows
+from quiver.malformed import MALFORMED
 from quiver.manifest.checks import check_arrays, check_tables
 from quiver.manifest.checksums import CHECKSUMS_KEY, check_checksums
 from quiver.manifest.columns import tables_of
@@ -223,7 +224,7 @@ def _header(schema: pa.Schema) -> tuple[Header, bytes]:
                 f"manifest format {version} is newer than this Quiver reads ({FORMAT_VERSION}); upgrade quiver-cache"
             )
         header = msgspec.json.decode(raw, type=Header)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"its header cannot be read ({shown(str(error))}); {INDEX_AGAIN}") from error
     if header.format < 1:
         raise BadRequest(f"manifest format {header.format} is not read any more; {INDEX_AGAIN}")

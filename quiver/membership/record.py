@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 
 from quiver.errors import BadRequest
+from quiver.malformed import MALFORMED
 from quiver.ring import Member, check_member, usable_socket
 
 VALUE_BYTES_MAX: Final = 4096
@@ -59,7 +60,7 @@ def read(name: str, entry: Entry) -> Seat | None:
         record = msgspec.json.decode(entry.value, type=_Record)
         socket = usable_socket(record.socket)
         member = check_member(Member(name, record.url, record.weight, record.state, socket))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, BadRequest):
+    except (*MALFORMED, BadRequest):
         return None
     if not record.url.isprintable() or " " in record.url:
         return None  # urlsplit ignores line feeds: none may get into a request

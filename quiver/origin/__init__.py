@@ -8,7 +8,8 @@
   as ours; ``background``: the event loop that remote reads run on.
 - ``origin_process``: a remote store in a process of its own, for training processes, since they may fork.
 - ``samples``: ``SampleOrigin``, which knows how the samples of a manifest lie in objects; ``parquet``: its variant for
-  Parquet files, with ``arrays`` (lists of numbers as bytes) and ``row_group_cache`` (the last row groups decoded).
+  Parquet files, with ``arrays`` (lists of numbers as bytes), ``parquet_footer`` (how large a file says that its columns
+  are) and ``row_group_cache`` (the last row groups decoded).
 - ``opening``: which of these reads a URL; ``probing``: whether an origin can be read at all.
 """
 

@@ -17,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from quiver import forks
-from quiver.errors import Changed, OverCapacity, Unavailable
+from quiver.cached import cached_property
+from quiver.errors import BadRequest, Changed, OverCapacity, Unavailable
 from quiver.manifest import ABSENT, Manifest
 from quiver.origin.arrays import Rows, array_type, as_bytes
 from quiver.origin.base import READ_SECONDS, Extent, ObjectStore
+from quiver.origin.parquet_footer import Chunk, chunks_by_group
 from quiver.origin.row_group_cache import row_groups
 from quiver.origin.samples import naming_samples
 from quiver.sizes import format_size
@@ -82,7 +84,7 @@ class ParquetOrigin:
             self._lock.release()
 
     def _value(self, column: pa.Array[Any], row: int, size: int, number: int) -> memoryview:
-        buffer = column[row].as_buffer()
+        buffer = column[row].as_buffer() if row < len(column) else None
         if buffer is None or buffer.size != size:
             raise Changed(self.base + self._manifest.object(number).path, "changed")
         return memoryview(buffer).cast("B")  # Arrow's buffers have signed bytes, which a bytearray rejects
@@ -132,7 +134,7 @@ class _File:
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
-        except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for bytes that are no longer Parquet
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # pyarrow raises OSError for bytes that are no longer Parquet
             raise Changed(self.url, "changed") from error
         metadata = self._parquet.metadata
         counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
@@ -146,8 +148,12 @@ class _File:
                 return self._bounded(group, names, row_groups.group_bytes_max)
             table = self._parquet.read_row_group(group, columns=names, use_threads=False)
             return [column_of(table, name)[0] for name in names]
-        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+        except (pa.ArrowException, OSError, KeyError, IndexError, UnicodeDecodeError, BadRequest) as error:
             raise Changed(self.url, "changed") from error
+
+    @cached_property
+    def _chunks(self) -> list[list[Chunk]]:
+        return chunks_by_group(self._parquet.metadata)
 
     def _bounded(self, group: int, names: list[str], bytes_max: int) -> list[pa.ChunkedArray]:
         """Return the columns, decoded piece by piece. Raises ``OverCapacity`` past ``bytes_max``.
@@ -156,12 +162,7 @@ class _File:
         """
         found = self._parquet.metadata.row_group(group)
         paths = set(names) | {name.partition(".")[0] for name in names}
-        chunks = (found.column(at) for at in range(found.num_columns))
-        told = sum(
-            it.total_uncompressed_size
-            for it in chunks
-            if paths & {it.path_in_schema, it.path_in_schema.partition(".")[0]}
-        )
+        told = sum(it.uncompressed_bytes for it in self._chunks[group] if paths & {it.path, it.path.partition(".")[0]})
         if group in self._too_large or told > bytes_max:
             raise self._refusal(bytes_max)
         # No value is larger than its column in the file, so no piece is much larger than the bound.

@@ -38,7 +38,8 @@ CONNECTIONS_MAX: Final = 32  # the most requests that one store has in flight
 T = TypeVar("T")
 GOOD: Final = frozenset({200, 206})
 PASSING: Final = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses after which a retry may help
-_PARTIAL = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
+DIGITS_MAX: Final = 19  # of a size: Python refuses to parse thousands
+_PARTIAL = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(?:\d+|\*)", re.ASCII)
 
 
 class WebStore:
@@ -202,7 +203,7 @@ class WebStore:
 
     def _meta(self, path: str, answer: Answer) -> dict[str, Any]:
         size = answer.headers.get("Content-Length", "")
-        if not (size.isascii() and size.isdecimal()):
+        if not (size.isascii() and size.isdecimal() and len(size) < DIGITS_MAX):
             raise Unavailable(self.url(path), "the server does not say how large it is", lasting=True)
         return {
             "path": path,
@@ -393,5 +394,5 @@ def redirected(url: str, place: str) -> Forbidden:
 def _moment(text: str) -> datetime | None:
     try:
         return parsedate_to_datetime(text)
-    except ValueError:
+    except (ValueError, TypeError, OverflowError):
         return None

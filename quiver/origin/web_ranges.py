@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import ssl
 from collections.abc import Callable
 from typing import Final, NamedTuple, cast
@@ -24,6 +25,7 @@ SCRATCH_BYTES: Final = 4096  # a head, and with it the beginning of the body, wh
 HEAD_BYTES_MAX: Final = 1 << 16
 PROGRESS_BYTES: Final = 1 << 18  # received since progress was reported
 _END: Final = b"\r\n\r\n"
+_STATUS: Final = re.compile(r"[2-5][0-9]{2}(?: |$)")  # not interim ones, which another answer follows
 
 
 class OtherForm(Exception):
@@ -252,7 +254,7 @@ def _parsed(head: bytes) -> tuple[Head, bool]:
     """Return the head of an answer, and whether the server keeps the connection. Raises ``OtherForm``."""
     status, *lines = head.decode("latin-1").split("\r\n")
     version, _, rest = status.partition(" ")
-    if version != "HTTP/1.1" or not rest[:3].isdecimal() or rest[:1] == "1":
+    if version != "HTTP/1.1" or not _STATUS.match(rest):
         raise OtherForm
     headers: dict[str, str] = {}
     for line in lines:

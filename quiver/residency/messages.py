@@ -19,6 +19,7 @@ from msgspec import Meta
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
+from quiver.malformed import MALFORMED
 from quiver.residency.report import CONSUMER_BYTES, ConsumerReport
 
 NEEDS_TYPE: Final = "application/vnd.quiver.needs"
@@ -68,7 +69,6 @@ class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=
 _encode = msgspec.msgpack.Encoder().encode
 _decode_report: Final = msgspec.msgpack.Decoder(_ReportMessage).decode
 _decode_answer: Final = msgspec.msgpack.Decoder(_AnswerMessage).decode
-_MALFORMED: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # what the decoder raises
 
 
 class ReportHead(NamedTuple):
@@ -147,7 +147,7 @@ class NeedsAnswer:
             raise BadRequest(f"an answer to a report of needs has at most {ANSWER_BYTES_MAX} bytes, not {len(body)}")
         try:
             message = _decode_answer(body)
-        except _MALFORMED as error:
+        except MALFORMED as error:
             raise BadRequest(f"malformed answer to a report of needs: {error}") from error
         _check_numbers(message.uploads, message.shards)
         return cls(message.status, _unpacked(message.seen, message.shards), tuple(message.uploads))
@@ -158,7 +158,7 @@ def _report_message(body: Bytes) -> _ReportMessage:
         raise BadRequest(f"a report of needs has at most {REPORT_BYTES_MAX} bytes, not {len(body)}")
     try:
         message = _decode_report(body)
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise BadRequest(f"malformed report of needs: {error}") from error
     if not (0 <= message.rate < 1e15 and abs(message.ahead_bytes) < 1e18):  # NaN is neither
         raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")

@@ -7,6 +7,12 @@ groups need it, and how many bytes of it are left to read.
 
 Each daemon decides on its own, for the shards whose first owner in the ring it is (*mine*). The store says what is
 *held*, by ``arrived`` and ``gone``; ``commitments`` says what is coming, and what is evicted for it.
+
+Datasets of different sharing domains must not meet: one domain's report is answered as if no other one existed. So a
+dataset is added with its domain's *key*, and a digest XOR this key is the *name* of a manifest or shard here. The same
+file has another name in each domain: it is held, needed and fetched in each by itself. What is evicted is the file, and
+so gone under all its names. Without a key (a folder, a daemon without tokens) names are digests. Whoever chooses keys
+keeps them secret: who knew two could choose a digest that has another domain's name.
 """
 
 from __future__ import annotations
@@ -34,11 +40,12 @@ EVICTIONS_PER_REPORT: Final = 4  # of needed shards, for one consumer, until it 
 
 
 class Grown(NamedTuple):
-    """The slots of all shards including a new dataset's, and which of them are that dataset's ``(n,)``."""
+    """The slots of all shards including a new dataset's, which of them are that dataset's ``(n,)``, and its key."""
 
     before: DigestRows
     after: DigestRows
     slots: Ints
+    key: U8 | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -49,6 +56,7 @@ class DatasetNeeds:
     mine: Mask
     mine_share: float  # of the dataset's bytes, those of ``mine``
     shard_bytes: float  # of the largest
+    key: int = 0  # the number of its domain's key
     consumers: int = 0
 
 
@@ -96,10 +104,13 @@ class Needs:
         self.held = np.zeros(0, bool)
         self.counts = np.zeros(0, np.int32)  # of groups that need it
         self.ties = np.zeros(0)  # less than a half: breaks ties at random
+        self.key_of = np.zeros(0, np.int16)  # the number of the key by which it is named
+        self.keys: tuple[U8 | None, ...] = (None,)  # of all domains whose datasets are known; the first is no key
         self.ordered_is_next = False  # whether a consumer with a fixed order has the next turn
         self._chance = np.random.default_rng(seed)
         self._groups: dict[Group, dict[bytes, Consumer]] = {}
-        self.shown = self.shards, self.counts  # for other threads: a consistent pair
+        self.shown: tuple[DigestRows, npt.NDArray[np.int32], tuple[U8 | None, ...]]
+        self.shown = self.shards, self.counts, self.keys  # for other threads: consistent with one another
 
     def __len__(self) -> int:
         return len(self.consumers)
@@ -109,32 +120,40 @@ class Needs:
     def has_dataset(self, dataset: Digest) -> bool:
         return dataset in self.datasets
 
+    @property
+    def manifests(self) -> set[Digest]:
+        """The digests of the manifests of all datasets, whatever their domains."""
+        return {self._digest(name, it.key) for name, it in self.datasets.items()}
+
     def sizes_of(self, shards: U8) -> Floats:
-        """Return the bytes of each shard ``(n, 32)``; 0 for a shard of no reported dataset."""
+        """Return the bytes of each shard ``(n, 32)``, by name; 0 for a shard of no reported dataset."""
         if not len(self.shards):
             return np.zeros(len(shards))
         rows = self.shards.rows_of(shards)
         sizes: Floats = np.where(rows >= 0, self.sizes[rows], 0.0)
         return sizes
 
-    def grown(self, shards: U8) -> Grown:
-        """Return the slow part of ``add_dataset``. Any thread may call it, while the needs stay in use."""
+    def grown(self, shards: U8, key: U8 | None = None) -> Grown:
+        """Return the slow part of ``add_dataset``. Any thread may call it, while the needs stay in use.
+
+        ``key`` ``(32,)``: of the shards' domain; their names are their digests XOR this.
+        """
         before = self.shards
         rows = before.rows_of(shards)
         new = rows < 0
         rows[new] = np.arange(len(before), len(before) + int(new.sum()))
         after = DigestRows(np.concatenate([before.digests, shards[new]])) if new.any() else before
-        return Grown(before, after, rows)
+        return Grown(before, after, rows, key)
 
     def add_dataset(
         self, dataset: Digest, shards: U8, sizes: Floats, held: Mask, mine: Mask, grown: Grown | None = None
     ) -> None:
-        """Add a dataset's shards: digests ``(n, 32)``, bytes, which are held here, and which this daemon fetches.
+        """Add a dataset's shards: names ``(n, 32)``, bytes, which are held here, and which this daemon fetches.
 
-        ``grown``: a recent result of ``grown(shards)``.
+        ``grown``: a recent result of ``grown(shards, key)``, for the domain that has this key; by default without one.
         """
         if grown is None or grown.before is not self.shards:  # another dataset was added or removed meanwhile
-            grown = self.grown(shards)
+            grown = self.grown(shards, grown.key if grown is not None else None)
         slots = grown.slots
         new = len(grown.after) - len(self.sizes)
         self.shards = grown.after
@@ -142,11 +161,22 @@ class Needs:
         self.held = np.concatenate([self.held, np.zeros(new, bool)])
         self.counts = np.concatenate([self.counts, np.zeros(new, np.int32)])
         self.ties = np.concatenate([self.ties, self._chance.random(new) / 2])
+        self.key_of = np.concatenate([self.key_of, np.zeros(new, np.int16)])
+        number = self._number(grown.key)
         self.sizes[slots] = sizes
         self.held[slots] = held
-        self.shown = self.shards, self.counts
+        self.key_of[slots] = number
+        self.shown = self.shards, self.counts, self.keys
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
-        self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)))
+        self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)), number)
+
+    def _number(self, key: U8 | None) -> int:
+        """Return the number of a key, new or not."""
+        for number, known in enumerate(self.keys):
+            if known is key or (known is not None and key is not None and np.array_equal(known, key)):
+                return number
+        self.keys = (*self.keys, key)
+        return len(self.keys) - 1
 
     def set_mine(self, dataset: Digest, mine: Mask) -> None:
         """Set which shards this daemon fetches, after the ring changed."""
@@ -170,10 +200,14 @@ class Needs:
         self.shards = self.shards.only(used)
         self.sizes, self.held, self.ties = self.sizes[used], self.held[used], self.ties[used]
         self.counts = self.counts[used]
+        numbers = sorted({0, *(it.key for it in kept.values())})
+        self.keys = tuple(self.keys[number] for number in numbers)
+        self.key_of = np.searchsorted(numbers, self.key_of[used]).astype(np.int16)
         for it in kept.values():
             it.slots = place[it.slots]
+            it.key = numbers.index(it.key)
         self.datasets = kept
-        self.shown = self.shards, self.counts
+        self.shown = self.shards, self.counts, self.keys
 
     # -- consumers ----------------------------------------------------------------------------------------------------
 
@@ -276,27 +310,54 @@ class Needs:
     # -- what is derived ----------------------------------------------------------------------------------------------
 
     def needed(self, shard: Digest) -> bool | None:
-        """Whether some group needs a shard; ``None`` if no consumer reports on its dataset."""
-        shards, counts = self.shown
+        """Whether some group needs a shard, by name; ``None`` if no consumer reports on its dataset."""
+        shards, counts, _ = self.shown
         slot = shards.get(shard)
         return None if slot is None else bool(counts[slot] > 0)
 
-    def needed_of(self, shards: U8) -> npt.NDArray[np.int8]:
-        """Return ``needed`` for many shards ``(n, 32)``: 1, 0, and -1 for unknown."""
-        known, counts = self.shown
-        slots = known.rows_of(shards)
-        if not len(counts):
-            return np.full(len(shards), -1, np.int8)
-        return np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8)
+    def needed_of(self, files: U8) -> npt.NDArray[np.int8]:
+        """Return ``needed`` for many files ``(n, 32)``, by any name: 1, 0, and -1 for unknown."""
+        known, counts, keys = self.shown
+        needed = np.full(len(files), -1, np.int8)
+        for key in keys if len(counts) else ():
+            slots = known.rows_of(named(files, key))
+            np.maximum(needed, np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8), out=needed)
+        return needed
 
     def present(self) -> Mask:
         """Return a new mask, by slot, of what is held here and is not about to be evicted."""
         present = self.held.copy()
-        present[self.slots_of(self.commitments.evicting)] = False
+        present[self.slots_of_files(self.commitments.evicting)] = False
         return present
 
+    def slots_of_files(self, files: Collection[Digest]) -> Ints:
+        """Return the slots of files under all their names."""
+        if not files:
+            return np.zeros(0, np.int64)
+        rows = as_rows(files)
+        slots = np.concatenate([self.shards.rows_of(named(rows, key)) for key in self.keys])
+        return slots[slots >= 0]
+
+    def file_of(self, slot: int) -> Digest:
+        """Return the digest of the shard that has a slot."""
+        return self._digest(self.shards.name(slot), int(self.key_of[slot]))
+
+    def _digest(self, name: Digest, key: int) -> Digest:
+        return Digest(named(as_rows([name]), self.keys[key]).tobytes())
+
+    def counts_of_files(self) -> Ints:
+        """Return by slot how many groups need its file, under whatever name."""
+        if len(self.keys) == 1:
+            return self.counts.astype(np.int64)
+        files = self.shards.digests.copy()
+        for number, key in enumerate(self.keys):
+            files[self.key_of == number] = named(files[self.key_of == number], key)
+        _, which = np.unique(files.view(f"S{DIGEST_BYTES}").reshape(-1), return_inverse=True)
+        totals: Ints = np.bincount(which, weights=self.counts).astype(np.int64)[which]
+        return totals
+
     def slots_of(self, shards: Collection[Digest]) -> Ints:
-        """Return the slots of those of the shards that have one."""
+        """Return the slots of those of the shards that have one, by name."""
         if not shards:
             return np.zeros(0, np.int64)
         slots = self.shards.rows_of(as_rows(shards))
@@ -312,6 +373,11 @@ class Needs:
         held = self.present()[slots]
         seen: U8 = np.where(held, 1 + np.minimum(others, 254), 0).astype(np.uint8)
         return seen
+
+
+def named(digests: U8, key: U8 | None) -> U8:
+    """Return the names of digests ``(n, 32)`` under a domain's key, and as well the digests of names."""
+    return digests if key is None else digests ^ key
 
 
 def _union(members: Iterable[Consumer]) -> Mask | None:

@@ -114,7 +114,7 @@ class _Round:
             self._candidates.take(self._shelf.rows_of(decision.evict).tolist())
         # What is evicted beyond the shard's own bytes is not free yet: another fetch may end first.
         self._free_bytes -= max(decision.size_bytes - self._bytes_of(decision.evict), 0.0)
-        self._present[needs.slots_of(decision.evict)] = False
+        self._present[needs.slots_of_files(decision.evict)] = False
         self._forced.update(decision.starving)
         self._ordered_is_next = not decision.ordered
 
@@ -168,7 +168,7 @@ class _Round:
         victims = self._victims(room.missing_bytes)
         if not victims:
             return None
-        forced = tuple(self._needs.shards.name(victim) for victim in victims)
+        forced = tuple(self._needs.file_of(victim) for victim in victims)
         on_behalf = [it for it in starving if it.missing[self._dataset(it).slots == slot].any()]
         return Decision(
             self._needs.shards.name(slot),
@@ -196,7 +196,8 @@ class _Round:
         shelf, needs = self._shelf, self._needs
         rows = shelf.rows_of(digests)
         others = set(digests) - {shelf.name(at) for at in rows.tolist()}
-        return float(shelf.sizes[rows].sum() + needs.sizes[needs.slots_of(others)].sum())
+        known = {needs.file_of(slot): needs.sizes[slot] for slot in needs.slots_of_files(others).tolist()}
+        return float(shelf.sizes[rows].sum() + sum(known.values()))
 
     def _may_force(self, it: Consumer) -> bool:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
@@ -208,7 +209,8 @@ class _Round:
         held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
         if not len(held):
             return []
-        least = held[needs.counts[held] == needs.counts[held].min()]
+        counts = needs.counts_of_files()
+        least = held[counts[held] == counts[held].min()]
         left = np.zeros(len(needs.sizes))
         for it in needs.consumers.values():
             left[needs.datasets[it.dataset].slots] += it.left

@@ -23,11 +23,13 @@ from typing import Any, Final, Generic, Literal, TypeVar, overload
 
 from quiver import forks
 from quiver.digest import Bytes, Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.forks import LockedFile
 from quiver.shard import verified
 from quiver.sizes import format_size
-from quiver.store.files import OpenFile, disk_errors
+from quiver.store.domains import record_domains, with_domain
+from quiver.store.files import OpenFile, disk_errors, sync_folder
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
@@ -192,8 +194,12 @@ class Store(Generic[I_co]):
                 file.close()
 
     @contextlib.contextmanager
-    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, evict: Evict = ()) -> Iterator[Writing]:
+    def reserve(
+        self, kind: Kind, digest: Digest, size_bytes: int, evict: Evict = (), domain: Domain = SINGLE
+    ) -> Iterator[Writing]:
         """Reserve room, evicting exactly ``evict``. Without a ``commit`` inside the block nothing is kept.
+
+        ``domain``: the sharing domain that will hold the file, beside those that hold one of this name already.
 
         Raises ``OverCapacity``, having evicted nothing, if there would still be too little room.
         """
@@ -214,6 +220,7 @@ class Store(Generic[I_co]):
                 raise
             self.inventory.reserved(size_bytes)
         writing = Writing(self, kind, digest, size_bytes, temporary, file)
+        writing.domain = domain
         try:
             yield writing
         finally:
@@ -229,22 +236,39 @@ class Store(Generic[I_co]):
         finally:
             writing.close()
 
-    def admit(self, writing: Writing) -> None:
-        """Make a written file visible and count it, in one step: it must not be dropped in between."""
+    def admit(self, writing: Writing, *, shares: bool = False) -> bool:
+        """Make a written file visible and count it, in one step: it must not be dropped in between.
+
+        ``shares``: if other sharing domains hold a file of this name, it is theirs and the writer's from now on, and
+        the written one is removed. Returns whether the written one was made visible.
+        """
         final = file_of(self.root, writing.kind, writing.digest)
         with self.inventory.changing():
+            before = self.inventory.domains_of(writing.kind, writing.digest)
+            domains = with_domain(before, writing.domain)
             self._put_strays_aside(final)
+            is_new_folder = not final.parent.is_dir()
             final.parent.mkdir(exist_ok=True)
-            writing.path.replace(final)
-            writing.committed = True
-            self.inventory.released(writing.size_bytes)
-            self.inventory.added(writing.kind, writing.digest, writing.size_bytes)
-            self.forget_open(writing.kind, writing.digest)
+            is_new = not (shares and before and writing.domain not in before and is_regular(final))
+            if domains != ((writing.domain,) if is_new else before):
+                record_domains(writing.path if is_new else final, domains)
+            if is_new:
+                writing.path.replace(final)
+                writing.committed = True
+                self.inventory.released(writing.size_bytes)
+                self.inventory.added(writing.kind, writing.digest, writing.size_bytes, domains)
+                self.forget_open(writing.kind, writing.digest)
+            else:
+                self.inventory.shared(writing.kind, writing.digest, domains)
         try:
-            _sync_folder(final.parent)
+            if is_new_folder:
+                sync_folder(final.parent.parent)
+            sync_folder(final.parent)
         except OSError:
-            self.drop(writing.kind, writing.digest)  # the rename may not survive a crash
+            if is_new:
+                self.drop(writing.kind, writing.digest)  # the rename may not survive a crash
             raise
+        return is_new
 
     def drop(self, kind: Kind, digest: Digest) -> None:
         """Remove a file. A process that has it open or mapped keeps it."""
@@ -359,6 +383,7 @@ class Writing:
     ) -> None:
         self.size_bytes = size_bytes
         self.committed = False
+        self.domain = SINGLE
         self._store = store
         self.kind = kind
         self.digest = digest
@@ -391,13 +416,20 @@ class Writing:
                 raise DiskFailed(f"{self._store.root}: a file cannot be read back: {error.strerror}") from error
         return mapped
 
-    def commit(self) -> None:
-        """Make the file visible under its name. The caller has compared the content with the name."""
+    def commit(self, *, shares: bool = False) -> bool:
+        """Make the file visible under its name. The caller has compared the content with the name.
+
+        ``shares``: a file of this name that only other sharing domains hold is known to be right. Then it is shared
+        with the writer's domain, after the same work: nobody learns from the time it takes that it was there. Returns
+        whether this file is the one that is held now.
+        """
         if self._at != self.size_bytes:
             raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")
         with disk_errors(self._store.root):
+            if self.domain != SINGLE:
+                record_domains(self._file.fd, (self.domain,))  # so that it is synced with the file
             os.fsync(self._file.fd)
-            self._store.admit(self)
+            return self._store.admit(self, shares=shares)
 
     def close(self) -> None:
         """Unlock and close the temporary file."""
@@ -414,11 +446,3 @@ def _oldest_first(folder: Path) -> list[tuple[float, Path, int]]:
                 continue
             found.append((info.st_mtime, path, info.st_size))
     return sorted(found)
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

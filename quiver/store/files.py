@@ -121,3 +121,12 @@ def disk_errors(root: Path, doing: str = "write to") -> Iterator[None]:
             errno.EROFS: "the disk is read-only",
         }.get(error.errno or 0, error.strerror or str(error))
         raise DiskFailed(f"cannot {doing} {root}: {what}") from error
+
+
+def sync_folder(path: Path) -> None:
+    """Make the folder's entries survive a power cut. Raises ``OSError``."""
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -28,9 +28,11 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.digest import Digest
+from quiver.domain import Domain
 from quiver.errors import BadRequest
 from quiver.forks import LockedFile
 from quiver.residency.eviction import StoredFile
+from quiver.store.domains import NOBODY, UNRECORDED, Domains, domains_recorded
 from quiver.store.locks import FILE_MODE, BriefLock, own, share
 from quiver.store.table import FileListing, FileTable
 
@@ -81,7 +83,15 @@ class Inventory(Protocol):
 
     def released(self, size_bytes: int) -> None: ...
 
-    def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None: ...
+    def added(self, kind: Kind, digest: Digest, size_bytes: int, domains: Domains = UNRECORDED) -> None: ...
+
+    def domains_of(self, kind: Kind, digest: Digest) -> Domains:
+        """Return the sharing domains that hold a file; none if it is not held."""
+        ...
+
+    def shared(self, kind: Kind, digest: Digest, domains: Domains) -> None:
+        """Record that these domains hold a file that is held already."""
+        ...
 
     def removed(self, kind: Kind, digest: Digest) -> None: ...
 
@@ -185,9 +195,12 @@ class MemoryInventory:
         # The file's own time preserves its age across a restart; from then on the clock is the monotonic one.
         age = time.time() - time.monotonic()
         self._files = {kind: FileTable() for kind in Kind}
+        # Of files that domains other than ``SINGLE`` hold: a daemon without tokens has none.
+        self._domains: dict[Kind, dict[Digest, Domains]] = {kind: {} for kind in Kind}
         for kind, table in self._files.items():
             for digest, info in scan(root, kind):
                 table.set(digest, info.st_size, info.st_mtime - age)
+                self._record(kind, digest, domains_recorded(file_of(root, kind, digest)))
         shards = self._files[Kind.SHARD]
         self._shard_bytes = sum(map(shards.size, shards.digests()))
         self._bytes = sum(table.size(digest) for table in self._files.values() for digest in table.digests())
@@ -223,10 +236,13 @@ class MemoryInventory:
         """Return what is held as arrays, without the lock: an entry that is changing at this moment may be wrong."""
         return self._files[kind].listing()
 
-    def digests(self, kind: Kind) -> npt.NDArray[np.uint8]:
-        """Return the digests of what is held, as rows ``(n, 32)``."""
+    def digests(self, kind: Kind, domain: Domain | None = None) -> npt.NDArray[np.uint8]:
+        """Return the digests of what is held, in a domain or in any, as rows ``(n, 32)``."""
         with self._lock:
-            return self._files[kind].listing().digests
+            held = self._files[kind].listing()
+            if domain is None or (domain in UNRECORDED and not self._domains[kind]):
+                return held.digests
+            return held.digests[[self.has(kind, digest, domain) for digest in held.names]]
 
     def count(self, kind: Kind) -> int:
         return len(self._files[kind])
@@ -234,8 +250,28 @@ class MemoryInventory:
     def size(self, kind: Kind, digest: Digest) -> int:
         return self._files[kind].size(digest)
 
-    def has(self, kind: Kind, digest: Digest) -> bool:
-        return digest in self._files[kind].rows
+    def has(self, kind: Kind, digest: Digest, domain: Domain | None = None) -> bool:
+        """Whether a file is held: in this domain, or in any."""
+        if digest not in self._files[kind].rows:
+            return False
+        return domain is None or domain in self._domains[kind].get(digest, UNRECORDED)
+
+    def domains_of(self, kind: Kind, digest: Digest) -> Domains:
+        if digest not in self._files[kind].rows:
+            return NOBODY
+        return self._domains[kind].get(digest, UNRECORDED)
+
+    def shared(self, kind: Kind, digest: Digest, domains: Domains) -> None:
+        with self._lock:
+            if digest in self._files[kind].rows:
+                self._record(kind, digest, domains)
+                self._tell(kind, digest, True)
+
+    def _record(self, kind: Kind, digest: Digest, domains: Domains) -> None:
+        if domains == UNRECORDED:
+            self._domains[kind].pop(digest, None)
+        else:
+            self._domains[kind][digest] = domains
 
     def edition(self, digest: Digest) -> int:
         """Return the edition of the file that has this shard's name now; 0 if the shard is not held."""
@@ -262,16 +298,19 @@ class MemoryInventory:
     def released(self, size_bytes: int) -> None:
         self.reserved(-size_bytes)
 
-    def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None:
+    def added(self, kind: Kind, digest: Digest, size_bytes: int, domains: Domains = UNRECORDED) -> None:
         with self._lock:
             before = self._files[kind].size(digest)
+            self._record(kind, digest, domains)  # first: other threads look without the lock
             self._files[kind].set(digest, size_bytes, time.monotonic())
             self._changed(kind, digest, size_bytes - before, True)
 
     def removed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:
             if digest in self._files[kind].rows:
-                self._changed(kind, digest, -self._files[kind].remove(digest), False)
+                size_bytes = self._files[kind].remove(digest)
+                self._domains[kind].pop(digest, None)  # last, for the same reason
+                self._changed(kind, digest, -size_bytes, False)
 
     def _changed(self, kind: Kind, digest: Digest, size_bytes: int, held: bool) -> None:
         self._bytes += size_bytes
@@ -281,8 +320,11 @@ class MemoryInventory:
                 self._editions[digest] = next(self._next_edition)
             else:
                 del self._editions[digest]
-            for listener in self._listeners:
-                listener(digest, held)
+        self._tell(kind, digest, held)
+
+    def _tell(self, kind: Kind, digest: Digest, held: bool) -> None:
+        for listener in self._listeners if kind is Kind.SHARD else ():
+            listener(digest, held)
 
     def missed(self, kind: Kind, digest: Digest) -> None:
         with self._lock:  # files appear under this lock: this one may have appeared since
@@ -340,8 +382,14 @@ class FolderInventory:
 
     released = reserved
 
-    def added(self, kind: Kind, digest: Digest, size_bytes: int) -> None:
+    def added(self, kind: Kind, digest: Digest, size_bytes: int, domains: Domains = UNRECORDED) -> None:
         self._touched[digest] = time.time()
+
+    def domains_of(self, kind: Kind, digest: Digest) -> Domains:
+        return UNRECORDED  # whoever may read the folder shares all of it
+
+    def shared(self, kind: Kind, digest: Digest, domains: Domains) -> None:
+        pass
 
     def removed(self, kind: Kind, digest: Digest) -> None:
         self._touched.pop(digest, None)

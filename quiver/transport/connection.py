@@ -24,9 +24,11 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.errors import BrokenOff, QuiverError, Unavailable
+from quiver.token_source import NO_TOKEN, TokenSource, warn_of_plain_text
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
-from quiver.transport.sockets import NotReady, connect, is_ready, kernel_waits, receive_some, send_some, set_wait
+from quiver.transport.sockets import NotReady, is_ready, kernel_waits, receive_some, send_some, set_wait
+from quiver.transport.tls import Credentials, TlsError, explained, open_socket
 
 U8 = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -195,12 +197,15 @@ def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 class Endpoint:
     """A daemon's address: how to connect to it, how long to wait for it, and which error each failure is.
 
-    ``tls``: speak TLS with the daemon, using this context.
+    ``tls``: for an ``https`` URL; by default the credentials of the environment. ``node``: which node's certificate it
+    must have; if empty, that of any node that is valid for its host. ``token``: what to send it, to show who asks.
     """
 
     url: str
     patience: Patience
-    tls: ssl.SSLContext | None = None
+    tls: Credentials | None = None
+    node: str = ""
+    token: TokenSource = NO_TOKEN
 
     @property
     def name(self) -> str:
@@ -212,11 +217,26 @@ class Endpoint:
         """The value of the header ``Host``."""
         return urlsplit(self.url).netloc
 
+    @property
+    def is_authenticated(self) -> bool:
+        """Whether what comes from it was sent by a daemon with a certificate of the authority."""
+        return urlsplit(self.url).scheme == "https"
+
+    def authorization(self, token: str) -> str:
+        """Return the header that carries a token, ``""`` for none."""
+        if not token:
+            return ""
+        if not self.is_authenticated:
+            warn_of_plain_text(urlsplit(self.url).hostname or "")
+        return f"Authorization: Bearer {token}\r\n"
+
     def connect(self) -> Connection:
-        """Raises ``Unavailable``."""
-        parts = urlsplit(self.url)
+        """Raises ``Unavailable``, and ``Misconfigured`` without an authority for an ``https`` URL."""
+        patience = self.patience
         try:
-            sock = connect(parts.hostname or "", parts.port or 80, self.patience.connect_seconds, self.tls)
+            sock = open_socket(self.url, patience.connect_seconds, patience.handshake_seconds, self.tls, self.node)
+        except TlsError as error:
+            raise Unavailable(self.url, str(error), lasting=True) from error
         except OSError as error:
             why = f"cannot be reached ({error.strerror or error}); is the daemon running there?"
             raise Unavailable(self.url, why) from error
@@ -228,6 +248,8 @@ class Endpoint:
 
     def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
         """Return the error for an exchange that failed."""
+        if isinstance(error, ssl.SSLError):  # an alert: in TLS 1.3 a server refuses a certificate after the handshake
+            return Unavailable(self.url, explained(error), lasting=True)
         if is_answering and isinstance(error, ConnectionError):
             return BrokenOff(self.url, f"{error}; the daemon died, or the shard on its disk is damaged")
         why = f"does not answer ({str(error) or type(error).__name__}); is the daemon running there?"

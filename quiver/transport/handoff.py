@@ -4,7 +4,7 @@ The socket is of type SOCK_SEQPACKET. A request is one message and so is its ans
 and descriptors belong to exactly one message. In a stream they would need framing, and would be attached to a single
 byte. Messages are MessagePack.
 
-    hello     the answer has the daemon's node id
+    hello     may have a token, to which the connection is bound; the answer has the daemon's node id
     files     names shards; the answer has a status and an edition for each, and carries the descriptors of those that
               are present, in order
     held      names shards and editions; the answer says for each whether the daemon still holds that edition
@@ -23,15 +23,18 @@ import socket
 import struct
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from quiver.claims import TOKEN_BYTES_MAX
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
-from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unauthenticated, Unavailable
+from quiver.malformed import MALFORMED
 from quiver.store import OpenFile
+from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.connection import Connection, Dialogue, Ended
 
 FILES_MAX: Final = 64  # descriptors of one message; the kernel takes 253
@@ -61,11 +64,12 @@ class Verb(enum.IntEnum):
 
 
 class Status(enum.IntEnum):
-    """The outcome of a request. After ``REFUSED`` the daemon closes the connection."""
+    """The outcome of a request. After ``REFUSED`` and ``DENIED`` the daemon closes the connection."""
 
     OK = 0
     BUSY = 1
     REFUSED = 2
+    DENIED = 3  # no valid token, or one without the right
 
 
 class FileStatus(enum.IntEnum):
@@ -93,6 +97,7 @@ class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
     shards: bytes = b""
     editions: tuple[_Unsigned, ...] = ()
     flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_MAX)] = 0
+    token: Annotated[str, msgspec.Meta(max_length=TOKEN_BYTES_MAX)] = ""
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -114,16 +119,17 @@ class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """One message of a reader. For ``files`` the editions are 0, which means any."""
+    """One message of a reader. For ``files`` the editions are 0, which means any. ``token``: of hello, or ``""``."""
 
     verb: Verb
     entries: tuple[Held, ...] = ()
     flags: int = 0
+    token: str = field(default="", repr=False)
 
     def encode(self) -> bytes:
         shards = b"".join(entry.digest for entry in self.entries)
         editions = tuple(entry.edition for entry in self.entries) if self.verb is Verb.HELD else ()
-        return msgspec.msgpack.encode(_Request(self.verb, shards, editions, self.flags))
+        return msgspec.msgpack.encode(_Request(self.verb, shards, editions, self.flags, self.token))
 
     @classmethod
     def decode(cls, message: Bytes) -> HandoffRequest:
@@ -136,7 +142,9 @@ class HandoffRequest:
         if len(shards) > _ENTRIES_MAX[told.verb] or len(editions) != len(shards) or len(told.editions) > len(shards):
             what = f"{len(shards)} shards and {len(told.editions)} editions"
             raise BadRequest(f"{what} in a request for {told.verb.name.lower()}")
-        return cls(told.verb, tuple(map(Held, shards, editions)), told.flags)
+        if told.token and told.verb is not Verb.HELLO:
+            raise BadRequest(f"a token in a request for {told.verb.name.lower()}; it belongs to hello")
+        return cls(told.verb, tuple(map(Held, shards, editions)), told.flags, told.token)
 
 
 def hello_answer(node: str) -> bytes:
@@ -160,7 +168,7 @@ def refusal(status: Status) -> bytes:
 def _decode(message: Bytes, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(message, type=kind)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise BadRequest(f"malformed message: {error}") from error
 
 
@@ -209,16 +217,25 @@ class HandoffClient:
     of the path would not suffice: a user who may write to its folder can replace the socket after the check.
 
     Raises ``Unavailable`` if the daemon does not answer or is another one than before, ``Forbidden`` if the socket's
-    permissions exclude this user or an untrusted user listens, ``OverCapacity`` if the daemon is busy, and ``Corrupt``
-    for a malformed answer. Whatever the daemon sends, no descriptor is leaked.
+    permissions exclude this user or an untrusted user listens, ``Unauthenticated`` if the daemon requires another
+    token, ``OverCapacity`` if it is busy, and ``Corrupt`` for a malformed answer. Whatever the daemon sends, no
+    descriptor is leaked.
     """
 
-    def __init__(self, path: str, trusted: Collection[int] = (), *, answer_seconds: float = ANSWER_SECONDS) -> None:
-        """``trusted``: user ids. ``answer_seconds``: for a request, connecting included."""
+    def __init__(
+        self,
+        path: str,
+        trusted: Collection[int] = (),
+        *,
+        answer_seconds: float = ANSWER_SECONDS,
+        token: TokenSource = NO_TOKEN,
+    ) -> None:
+        """``trusted``: user ids. ``answer_seconds``: for a request, connecting included. ``token``: sent in hello."""
         self.path = path
         self.trusted = frozenset(trusted)
         self.node = ""  # as the daemon named itself
         self._answer_seconds = answer_seconds
+        self._token = token
         self._dialogue = Dialogue(self._failure, IDLE_CONNECTIONS_MAX)
 
     def __repr__(self) -> str:
@@ -267,7 +284,11 @@ class HandoffClient:
             connection.finish()
             return answer, files
 
-        return self._dialogue.run(partial(self._opened, deadline), exchange)
+        try:
+            return self._dialogue.run(partial(self._opened, deadline), exchange)
+        except Unauthenticated:  # the token of this connection has expired: say hello with the current one
+            self._dialogue.idle.clear()
+            return self._dialogue.run(partial(self._opened, deadline), exchange)
 
     def _parsed(self, data: bytes) -> HandoffAnswer:
         try:
@@ -276,6 +297,8 @@ class HandoffClient:
             raise Corrupt(str(error), self.path) from error
         if answer.status is Status.BUSY:
             raise OverCapacity(f"{self.path}: the daemon is busy", 1.0)
+        if answer.status is Status.DENIED:
+            raise Unauthenticated(f"{self.path}: {self._token.fault()}")
         if answer.status is not Status.OK:
             raise Corrupt("the daemon refuses the request as malformed", self.path)
         return answer
@@ -291,7 +314,8 @@ class HandoffClient:
             sock.connect(self.path)
             self._check_listener(sock)
             connection = Connection(sock)
-            data, _ = _exchange(connection, HandoffRequest(Verb.HELLO).encode(), deadline)
+            hello = HandoffRequest(Verb.HELLO, token=self._token.token())
+            data, _ = _exchange(connection, hello.encode(), deadline)
             self._greet(self._parsed(data).node)
         except OSError as error:
             sock.close()

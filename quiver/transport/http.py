@@ -8,9 +8,11 @@ encodings, chunked bodies and bodies of another length are rejected.
 from __future__ import annotations
 
 import contextlib
+import copy
 import http.client
 import io
 import re
+import ssl
 from dataclasses import dataclass
 from email.message import Message
 from functools import partial
@@ -20,7 +22,8 @@ import msgspec
 import numpy as np
 
 from quiver.digest import Bytes
-from quiver.errors import Corrupt, error_from
+from quiver.errors import Corrupt, Unauthenticated, error_from
+from quiver.malformed import MALFORMED
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.wire import ErrorBody
 
@@ -96,6 +99,13 @@ class HttpVerbs:
     def __init__(self, endpoint: Endpoint) -> None:
         self.dialogue = Dialogue(endpoint.failure)
         self._endpoint = endpoint
+        self._headers: tuple[str, ...] = ()
+
+    def with_header(self, name: str, value: str) -> HttpVerbs:
+        """Return the same, over the same connections, with one more header in every request."""
+        other = copy.copy(self)
+        other._headers = (*self._headers, f"{name}: {value}")
+        return other
 
     def close(self) -> None:
         self.dialogue.close()
@@ -111,11 +121,22 @@ class HttpVerbs:
         wait_seconds: float = 0.0,
     ) -> U8:
         """Return the body of a successful answer. ``wait_seconds``: how long the daemon may wait for fills first."""
-        lines = [f"{method} {path} HTTP/1.1", f"Host: {self._endpoint.host}"]
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {self._endpoint.host}", *self._headers]
         if method in ("PUT", "POST"):
             lines += [f"Content-Type: {content_type}", f"Content-Length: {memoryview(body).nbytes}"]
-        head = "\r\n".join([*lines, "", ""]).encode()
-        exchange = partial(self._exchange, method, head, body, answer_bytes_max, wait_seconds)
+        head, source = "\r\n".join([*lines, ""]), self._endpoint.token
+        sent = source.token()
+        try:
+            return self._run(method, head, sent, body, answer_bytes_max, wait_seconds)
+        except Unauthenticated as error:
+            token = source.token(fresh=True)
+            if token == sent:
+                raise Unauthenticated(f"{self._endpoint.url}: {source.fault()}") from error
+            return self._run(method, head, token, body, answer_bytes_max, wait_seconds)
+
+    def _run(self, method: str, head: str, token: str, body: Bytes, answer_bytes_max: int, wait_seconds: float) -> U8:
+        whole = f"{head}{self._endpoint.authorization(token)}\r\n".encode()
+        exchange = partial(self._exchange, method, whole, body, answer_bytes_max, wait_seconds)
         return self.dialogue.run(self._endpoint.connect, exchange)
 
     def _exchange(
@@ -146,8 +167,12 @@ class HttpVerbs:
             connection.send(head, memoryview(body))
         except ConnectionError:
             # A daemon that refuses an upload answers before it has read all of it: prefer its answer to the reset.
-            with contextlib.suppress(OSError, ValueError):
+            try:
                 return receive_head(connection)
+            except ssl.SSLError:
+                raise  # an alert, which says why it closed the connection
+            except (OSError, ValueError):
+                pass
             raise
         return receive_head(connection)
 
@@ -169,7 +194,7 @@ class HttpVerbs:
         body = self._body(connection, answer, behind, size_bytes) if whole else b""
         try:
             told = msgspec.json.decode(bytes(body), type=ErrorBody)
-        except (msgspec.DecodeError, RecursionError):
+        except MALFORMED:
             told = ErrorBody("", answer.reason)
         seconds = answer.retry_after_seconds
         raise error_from(

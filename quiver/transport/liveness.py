@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import select
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-from quiver.transport.sockets import NotReady, connect, receive_some, send_some
+from quiver.errors import Misconfigured
+from quiver.transport.sockets import NotReady, receive_some, send_some
+from quiver.transport.tls import Credentials, open_socket
 
 SLOWEST_BYTES_PER_SECOND: Final = 256 << 10  # reading elsewhere is faster
 
@@ -31,12 +32,15 @@ class Patience(NamedTuple):
     silence_seconds: float = 10.0  # without a single byte; the request's own wait for fills is added
     suspect_seconds: float = 1.0  # of silence, after which a health check is sent
     alive_seconds: float = 1.0  # for the daemon to answer the health check
+    handshake_seconds: float = 5.0  # of TLS, on a new connection
 
 
 PATIENT: Final = Patience()
 # For the path of a batch. A daemon in the rack answers a health check in a millisecond, a busy one in tens. A check
 # sent too early costs next to nothing; one that fails wrongly costs a few reads from the origin.
-IN_RACK: Final = Patience(connect_seconds=0.5, silence_seconds=5.0, suspect_seconds=0.15, alive_seconds=0.35)
+IN_RACK: Final = Patience(
+    connect_seconds=0.5, silence_seconds=5.0, suspect_seconds=0.15, alive_seconds=0.35, handshake_seconds=1.0
+)
 
 
 class PeerGone(TimeoutError):
@@ -117,20 +121,21 @@ class Vigil:
         self._check_at = now + self._interval_seconds
 
 
-def is_alive(
-    url: str, seconds: float, meanwhile: socket.socket | None = None, tls: ssl.SSLContext | None = None
-) -> bool:
-    """Return whether the daemon answers a health check within ``seconds``, or bytes arrive on ``meanwhile``."""
+def is_alive(url: str, seconds: float, meanwhile: socket.socket | None = None, tls: Credentials | None = None) -> bool:
+    """Return whether the daemon answers a health check within ``seconds``, or bytes arrive on ``meanwhile``.
+
+    ``tls``: for an ``https`` URL; by default the credentials of the environment.
+    """
     parts = urlsplit(url)
     deadline = time.monotonic() + seconds
     request = f"GET /healthz HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode()
     try:
-        with connect(parts.hostname or "", parts.port or 80, seconds, tls) as probe:
+        with open_socket(url, seconds, seconds, tls) as probe:
             probe.settimeout(max(deadline - time.monotonic(), 0.001))
             send_some(probe, [memoryview(request)])
             probe.setblocking(False)
             return _answers(probe, meanwhile, deadline)
-    except OSError:
+    except (OSError, Misconfigured):
         return False
 
 

@@ -33,15 +33,15 @@ class NotReady(BlockingIOError):
         self.events = events
 
 
-def connect(host: str, port: int, seconds: float, tls: ssl.SSLContext | None = None) -> socket.socket:
-    """Return a connection without Nagle's delay; with ``tls``, after the handshake. Raises ``OSError``."""
+def connect(host: str, port: int, seconds: float) -> socket.socket:
+    """Return a connection without Nagle's delay. Raises ``OSError``."""
     sock = socket.create_connection((host, port), seconds)
     try:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock if tls is None else tls.wrap_socket(sock, server_hostname=host)
     except BaseException:
         sock.close()
         raise
+    return sock
 
 
 def kernel_waits(sock: socket.socket) -> bool:

@@ -22,7 +22,8 @@ import numpy as np
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.errors import Corrupt, OverCapacity, QuiverError, answer_of, error_from
+from quiver.errors import Corrupt, OverCapacity, QuiverError, Unauthenticated, answer_of, error_from
+from quiver.malformed import MALFORMED
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.transport.http import Head, receive_head, tokens
 from quiver.transport.idle import Idle
@@ -79,6 +80,7 @@ class ReadStreams:
         self.dialogue = Dialogue(endpoint.failure)
         self.no_stream = Backoff(NO_STREAM_SECONDS, NO_STREAM_SECONDS_MAX)
         self._endpoint = endpoint
+        self._bound_to = ""
         self._lock = forks.lock()  # of ``no_stream``
 
     @property
@@ -94,10 +96,17 @@ class ReadStreams:
         Returns ``None`` if the caller has to use HTTP for now. Raises the daemon's refusal, ``Corrupt`` for a malformed
         answer, and ``Unavailable``.
         """
+        token = self._endpoint.token.token()
+        if token != self._bound_to:  # a stream is bound to the token that it was opened with
+            self.idle.clear()
+            self._bound_to = token
         if self.no_stream.is_waiting and not self.idle.kept:
             return None
         try:
             return self.dialogue.run(self._opened, partial(read_on, self._endpoint, request))
+        except Unauthenticated:  # by HTTP the daemon tells whether the current token is refused, too
+            self.idle.clear()
+            return None
         except NotUpgraded as error:
             with self._lock:
                 if error.retry_after_seconds > 0:
@@ -136,10 +145,12 @@ def open_stream(endpoint: Endpoint) -> Connection:
 def _upgrade(connection: Connection, endpoint: Endpoint) -> None:
     patience = endpoint.patience._replace(silence_seconds=HANDSHAKE_SECONDS)
     connection.begin(replace(endpoint, patience=patience).vigil())
-    connection.send(
-        f"GET {PATH} HTTP/1.1\r\nHost: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
-    )
+    upgrade = f"Host: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
+    authorization = endpoint.authorization(endpoint.token.token())
+    connection.send(f"GET {PATH} HTTP/1.1\r\n{upgrade}{authorization}\r\n".encode())
     head, behind = receive_head(connection)
+    if head.status == Unauthenticated.status:
+        raise Unauthenticated(f"{endpoint.url}: {endpoint.token.fault()}")
     if not _is_switched(head) or behind:  # a daemon sends nothing more before the first request
         busy = head.status == OverCapacity.status
         raise NotUpgraded((head.retry_after_seconds or 0.0) if busy else 0.0)
@@ -201,7 +212,7 @@ def _refusal(connection: Connection, endpoint: Endpoint, begin: bytes, size: int
     connection.receive(memoryview(body)[len(begin) :])
     try:
         told = msgspec.json.decode(body, type=Refusal)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except MALFORMED as error:
         raise Corrupt(f"malformed refusal: {error}", endpoint.name) from error
     if told.error == OverCapacity.code:  # after other errors the daemon may close the connection
         connection.finish()

@@ -234,6 +234,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rack_module, "FILL_SECONDS_MAX", 1.0)
 
 
+@pytest.mark.fault("N1")
 @pytest.mark.parametrize("lie", LIES, ids=lambda lie: lie.__name__.strip("_"))
 def test_a_daemon_that_lies_delivers_no_wrong_byte_and_stalls_no_epoch(
     dataset: Make, small: Files, impatient: None, lie: Any
@@ -253,6 +254,7 @@ def test_a_daemon_that_lies_delivers_no_wrong_byte_and_stalls_no_epoch(
         made.close()
 
 
+@pytest.mark.fault("N1")
 def test_wrong_bytes_are_delivered_by_none_even_if_only_one_sample_is_wrong(
     dataset: Make, small: Files, impatient: None
 ) -> None:
@@ -318,6 +320,7 @@ JUNK: dict[str, Callable[[str], list[Any]]] = {
 }
 
 
+@pytest.mark.fault("M5", "M7")
 @pytest.mark.parametrize("what", JUNK)
 def test_no_ring_can_break_an_epoch(dataset: Make, small: Files, impatient: None, what: str) -> None:
     def honest(fake: Fake, request: ReadRequest, connection: socket.socket) -> None:
@@ -336,6 +339,7 @@ def test_no_ring_can_break_an_epoch(dataset: Make, small: Files, impatient: None
         made.close()
 
 
+@pytest.mark.fault("M7")
 def test_a_ring_that_is_no_ring_is_survived(dataset: Make, small: Files, own_rack: list[Daemon]) -> None:
     def answer(connection: socket.socket, raw: bytes) -> None:
         connection.sendall(ok(b'{"rack": 5}'))
@@ -370,6 +374,7 @@ def fragile(request: pytest.FixtureRequest, tmp_path: Path, daemons: dict[str, D
     return files, daemon.url if daemon else f"file://{tmp_path}/cache"
 
 
+@pytest.mark.fault("O4")
 @pytest.mark.parametrize("how", ["changed", "vanished", "shorter", "a folder"])
 def test_what_the_origin_lost_is_named_and_its_neighbours_are_read(
     dataset: Make, fragile: tuple[Files, str], how: str
@@ -411,6 +416,7 @@ def test_what_the_origin_lost_is_named_and_its_neighbours_are_read(
         assert made[lost]["image"] == data, "and when it is back it is read"
 
 
+@pytest.mark.fault("O5")
 def test_an_origin_that_is_down_is_said_and_what_is_cached_trains_on(
     dataset: Make, small: Files, tmp_path: Path
 ) -> None:

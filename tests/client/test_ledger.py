@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator
@@ -404,6 +405,34 @@ def test_a_new_ledger_replaces_an_old_one_and_leaves_nothing_beside_it(path: Pat
 
 def test_appending_to_a_ledger_that_does_not_exist_creates_one(path: Path) -> None:
     LedgerWriter(path, RUN, resume=True).close()
+    assert LedgerReader(path, RUN).epochs == ()
+
+
+@pytest.mark.fault("C1")
+def test_where_a_segment_begins_and_which_ledger_it_is_are_synced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut could leave an older segment, or an older ledger, whose batches would count."""
+    synced: list[tuple[str, int]] = []
+    sync = os.fsync
+
+    def recorded(fd: int) -> None:
+        synced.append((str(Path(f"/proc/self/fd/{fd}").readlink()), os.fstat(fd).st_size))
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    writer = LedgerWriter(path, RUN, resume=False)
+    with contextlib.closing(writer):
+        assert synced[-1][0] == str(path.parent)
+        for epoch in range(2):
+            writer.begin(epoch, None, 0)
+            assert synced[-1] == (str(path), path.stat().st_size)
+            writer.batch(b"a")
+
+
+@pytest.mark.fault("C1")
+def test_what_a_process_that_was_killed_while_it_made_a_ledger_left_is_written_over(path: Path) -> None:
+    path.with_name(f".{path.name}.tmp").write_bytes(b"half of a header, or more than that" * 100)
+    LedgerWriter(path, RUN, resume=False).close()
+    assert list(path.parent.iterdir()) == [path]
     assert LedgerReader(path, RUN).epochs == ()
 
 

@@ -62,6 +62,7 @@ def waits(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if "Waiting for the origin" in record.message]
 
 
+@pytest.mark.fault("O3")
 @pytest.mark.parametrize("way", [throttle("1"), Way(500), throttle("", 503)], ids=["429", "500", "503"])
 def test_an_epoch_waits_for_an_origin_that_is_away_and_says_so_once(
     dataset: Make, remote: Files, origin: ScriptedOrigin, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: Way
@@ -78,6 +79,7 @@ def test_an_epoch_waits_for_an_origin_that_is_away_and_says_so_once(
     assert all(origin.url in said.message for said in waits(caplog))
 
 
+@pytest.mark.fault("O3", "O5")
 @pytest.mark.parametrize("way", [throttle("600"), Way(500), HANG, HANG_IN_BODY, DRIP], ids=str)
 def test_past_its_patience_a_read_names_the_origin_and_what_to_do(
     dataset: Make, remote: Files, origin: ScriptedOrigin, tmp_path: Path, patience: Callable[[str], None], way: Way
@@ -96,6 +98,7 @@ def test_past_its_patience_a_read_names_the_origin_and_what_to_do(
     assert ".png" in said
 
 
+@pytest.mark.fault("O5")
 def test_after_that_error_a_run_resumes_exactly(
     dataset: Make, remote: Files, origin: ScriptedOrigin, tmp_path: Path, patience: Callable[[str], None]
 ) -> None:
@@ -125,6 +128,7 @@ def test_after_that_error_a_run_resumes_exactly(
     assert sorted(seen) == sorted(remote.content)
 
 
+@pytest.mark.fault("O5")
 def test_what_is_resident_is_handed_out_while_the_origin_hangs(
     dataset: Make, remote: Files, origin: ScriptedOrigin, tmp_path: Path, patience: Callable[[str], None]
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_stopped_process_that_holds_the_folder_holds_nobody_up(dataset: Make, 
     assert tier.store.resident_bytes() == int(made.manifest.tables.shard_sizes.sum())
 
 
+@pytest.mark.fault("O2")
 def test_a_stopped_filler_is_not_waited_for_and_its_shard_is_read_by_another(
     dataset: Make, files: Files, tmp_path: Path
 ) -> None:

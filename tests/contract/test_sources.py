@@ -290,6 +290,7 @@ HOSTILE: dict[str, Callable[[socket.socket, bytes], None]] = {
 }
 
 
+@pytest.mark.fault("N1", "N3")
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=list(HOSTILE))
 def test_a_peer_that_breaks_the_protocol_is_passed_over(
     stack: ExitStack, answer: Callable[[socket.socket, bytes], None]
@@ -304,6 +305,7 @@ def test_a_peer_that_is_not_there_is_unavailable_and_says_where() -> None:
     assert "running" in str(error)
 
 
+@pytest.mark.fault("N1")
 def test_what_follows_an_answer_does_not_become_the_next_one(stack: ExitStack) -> None:
     """Garbage behind a body is dropped with its connection, or the next request is asked on a new one."""
     case = served(stack, lambda connection, _: connection.sendall(ok(DATA) + ok(damaged(DATA, "garbage"))))
@@ -430,6 +432,7 @@ CHANGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.fault("O4")
 @pytest.mark.parametrize("how", CHANGES)
 def test_an_origin_that_changed_names_object_and_samples(origin: Origin, how: str) -> None:
     CHANGES[how](origin.path)

@@ -191,6 +191,7 @@ WRONG: dict[str, tuple[bytes | Act, type[QuiverError]]] = {
 }
 
 
+@pytest.mark.fault("N1")
 @pytest.mark.parametrize(("answer", "kind"), WRONG.values(), ids=list(WRONG))
 def test_a_wrong_answer_is_an_error_in_time_and_ends_the_stream(answer: bytes | Act, kind: type[QuiverError]) -> None:
     with served(switched(answer)) as (peer, server):
@@ -203,6 +204,7 @@ def test_a_wrong_answer_is_an_error_in_time_and_ends_the_stream(answer: bytes | 
         assert not [asked for asked in server.requests if asked.startswith(b"POST")], "HTTP is for who cannot upgrade"
 
 
+@pytest.mark.fault("N1")
 @pytest.mark.parametrize(("answer", "kind"), WRONG.values(), ids=list(WRONG))
 def test_what_went_wrong_on_a_stream_is_not_met_by_the_next_read(answer: bytes | Act, kind: type[QuiverError]) -> None:
     streams = iter([switched(GOOD, answer), switched(GOOD)])

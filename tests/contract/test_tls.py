@@ -20,11 +20,12 @@ from quiver.peer import PeerClient
 from quiver.transport.connection import Endpoint
 from quiver.transport.liveness import Patience, is_alive
 from quiver.transport.stream import FRAME, MAGIC, PROTOCOL, RANGES, open_stream
+from quiver.transport.tls import Credentials
 from quiver.wire import RANGE, FillRequest, RangeStatus, ReadRequest, ShardStatuses
 from tests.support.daemon import Daemon
 from tests.support.data import make_shard
 from tests.support.servers import HostileServer, ok
-from tests.support.tls import Contexts, make_contexts, tls_front
+from tests.support.tls import Contexts, Pki, make_contexts, tls_front
 
 PATIENCE = Patience(silence_seconds=0.6, suspect_seconds=0.1, alive_seconds=0.3)
 LONG_SECONDS = 5.0  # more than any of these takes, on a slow machine
@@ -73,16 +74,16 @@ def test_every_verb_and_the_stream_of_reads_work_through_tls(url: str, contexts:
         assert data.tobytes()[3:] == SHARD[5:4_000_005] + SHARD[4_000_000:8_999_000]
 
 
-def test_a_server_of_another_authority_is_not_spoken_to(url: str) -> None:
+def test_a_server_of_another_authority_is_not_spoken_to(url: str, tmp_path: Path) -> None:
     with (
-        contextlib.closing(PeerClient(url, tls=ssl.create_default_context())) as peer,
+        contextlib.closing(PeerClient(url, tls=Credentials(Pki(tmp_path).anonymous()))) as peer,
         pytest.raises(Unavailable, match="certificate verify failed"),
     ):
         peer.ring()
 
 
 def test_a_client_without_tls_is_told_apart_in_time(url: str) -> None:
-    with contextlib.closing(PeerClient(url, PATIENCE)) as peer:
+    with contextlib.closing(PeerClient(url.replace("https:", "http:"), PATIENCE)) as peer:
         began = time.monotonic()
         for ask in (peer.ring, lambda: peer.read(asking((0, 1)))):
             with pytest.raises(QuiverError):
@@ -93,7 +94,7 @@ def test_a_client_without_tls_is_told_apart_in_time(url: str) -> None:
 def test_whether_a_daemon_lives_is_asked_through_tls(url: str, contexts: Contexts) -> None:
     assert is_alive(url, 5.0, tls=contexts.client)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        silent = f"https://127.0.0.1:{listener.getsockname()[1]}"
         assert not is_alive(silent, 0.2, tls=contexts.client)
 
 

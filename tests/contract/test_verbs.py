@@ -231,6 +231,7 @@ def test_a_daemon_that_closes_its_connections_gets_new_ones() -> None:
         assert not peer._http.dialogue.idle.kept
 
 
+@pytest.mark.fault("N1")
 def test_what_comes_behind_an_answer_costs_the_connection() -> None:
     with served(ok(ShardStatuses(b"\0\0").encode()) + b"surplus") as (peer, _):
         peer.fill(FILL)

@@ -55,6 +55,7 @@ def origin_bytes(daemons: list[Daemon]) -> int:
     return sum(int(daemon.metric("quiver_origin_read_bytes_total")) for daemon in daemons)
 
 
+@pytest.mark.fault("O1")
 def test_thirty_readers_of_a_cold_dataset_cost_one_origin_read_of_each_shard(tmp_path: Path, small: Files) -> None:
     with rack_of(2, tmp_path / "rack", origins=[small.folder]) as daemons:
         manifest = small.opened()
@@ -73,6 +74,7 @@ def test_thirty_readers_of_a_cold_dataset_cost_one_origin_read_of_each_shard(tmp
         assert daemons[0].status()["fills"] == len(shards)
 
 
+@pytest.mark.fault("O1")
 def test_a_rack_reads_the_origin_once_however_many_clients_and_users_read(tmp_path: Path, small: Files) -> None:
     renamed = {f"other/{i:03}.bin": data for i, data in enumerate(reversed(small.content.values()))}
     other = make_files(tmp_path / "second", renamed)
@@ -93,6 +95,7 @@ def test_a_rack_reads_the_origin_once_however_many_clients_and_users_read(tmp_pa
         assert after - resident == now - manifests
 
 
+@pytest.mark.fault("M6")
 def test_after_a_join_the_neighbours_are_asked_before_the_origin(tmp_path: Path, small: Files) -> None:
     with Etcd() as etcd:
         flags = ("--etcd", etcd.url, "--rack", "r1")
@@ -174,6 +177,7 @@ def test_a_folder_with_odd_letters_is_allowed_by_its_plain_name(tmp_path: Path) 
         assert daemon.metric("quiver_origin_read_bytes_total") == odd.total_bytes()
 
 
+@pytest.mark.fault("O2")
 def test_when_the_chosen_uploader_goes_another_is_chosen(tmp_path: Path, small: Files) -> None:
     with Daemon(tmp_path / "node") as daemon:
         manifest = small.opened()
@@ -222,6 +226,7 @@ def test_wrong_bytes_on_a_disk_are_found_put_aside_and_mended(tmp_path: Path, sm
         assert daemon.metric("quiver_corruptions_total") == shards
 
 
+@pytest.mark.fault("N1")
 def test_a_neighbour_with_wrong_bytes_is_passed_over_for_the_origin(tmp_path: Path, small: Files) -> None:
     with rack_of(2, tmp_path / "rack", origins=[small.folder]) as daemons:
         manifest = small.opened()
@@ -355,6 +360,7 @@ def busy(tmp_path: Path, small: Files) -> Iterator[tuple[list[Daemon], list[Base
             thread.join()
 
 
+@pytest.mark.fault("M6")
 def test_a_daemon_that_is_told_to_end_serves_on_until_it_is_left(busy: Any) -> None:
     daemons, failures, done = busy
     leaving = daemons[0]

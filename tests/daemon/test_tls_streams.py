@@ -66,7 +66,7 @@ class Served:
 
         thread = threading.Thread(target=hand_over)
         thread.start()
-        with self.contexts.client.wrap_socket(plain, server_hostname="127.0.0.1") as reader:
+        with self.contexts.client.client().wrap_socket(plain, server_hostname="127.0.0.1") as reader:
             thread.join()
             yield reader
 

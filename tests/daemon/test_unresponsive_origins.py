@@ -106,6 +106,7 @@ def ask_for_all(daemon: Daemon, files: Files, wait_ms: int) -> list[int]:
     return [int(status) for status in statuses]
 
 
+@pytest.mark.fault("O5")
 def test_a_failing_origin_does_not_keep_another_ones_shards_away(local: Files, tmp_path: Path) -> None:
     other = make_files(tmp_path / "other", random_files(60, seed=9), shard_bytes="64KiB")
     with scripted_origin(other.folder, lambda name: Way(503)) as origin:
@@ -120,6 +121,7 @@ def test_a_failing_origin_does_not_keep_another_ones_shards_away(local: Files, t
             assert len(origin.asked) < 100, "of dozens of fills, each tries once or fails at once"
 
 
+@pytest.mark.fault("O5")
 def test_a_reader_falls_back_while_the_daemons_origin_fails(local: Files, tmp_path: Path) -> None:
     with scripted_origin(local.folder, lambda name: Way(500)) as origin:
         remote = rebased(local, origin.url, tmp_path / "remote.quiver")

@@ -128,6 +128,7 @@ def test_a_killed_job_and_a_stopped_one_delay_no_other(files: Files, daemons: li
             job.script.kill()
 
 
+@pytest.mark.fault("M1")
 def test_a_job_continues_when_a_daemon_is_killed(files: Files, daemons: list[Daemon], tmp_path: Path) -> None:
     job = Job(files, daemons, tmp_path / "job.log")
     until(lambda: len(job.lines()) > 20, 60)

@@ -85,6 +85,7 @@ def test_an_object_that_nobody_reads_leaves_no_connection_open() -> None:
         assert ended.wait(10)
 
 
+@pytest.mark.fault("O3")
 @pytest.mark.parametrize(
     "first",
     [
@@ -98,6 +99,7 @@ def test_what_may_pass_is_tried_again(first: bytes) -> None:
         assert len(server.requests) == 2
 
 
+@pytest.mark.fault("O3")
 def test_a_pause_that_the_server_asks_for_is_not_waited_past_the_deadline() -> None:
     with HostileServer(answering(ok(b"", "Retry-After: 100", status="503 Busy"))) as server:
         with pytest.raises(Unavailable, match="status 503"):
@@ -113,6 +115,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once() -> 
         origin.close()
 
 
+@pytest.mark.fault("O3")
 @pytest.mark.parametrize(
     ("answer", "kind", "says"),
     [
@@ -146,6 +149,7 @@ def test_what_else_a_server_may_say_is_an_error_that_says_so(answer: bytes, kind
     assert "hush" not in str(caught.value)
 
 
+@pytest.mark.fault("O3")
 def test_a_server_that_drips_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     def drip(connection: socket.socket, request: bytes) -> None:
         connection.sendall(part(0, 50)[:-50])

@@ -111,6 +111,7 @@ async def test_a_head_without_end_is_an_error() -> None:
         origin.close()
 
 
+@pytest.mark.fault("O3")
 @pytest.mark.parametrize(
     ("answer", "kind"),
     [
@@ -171,6 +172,7 @@ async def test_the_end_of_an_object_comes_as_it_is() -> None:
         origin.close()
 
 
+@pytest.mark.fault("O3")
 @pytest.mark.parametrize("more", [b"x", b"HTTP/1.1 200 OK\r\n\r\n"])
 async def test_a_server_that_sends_more_than_it_announced_does_not_answer_the_next_request_with_it(more: bytes) -> None:
     with HostileServer(answering(part(end=100) + more, part())) as server:

@@ -205,6 +205,7 @@ def test_a_key_that_is_deleted_repeatedly_is_written_at_most_once_per_tenth_of_t
     assert 5 <= etcd.writes <= 12
 
 
+@pytest.mark.fault("M3", "M4")
 def test_a_lease_that_is_revoked_repeatedly_is_replaced_at_a_bounded_rate() -> None:
     etcd = Registry()
     for _ in range(1000):
@@ -237,6 +238,7 @@ def _some(found: list[tuple[str, int, bool]]) -> list[m.Entry]:
     return [record(name, at) if good else m.Entry(PREFIX + name, b"junk", at, 0) for name, at, good in found]
 
 
+@pytest.mark.fault("M4")
 @given(st.lists(EVENTS, max_size=20), ENTRIES, st.integers(40, 90))
 def test_after_a_list_the_ring_is_the_list(events: list[m.Event], found: list[tuple[str, int, bool]], at: int) -> None:
     state = learn(begin(), m.Connected(), *events, m.Listed(tuple(_some(found)), at))
@@ -248,6 +250,7 @@ def test_a_daemon_without_any_event_is_a_ring_of_one() -> None:
     assert ids(begin()) == ["self"]
 
 
+@pytest.mark.fault("M4")
 def test_an_event_older_than_the_list_is_ignored() -> None:
     state = standing(record("a", 5), revision=10)
     assert ids(learn(state, m.Changed((m.Gone(PREFIX + "a", 9), record("b", 8))))) == ["a", "self"]
@@ -260,6 +263,7 @@ def test_a_registry_whose_revisions_restart_at_one_is_accepted() -> None:
     assert ids(learn(state, m.Changed((m.Gone(PREFIX + "b", 4),)), m.Tick(), now=1.0 + TTL)) == ["self"]
 
 
+@pytest.mark.fault("M3")
 def test_a_member_that_comes_back_after_an_outage_never_left_the_ring() -> None:
     state = learn(standing(record("a"), record("b")), m.Lost(), now=1.0)
     state = learn(state, m.Connected(), m.Listed((), 20), now=60.0)
@@ -296,6 +300,7 @@ def test_an_etcd_whose_revision_is_below_that_of_a_past_event_has_lost_its_data(
     assert ids(learn(state, m.Listed((), 15), now=1.0)) == ["a", "b", "self"]
 
 
+@pytest.mark.fault("M4")
 def test_a_watch_that_misses_the_changes_of_two_lists_is_replaced() -> None:
     state = learn(standing(), m.Listed((record("a", 11),), 11))
     assert state.behind == 1
@@ -347,6 +352,7 @@ def test_a_record_of_an_earlier_process_at_the_same_address_is_replaced_at_once(
     assert m.step(state, m.LeaseGranted(5), 0.0)[1] == m.Register(state.key, state.value, 5, 9)
 
 
+@pytest.mark.fault("M8")
 def test_a_living_daemon_with_the_same_id_is_detected_after_a_ttl_and_never_overwritten() -> None:
     rival = record("self", 9, url="http://10.0.0.2:7717", session="other")
     state, action = m.step(standing(rival), m.Tick(), 0.0)
@@ -408,6 +414,7 @@ HOSTILE = [
 ]
 
 
+@pytest.mark.fault("M7")
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 def test_an_invalid_record_is_ignored_and_counted_once(value: bytes) -> None:
     entries = (m.Entry(PREFIX + "a", value, 3, 0), record("b", 4))
@@ -416,6 +423,7 @@ def test_an_invalid_record_is_ignored_and_counted_once(value: bytes) -> None:
     assert learn(state, m.Listed(entries, 11)).ignored_total == 1
 
 
+@pytest.mark.fault("M7")
 @pytest.mark.parametrize("name", ["", "x/y", "../x", "-x", "ü", "x" * 65, "a b", "a\n", "\\xff"])
 def test_an_invalid_node_id_is_ignored(name: str) -> None:
     state = standing(record(name, url="http://h:1"))
@@ -426,11 +434,13 @@ def test_fields_of_later_versions_are_ignored() -> None:
     assert ids(standing(record("a", socket="/run/quiver.sock", zone=[1, {"x": None}]))) == ["a", "self"]
 
 
+@pytest.mark.fault("M7")
 @given(st.binary(max_size=200))
 def test_reading_a_record_never_fails(value: bytes) -> None:
     m.read("a", m.Entry(PREFIX + "a", value, 1, 0))
 
 
+@pytest.mark.fault("M7")
 def test_of_ten_thousand_keys_the_ring_keeps_a_bounded_number_and_self() -> None:
     many = tuple(record(f"n{i:05}", url="http://h:1") for i in range(10_000))
     state = standing(*many)

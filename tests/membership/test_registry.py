@@ -129,6 +129,7 @@ async def test_a_daemon_that_drains_owns_nothing_and_stays_in_the_ring(etcd: Etc
         assert ids(a) == ids(b) == "ab"
 
 
+@pytest.mark.fault("M1")
 async def test_a_killed_member_leaves_the_ring_within_the_ttl_and_a_second(etcd: Etcd, rack: str) -> None:
     script = (
         "import asyncio, sys\n"
@@ -154,6 +155,7 @@ async def test_a_killed_member_leaves_the_ring_within_the_ttl_and_a_second(etcd:
 # etcd fails ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("M3")
 async def test_without_an_etcd_a_daemon_serves_alone_says_so_once_and_joins_when_there_is_one(
     rack: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -176,6 +178,7 @@ async def test_without_an_etcd_a_daemon_serves_alone_says_so_once_and_joins_when
         etcd.__exit__(None, None, None)
 
 
+@pytest.mark.fault("M3")
 async def test_a_restart_of_etcd_moves_no_member_and_causes_no_write(rack: str) -> None:
     with Etcd() as etcd:
         async with members(etcd, rack, "ab") as (a, b), Flaps(a) as flaps:
@@ -190,6 +193,7 @@ async def test_a_restart_of_etcd_moves_no_member_and_causes_no_write(rack: str) 
                 await until(a, lambda: ids(a) == "abc", 5.0)
 
 
+@pytest.mark.fault("M3")
 @pytest.mark.parametrize("how", ["frozen", "killed"])
 async def test_an_outage_of_etcd_longer_than_a_lease_moves_no_member(how: str, rack: str) -> None:
     with Etcd() as etcd:
@@ -207,6 +211,7 @@ async def test_an_outage_of_etcd_longer_than_a_lease_moves_no_member(how: str, r
             assert flaps.rings == ["abc"]
 
 
+@pytest.mark.fault("M3")
 async def test_daemons_register_again_with_an_etcd_that_lost_its_data_and_no_member_moves(rack: str) -> None:
     with Etcd() as etcd:
         async with members(etcd, rack, "ab") as (a, b), Flaps(a) as flaps:
@@ -271,6 +276,7 @@ async def test_a_wrong_password_is_named_and_never_shown(
 # Keys and leases that others change ----------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("M4")
 async def test_a_lease_revoked_under_a_living_daemon_is_replaced(etcd: Etcd, rack: str) -> None:
     async with members(etcd, rack, "ab") as (a, b):
         lease = lease_of(etcd, rack, "a")
@@ -280,6 +286,7 @@ async def test_a_lease_revoked_under_a_living_daemon_is_replaced(etcd: Etcd, rac
         assert lease_of(etcd, rack, "a") != lease
 
 
+@pytest.mark.fault("M4")
 @pytest.mark.parametrize("tampering", [("del",), ("put", "junk")])
 async def test_a_daemon_s_own_key_is_rewritten_when_deleted_or_overwritten(
     etcd: Etcd, rack: str, tampering: tuple[str, ...]
@@ -292,6 +299,7 @@ async def test_a_daemon_s_own_key_is_rewritten_when_deleted_or_overwritten(
         await until(b, lambda: ids(b) == "ab")
 
 
+@pytest.mark.fault("M4")
 async def test_lists_replace_a_watch_that_delivers_nothing(
     etcd: Etcd, rack: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +317,7 @@ async def test_lists_replace_a_watch_that_delivers_nothing(
         await until(a, lambda: ids(a) == "ab", 3 * TTL)
 
 
+@pytest.mark.fault("M4")
 async def test_history_compacted_under_a_watch_changes_nothing(etcd: Etcd, rack: str) -> None:
     async with members(etcd, rack, "a") as (a,):
         await asyncio.to_thread(etcd.compact)
@@ -316,6 +325,7 @@ async def test_history_compacted_under_a_watch_changes_nothing(etcd: Etcd, rack:
             await until(a, lambda: ids(a) == "ab")
 
 
+@pytest.mark.fault("M4")
 async def test_a_watch_from_history_that_was_compacted_away_ends_in_an_error(etcd: Etcd, rack: str) -> None:
     etcd.ctl("put", key(rack, "x"), "1")
     etcd.compact()
@@ -326,6 +336,7 @@ async def test_a_watch_from_history_that_was_compacted_away_ends_in_an_error(etc
                 await anext(changes)
 
 
+@pytest.mark.fault("M7")
 async def test_hostile_records_are_ignored_and_counted(etcd: Etcd, rack: str, tmp_path: Any) -> None:
     fat = "x" * 100_000
     junk = {"junk": "{", "fat": fat, "odd": '{"url":"ftp://x","weight":1,"session":"s"}', "a/b": "{}", "ü": "{}"}
@@ -339,6 +350,7 @@ async def test_hostile_records_are_ignored_and_counted(etcd: Etcd, rack: str, tm
         assert a.ignored_total == len(junk) + 1
 
 
+@pytest.mark.fault("M7")
 async def test_a_prefix_with_many_large_records_is_read_in_pages(etcd: Etcd, rack: str) -> None:
     async with Client(EtcdEndpoint("127.0.0.1", etcd.client_port), 10.0) as client:
         lease = await client.grant(60)
@@ -352,6 +364,7 @@ async def test_a_prefix_with_many_large_records_is_read_in_pages(etcd: Etcd, rac
 # One name, two daemons -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("M8")
 async def test_a_node_id_held_by_a_living_daemon_is_refused_and_named(etcd: Etcd, rack: str) -> None:
     async with members(etcd, rack, "a") as (a,):
         async with daemon(etcd, rack, "a", port=2) as second:

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quiver.errors import BadRequest, Misconfigured
-from quiver.ring import Member, check_member
+from quiver.ring import Member, check_member, static_id
 from quiver_cacheserver.rack.addresses import parse_endpoints
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
-from quiver_cacheserver.rack.registry import StaticRegistry, static_id
+from quiver_cacheserver.rack.registry import StaticRegistry
 
 A, B, C = "http://node-a:7717", "http://node-b:7717", "http://[fd00::1]:7717"
 
@@ -64,7 +64,7 @@ def test_a_name_made_of_a_url_is_a_node_id_and_two_urls_never_share_one(addresse
         assert names.setdefault(name, url) == url
 
 
-@pytest.mark.parametrize("peer", ["node-b:7717", "https://node-b:7717", "http://node-b:7717/x", "http://:7717"])
+@pytest.mark.parametrize("peer", ["node-b:7717", "ftp://node-b:7717", "http://node-b:7717/x", "http://:7717"])
 def test_a_peer_that_is_not_a_url_of_a_daemon_is_refused(peer: str) -> None:
     with pytest.raises(BadRequest, match="expected http://HOST:PORT"):
         StaticRegistry("r", Member("me", A), [peer])

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
 
+from quiver.transport.tls import Credentials
 from tests.support.etcd import free_ports
 from tests.support.forking import FORKED
 from tests.support.waiting import until
@@ -38,11 +39,11 @@ def clean_environment() -> dict[str, str]:
 class Process:
     """A forked daemon, whose log goes to ``stderr``; with the interface of ``subprocess.Popen``."""
 
-    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str], serve: Callable[..., None]) -> None:
         self.stderr: IO[str]
         reading, writing = os.pipe()
         self.stderr = os.fdopen(reading)
-        self._process = FORKED.Process(target=_serve, args=(DupFd(writing), arguments, environment))
+        self._process = FORKED.Process(target=serve, args=(DupFd(writing), arguments, environment))
         self._process.start()
         os.close(writing)
         assert self._process.pid is not None
@@ -64,7 +65,7 @@ class Process:
         return self._process.exitcode
 
 
-def _serve(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
+def serve(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
     fd = stderr.detach()
     os.dup2(fd, 2)
     os.close(fd)
@@ -81,6 +82,8 @@ class Daemon:
     """One daemon process. Entering waits until it serves; leaving kills it if it still runs."""
 
     fresh = False
+    serve: Callable[..., None] = staticmethod(serve)
+    """What the forked process runs. A test may alter the daemon's modules there before it calls ``serve``."""
 
     def __init__(
         self,
@@ -90,8 +93,13 @@ class Daemon:
         capacity: str = "1GiB",
         port: int = 0,
         environment: dict[str, str] | None = None,
+        tls: Credentials | None = None,
+        token: str = "",
     ) -> None:
+        """``tls``: with which to ask a daemon that speaks TLS. ``token``: what to send one that requires a token."""
         self.data_dir = data_dir
+        self.tls = tls
+        self.token = token
         self.lines: list[str] = []
         self._url = ""
         self._serving = threading.Event()
@@ -123,7 +131,7 @@ class Daemon:
         if self.fresh:
             process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True, env=self._environment)
         else:
-            process = Process(self._command[3:], self._environment)
+            process = Process(self._command[3:], self._environment, self.serve)
         self.process = process
         self._reader = threading.Thread(target=self._read, args=(process,))
         self._reader.start()
@@ -153,7 +161,7 @@ class Daemon:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        host, _, port = self.url.partition("://")[2].rpartition(":")
         return host, int(port)
 
     def signal(self, number: signal.Signals) -> None:
@@ -186,9 +194,14 @@ class Daemon:
         self, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
     ) -> tuple[int, bytes, dict[str, str]]:
         """Return status, body and headers (lower-case names)."""
-        connection = http.client.HTTPConnection(*self.address, timeout=30)
+        connection = (
+            http.client.HTTPConnection(*self.address, timeout=30)
+            if self.tls is None
+            else http.client.HTTPSConnection(*self.address, timeout=30, context=self.tls.client())
+        )
+        own = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         try:
-            connection.request(method, path, body=body, headers=headers or {})
+            connection.request(method, path, body=body, headers={**own, **(headers or {})})
             answer = connection.getresponse()
             return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
         finally:

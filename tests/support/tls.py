@@ -1,90 +1,90 @@
-"""A certificate authority for a test, and a TLS proxy for a server without TLS."""
+"""A certificate authority for a test, what it issues, and a TLS proxy for a server without TLS."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
-import ipaddress
 import ssl
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 from urllib.parse import urlsplit
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from quiver.transport.tls import CA_VARIABLE, CERT_VARIABLE, KEY_VARIABLE, Credentials, TlsFiles
+from quiver_client.certificates import Authority, Pair
+
+HOST: Final = "127.0.0.1"
+
+
+class Pki:
+    """An authority for a test, and the files of what it issued in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.authority = Authority.new("a test's authority", 2)
+        self.ca = folder / "ca.pem"
+        self.ca.write_bytes(self.authority.pair.certificate)
+
+    def node(self, name: str, *hosts: str, days: float = 1) -> TlsFiles:
+        """Issue a node's certificate, by default for 127.0.0.1. Negative days: it has expired."""
+        return self._written(f"node-{name}", self.authority.node(name, list(hosts) or [HOST], days))
+
+    def client(self, name: str, *, days: float = 1) -> TlsFiles:
+        return self._written(f"client-{name}", self.authority.client(name, days))
+
+    def anonymous(self) -> TlsFiles:
+        """Return the files of a client that has no certificate."""
+        return TlsFiles(str(self.ca))
+
+    def _written(self, name: str, pair: Pair) -> TlsFiles:
+        cert, key = self.folder / f"{name}.pem", self.folder / f"{name}.key"
+        replace(cert, pair.certificate)
+        replace(key, pair.key)
+        return TlsFiles(str(self.ca), str(cert), str(key))
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace a file at once, as tools that renew certificates do."""
+    new = path.with_suffix(".new")
+    new.write_bytes(data)
+    new.rename(path)
+
+
+def flags(files: TlsFiles) -> tuple[str, ...]:
+    """Return a daemon's flags for its files."""
+    return "--tls-ca", files.ca, "--tls-cert", files.cert, "--tls-key", files.key
+
+
+def variables(files: TlsFiles) -> dict[str, str]:
+    """Return a client's environment for its files."""
+    given = {CA_VARIABLE: files.ca, CERT_VARIABLE: files.cert, KEY_VARIABLE: files.key}
+    return {name: path for name, path in given.items() if path}
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """TLS contexts of a server at 127.0.0.1 and of clients, which trust one authority."""
+    """The TLS of a server at 127.0.0.1, and of clients that trust its authority."""
 
     server: ssl.SSLContext
-    client: ssl.SSLContext
+    client: Credentials
+    pki: Pki
 
 
 def make_contexts(folder: Path) -> Contexts:
-    """Make an authority and its certificate for 127.0.0.1."""
-    authority, server = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-    ca = _certificate("a test's authority", authority, "a test's authority", authority, is_ca=True)
-    own = _certificate("a daemon", server, "a test's authority", authority, is_ca=False)
-    ca_file, own_file = folder / "ca.pem", folder / "own.pem"
-    ca_file.write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    key = server.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    own_file.write_bytes(key + own.public_bytes(serialization.Encoding.PEM))
-    made = Contexts(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=str(ca_file)))
-    made.server.load_cert_chain(own_file)
-    return made
-
-
-def _certificate(
-    subject: str, key: ec.EllipticCurvePrivateKey, issuer: str, signer: ec.EllipticCurvePrivateKey, *, is_ca: bool
-) -> x509.Certificate:
-    now = datetime.datetime.now(datetime.UTC)
-    builder = (
-        x509.CertificateBuilder()
-        .subject_name(_name(subject))
-        .issuer_name(_name(issuer))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
-    )
-    if is_ca:
-        usage = x509.KeyUsage(
-            digital_signature=True,
-            key_cert_sign=True,
-            crl_sign=True,
-            content_commitment=False,
-            key_encipherment=False,
-            data_encipherment=False,
-            key_agreement=False,
-            encipher_only=False,
-            decipher_only=False,
-        )
-        builder = builder.add_extension(usage, critical=True)
-    else:
-        address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-        builder = builder.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-    return builder.sign(signer, hashes.SHA256())
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+    """Make an authority, and a node's certificate for 127.0.0.1."""
+    pki = Pki(folder)
+    files = pki.node("a")
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(files.cert, files.key)
+    return Contexts(server, Credentials(pki.anonymous()), pki)
 
 
 @contextlib.contextmanager
 def tls_front(url: str, context: ssl.SSLContext) -> Iterator[str]:
-    """Serve TLS in front of ``url``; yield its address (as ``http://``: clients with the context use TLS)."""
+    """Serve TLS in front of ``url``; yield its ``https://`` address."""
     loop = asyncio.new_event_loop()
     started, stop = threading.Event(), asyncio.Event()
     ports: list[int] = []
@@ -110,7 +110,7 @@ def tls_front(url: str, context: ssl.SSLContext) -> Iterator[str]:
     thread.start()
     started.wait(10)
     try:
-        yield f"http://127.0.0.1:{ports[0]}"
+        yield f"https://127.0.0.1:{ports[0]}"
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

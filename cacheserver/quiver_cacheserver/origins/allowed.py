@@ -73,16 +73,21 @@ class Origins:
         """The state of each prefix: ``ok``, ``unchecked``, or why it cannot be read."""
         return {watched.prefix: watched.state for watched in self._watched}
 
-    def of(self, manifest: Manifest) -> SampleOrigin:
-        """Return the origin of a manifest. Raises ``NotAllowed`` if it lies outside of all prefixes."""
+    def of(self, manifest: Manifest, name: Digest | None = None) -> SampleOrigin:
+        """Return the origin of a manifest. Raises ``NotAllowed`` if it lies outside of all prefixes.
+
+        ``name``: the manifest's in its sharing domain. Each domain has its own: what was read for one, and is kept in
+        memory, does not spare another its read.
+        """
         found = self._above(manifest)
         if found is None:
             raise NotAllowed("this daemon may not read that origin; its operator can allow it with --origin")
         watched, within = found
         with self._lock:
-            known = self._open.get(manifest.digest)
+            name = name or manifest.digest
+            known = self._open.get(name)
             if known is not None:
-                self._open.move_to_end(manifest.digest)
+                self._open.move_to_end(name)
                 return known[0]
             size_bytes = len(manifest.content)
             while self._open and (len(self._open) >= OPEN_MAX or self._open_bytes() + size_bytes > OPEN_BYTES_MAX):
@@ -93,7 +98,7 @@ class Origins:
                 self._count(read_bytes)
 
             origin = GuardedOrigin(open_origin(manifest, within=within, count=delivered), self._troubled)
-            self._open[manifest.digest] = origin, size_bytes
+            self._open[name] = origin, size_bytes
         return origin
 
     def _open_bytes(self) -> int:

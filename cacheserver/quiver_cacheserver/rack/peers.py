@@ -14,10 +14,12 @@ import numpy as np
 
 from quiver.backoff import Backoff
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import OverCapacity, QuiverError
 from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver.transport.liveness import IN_RACK
+from quiver.transport.tls import Credentials
 from quiver_cacheserver.rack.registry import Registry
 
 log = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ MANIFEST_ASKED_MAX: Final = 4  # the first owners, where clients put it: a forge
 # overloaded, and a reader waits here meanwhile. It is then skipped, for longer after each failure in a row. The client
 # may have spent its own patience on an unresponsive owner already, so this one is shorter: together they stay below a
 # second.
-PATIENCE: Final = IN_RACK._replace(silence_seconds=2.0, suspect_seconds=0.1, alive_seconds=0.25)
+PATIENCE: Final = IN_RACK._replace(silence_seconds=2.0, suspect_seconds=0.1, alive_seconds=0.25, handshake_seconds=0.5)
 PAUSE_SECONDS: Final = 5.0
 PAUSE_SECONDS_MAX: Final = 60.0
 
@@ -39,28 +41,34 @@ class RackPeers:
 
     def __init__(self, registry: Registry, name: str, url: str) -> None:
         self._registry = registry
+        self.accept_us = True  # not if they demand tokens and this daemon has no certificate to show
         self._name, self._url = name, url
-        self._peers: dict[str, PeerClient] = {}
+        # With it: speak TLS with the other members, who must be those that the ring names, and ignore those without.
+        self.tls: Credentials | None = None
+        self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
         self._backoffs: dict[str, Backoff] = {}  # of peers that failed, by URL
         self._lock = threading.Lock()
 
-    def holders(self, digest: Digest) -> Iterator[PeerClient]:
-        """Yield the peers that may hold a shard: its owners and runners-up, and draining members."""
+    def holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
+        """Yield the peers that may hold a shard: its owners and runners-up, and draining members.
+
+        They are asked on behalf of ``domain``, and answer what it holds there.
+        """
         ring = self._registry.ring
         ranked = ring.rank(np.frombuffer(digest, np.uint8)[None], ring.replicas + RUNNERS_UP)[0]
         likely = [ring.members[int(i)] for i in ranked if i >= 0]
         likely += [member for member in ring.members if member.state == "draining"][:DRAINING_ASKED_MAX]
-        return self._clients(likely)
+        return self._clients(likely, domain)
 
-    def replicas(self, digest: Digest) -> Iterator[PeerClient]:
+    def replicas(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
         """Yield the other peers that should hold a shard if the rack keeps several copies."""
         ring = self._registry.ring
-        return self._clients(ring.owners(digest) if ring.replicas > 1 else ())
+        return self._clients(ring.owners(digest) if ring.replicas > 1 else (), domain)
 
-    def manifest_holders(self, digest: Digest) -> Iterator[PeerClient]:
+    def manifest_holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
         """Yield the peers that may have a manifest, the most likely first."""
         ring = self._registry.ring
-        return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX])
+        return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX], domain)
 
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
         """Do not ask a peer for a while: it did not answer, or answered wrongly. A busy peer is asked again."""
@@ -81,15 +89,16 @@ class RackPeers:
         for peer in self._peers.values():
             peer.close()
 
-    def _clients(self, members: Iterable[Member]) -> Iterator[PeerClient]:
-        for member in members:
+    def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
+        for member in members if self.accept_us else ():
             url = member.url
-            if member.id == self._name or url == self._url:
+            if member.id == self._name or url == self._url or url.startswith("https:") != (self.tls is not None):
                 continue
+            key = url, member.certified_id
             with self._lock:
                 if url in self._backoffs and self._backoffs[url].is_waiting:
                     continue
-                if url not in self._peers:
-                    self._peers[url] = PeerClient(url, patience=PATIENCE)
-                peer = self._peers[url]
-            yield peer
+                if key not in self._peers:
+                    self._peers[key] = PeerClient(url, patience=PATIENCE, tls=self.tls, node=member.certified_id)
+                peer = self._peers[key]
+            yield peer.acting_for(domain)

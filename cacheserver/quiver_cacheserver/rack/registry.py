@@ -12,13 +12,11 @@ import re
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Final, Protocol, Self
-from urllib.parse import urlsplit
 
 import msgspec
-import xxhash
 
 from quiver.errors import Misconfigured
-from quiver.ring import Member, Ring, check_member, check_url
+from quiver.ring import Member, Ring, check_member, check_url, static_id
 
 log = logging.getLogger(__name__)
 
@@ -129,17 +127,6 @@ class StaticRegistry:
 
     async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
         return True
-
-
-def static_id(url: str) -> str:
-    """Return the node id derived from a daemon's URL: the same on every daemon, and distinct for distinct URLs."""
-    parts = urlsplit(check_url(url))
-    host, port = (parts.hostname or "").lower(), parts.port or 80
-    name = f"{host}-{port}"
-    if re.fullmatch(r"[a-z0-9][a-z0-9.-]*", host) and len(name) <= 64:
-        return name
-    told = re.sub(r"[^a-z0-9.]+", "-", host).strip("-.")[:32]
-    return f"host-{told}-{port}-{xxhash.xxh3_64_hexdigest(host.encode())}"[:64]
 
 
 def check_rack(rack: str) -> str:

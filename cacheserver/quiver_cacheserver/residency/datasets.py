@@ -1,6 +1,9 @@
 """The datasets that consumers report on: loaded from their manifests in threads, and forgotten once no consumer does.
 
 The store's events, which pass through the event loop in order, keep the record of what is held up to date.
+
+Datasets and shards are known by name (``names``): each belongs to one sharing domain, and what is held is what that
+domain holds.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.manifest import Manifest
 from quiver.residency import IDLE_SECONDS, Needs, Recipe
-from quiver.residency.needs import Grown
+from quiver.residency.needs import Grown, named
 from quiver.ring import Ring
 from quiver.store import Kind, MemoryInventory, Store
 from quiver_cacheserver.bounds import FILL_BYTES_MAX
+from quiver_cacheserver.names import key_of, name_in
 from quiver_cacheserver.rack.registry import Registry
 
 DATASETS_MAX: Final = 256
@@ -29,7 +34,7 @@ IDLE_BYTES_MAX: Final = 1 << 30  # of manifests in memory whose datasets nobody 
 DATASET_BYTES_MAX: Final = 2 << 30  # of all datasets' manifests; a larger one alone
 
 Mask = npt.NDArray[np.bool_]
-GetManifest = Callable[[Digest, str], Awaitable[Manifest | None]]  # the client on whose behalf
+GetManifest = Callable[[Digest, str, Domain], Awaitable[Manifest | None]]  # the client on whose behalf
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +42,15 @@ class ReportedDataset:
     manifest: Manifest
     ring: Ring  # the ring by which ``Needs`` knows this daemon's shards
     used: float  # when a consumer last reported on it
+    domain: Domain = SINGLE
+
+    def digest_of(self, shard: Digest) -> Digest:
+        """Return the digest of a shard, by name."""
+        return name_in(self.domain, shard)
+
+    def number_of(self, shard: Digest) -> int:
+        """Return the number of a shard, by name, in the manifest."""
+        return self.manifest.shard_numbers[self.digest_of(shard)]
 
 
 class _Learned(NamedTuple):
@@ -77,13 +91,14 @@ class Datasets:
         if self._unsubscribe is not None:
             self._unsubscribe()
 
-    async def manifest(self, name: Digest, client: str) -> Manifest | None:
+    async def manifest(self, digest: Digest, client: str, domain: Domain = SINGLE) -> Manifest | None:
         """Return a dataset's manifest; ``None`` if no daemon has it."""
-        dataset = self._datasets.get(name)
-        return dataset.manifest if dataset is not None else await self._get_manifest(name, client)
+        dataset = self._datasets.get(name_in(domain, digest))
+        return dataset.manifest if dataset is not None else await self._get_manifest(digest, client, domain)
 
-    async def learn(self, name: Digest, manifest: Manifest) -> ReportedDataset | None:
+    async def learn(self, manifest: Manifest, domain: Domain = SINGLE) -> ReportedDataset | None:
         """Return the dataset, loaded from its manifest if necessary; ``None`` if memory for manifests is used up."""
+        name = name_in(domain, manifest.digest)
         if name in self._datasets:
             return self._datasets[name]
         async with self._learning:  # one at a time, as each sorts the shards of all
@@ -91,14 +106,15 @@ class Datasets:
                 return self._datasets[name]
             if not self._fits(manifest):
                 return None
-            return await self._learn(name, manifest)
+            return await self._learn(name, manifest, domain)
 
     def has_elsewhere(self, recipe: Recipe) -> bool:
         """Whether a shard also belongs to another dataset, whose manifest may locate it better."""
+        domain = self._datasets[recipe.dataset].domain
         return any(
-            recipe.shard in dataset.manifest.shard_numbers
+            dataset.digest_of(recipe.shard) in dataset.manifest.shard_numbers
             for name, dataset in self._datasets.items()
-            if name != recipe.dataset
+            if name != recipe.dataset and dataset.domain == domain
         )
 
     async def follow_ring(self) -> None:
@@ -140,25 +156,28 @@ class Datasets:
             self._forget_unused()
         return not self._datasets or _bytes_of(self._datasets.values()) <= most
 
-    async def _learn(self, name: Digest, manifest: Manifest) -> ReportedDataset:
+    async def _learn(self, name: Digest, manifest: Manifest, domain: Domain) -> ReportedDataset:
         ring = self._registry.ring
         self.listen()
         heard = self._heard_meanwhile = []  # begins before the scan of what is held, so it misses no event
-        learned = await asyncio.get_running_loop().run_in_executor(None, self._look_into, manifest, ring)
+        learned = await asyncio.get_running_loop().run_in_executor(None, self._look_into, manifest, ring, domain)
         tables = manifest.tables
         sizes = tables.shard_sizes.astype(np.float64)
-        self._needs.add_dataset(name, tables.shard_digests, sizes, learned.held, learned.mine, learned.grown)
+        shards = named(tables.shard_digests, key_of(domain))
+        self._needs.add_dataset(name, shards, sizes, learned.held, learned.mine, learned.grown)
+        self._datasets[name] = ReportedDataset(manifest, ring, time.monotonic(), domain)
         for digest, held in heard:  # applying an event twice does no harm
-            (self._needs.arrived if held else self._needs.gone)(digest)
-        self._datasets[name] = ReportedDataset(manifest, ring, time.monotonic())
+            self._mark(digest, held)
         return self._datasets[name]
 
-    def _look_into(self, manifest: Manifest, ring: Ring) -> _Learned:
+    def _look_into(self, manifest: Manifest, ring: Ring, domain: Domain) -> _Learned:
         """In a thread, since many shards take a while."""
         held = np.zeros(manifest.shard_count, bool)
-        rows = manifest.shard_numbers.rows_of(self._store.inventory.digests(Kind.SHARD))
+        rows = manifest.shard_numbers.rows_of(self._store.inventory.digests(Kind.SHARD, domain))
         held[rows[rows >= 0]] = True
-        return _Learned(held, self._mine(manifest, ring), self._needs.grown(manifest.tables.shard_digests))
+        key = key_of(domain)
+        grown = self._needs.grown(named(manifest.tables.shard_digests, key), key)
+        return _Learned(held, self._mine(manifest, ring), grown)
 
     def _mine(self, manifest: Manifest, ring: Ring) -> Mask:
         """In a thread: return the shards whose first owner is this daemon, without those too large for it."""
@@ -183,8 +202,14 @@ class Datasets:
     def _heard(self, digest: Digest, held: bool) -> None:
         if self._learning.locked():
             self._heard_meanwhile.append((digest, held))
-        (self._needs.arrived if held else self._needs.gone)(digest)
+        self._mark(digest, held)
         self.changed.set()
+
+    def _mark(self, digest: Digest, held: bool) -> None:
+        """Record in which domains a file is held now."""
+        for domain in {dataset.domain for dataset in self._datasets.values()}:
+            here = held and self._store.inventory.has(Kind.SHARD, digest, domain)
+            (self._needs.arrived if here else self._needs.gone)(name_in(domain, digest))
 
 
 def _bytes_of(datasets: Iterable[ReportedDataset]) -> int:

@@ -19,13 +19,11 @@ from typing import Final
 from quiver.backoff import Backoff
 from quiver.digest import Digest
 from quiver.errors import Forbidden, Misconfigured, OverCapacity
-from quiver.manifest import Manifest
-from quiver.residency import Decision, Needs, OriginEstimator, Recipe, Situation, decide
-from quiver.residency.messages import NeedsReport
+from quiver.residency import ConsumerReport, Decision, Needs, OriginEstimator, Recipe, Situation, decide
 from quiver.wire import RangeStatus
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.counters import Counters
-from quiver_cacheserver.residency.datasets import Datasets
+from quiver_cacheserver.residency.datasets import Datasets, ReportedDataset
 from quiver_cacheserver.residency.filler import Filler
 from quiver_cacheserver.residency.fills import FAILURE_SECONDS, Fills
 from quiver_cacheserver.residency.rooms import Rooms
@@ -123,8 +121,8 @@ class Decider:
         """Begin the fetch that was decided, or request its upload. If neither is possible, commit to nothing."""
         fetch = _Fetch(decision)
         client = self._needs.leases.clients().get(decision.dataset, "")
-        manifest = self._datasets[decision.dataset].manifest
-        begun = self._fills.start(decision, partial(self._fetch, fetch, manifest, client), room=True)
+        dataset = self._datasets[decision.dataset]
+        begun = self._fills.start(decision, partial(self._fetch, fetch, dataset, client), room=True)
         if isinstance(begun, asyncio.Future):
             self._needs.charge(decision)
             self._charge(decision.starving)
@@ -139,10 +137,11 @@ class Decider:
         elif begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs come first
             self._backoff.pause(TICK_SECONDS)
 
-    def _fetch(self, fetch: _Fetch, manifest: Manifest, client: str) -> None:
+    def _fetch(self, fetch: _Fetch, dataset: ReportedDataset, client: str) -> None:
         """In a thread."""
         began = time.monotonic()
-        fetch.source = self._filler.fill(fetch.decision.shard, manifest, client)
+        shard = dataset.digest_of(fetch.decision.shard)
+        fetch.source = self._filler.fill(shard, dataset.manifest, client, dataset.domain)
         fetch.seconds = time.monotonic() - began
 
     def _ended(self, fetch: _Fetch, done: asyncio.Future[object]) -> None:
@@ -166,16 +165,19 @@ class Decider:
 
     # -- uploads ------------------------------------------------------------------------------------------------------
 
-    def choose_uploads(self, told: NeedsReport, client: str) -> tuple[int, ...]:
-        """Choose the wanted shards that this consumer is to read from the origin and upload; return their numbers."""
-        consumer = told.report.consumer
+    def choose_uploads(self, name: Digest, report: ConsumerReport, client: str) -> tuple[int, ...]:
+        """Choose the wanted shards that this consumer is to read from the origin and upload; return their numbers.
+
+        ``name``: of the dataset that it reports on.
+        """
+        consumer = report.consumer
         at_most = UPLOADS_PER_READER - sum(who == consumer for who in self._chosen.values())
-        numbers = self._datasets[told.manifest].manifest.shard_numbers
+        number_of = self._datasets[name].number_of
         uploads: list[int] = []
         for recipe in self._uploads.wanted:
             if len(uploads) >= at_most:
                 break
-            if recipe.dataset != told.manifest or not told.report.left[numbers[recipe.shard]]:
+            if recipe.dataset != name or not report.left[number_of(recipe.shard)]:
                 continue
             decision = self._needs.commitments.get(recipe)
             if decision is None or self._uploads.awaits(recipe):
@@ -186,7 +188,7 @@ class Decider:
                 self._uploads.unwant(recipe)
             elif self._fills.choose_uploader(with_room, client):
                 self._chosen[recipe] = consumer
-                uploads.append(numbers[recipe.shard])
+                uploads.append(number_of(recipe.shard))
         return tuple(uploads)
 
     def _want(self, decision: Decision) -> bool:

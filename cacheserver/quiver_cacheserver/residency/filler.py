@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import DiskFailed, NotFound, QuiverError
 from quiver.manifest import Manifest
 from quiver.source import ShardSource, first_verified
@@ -16,6 +18,18 @@ from quiver_cacheserver.sources import Sources
 from quiver_cacheserver.verification import Verification
 
 
+class Admission(NamedTuple):
+    """How a shard came in: from which source (``origin``, ``peer``, ``upload``), for which client, in which domain.
+
+    ``is_new``: its file was written. If not, the file was there, other sharing domains held it, and it is shared now.
+    """
+
+    source: str
+    client: str = ""
+    domain: Domain = SINGLE
+    is_new: bool = True
+
+
 class Filler:
     """Fills shards. Blocking: called in threads."""
 
@@ -25,9 +39,9 @@ class Filler:
         rooms: Rooms,
         verification: Verification,
         disk: DiskHealth,
-        admitted: Callable[[Digest, str, str], None],
+        admitted: Callable[[Digest, Admission], None],
     ) -> None:
-        """``admitted`` is called for each shard that was written, with its source and the client that it is for."""
+        """``admitted`` is called for each shard that was written."""
         self._sources = sources
         self._rooms = rooms
         self._verification = verification
@@ -35,12 +49,13 @@ class Filler:
         self._admitted = admitted
         self._memory = FillMemory()
 
-    def fill(self, digest: Digest, manifest: Manifest | None, client: str = "") -> str:
+    def fill(self, digest: Digest, manifest: Manifest | None, client: str = "", domain: Domain = SINGLE) -> str:
         """Make the shard resident and verified; return where it was, or raise why that failed.
 
-        ``client``: the address on whose behalf, ``""`` if consumers at several addresses need it.
+        ``client``: the address on whose behalf, ``""`` if consumers at several addresses need it. ``domain``: in which
+        sharing domain; that another one holds the shard spares nothing.
         """
-        if self._verification.verify(digest):
+        if self._verification.is_held(digest, domain) and self._verification.verify(digest):
             return "disk"
         number = manifest.shard_numbers.get(digest) if manifest is not None else None
         if manifest is None or number is None:
@@ -51,8 +66,8 @@ class Filler:
                 # Room is made last: nothing is evicted for a shard that no source has. Check first that there can be
                 # room, to avoid a useless read.
                 self._disk.check()
-                self._rooms.check(Kind.SHARD, digest, size_bytes, client)
-                source = self._move(digest, manifest, size_bytes, client)
+                self._rooms.check(Kind.SHARD, digest, size_bytes, client, domain)
+                source, is_new = self._move(digest, manifest, client, domain)
         except DiskFailed as error:
             self._disk.failed(error, size_bytes)
             raise
@@ -60,14 +75,14 @@ class Filler:
             self._sources.failed(manifest, error)
             raise
         where = self._sources.gave(source)
-        self._admitted(digest, where, client)
+        self._admitted(digest, Admission(where, client, domain, is_new))
         return where
 
-    def _move(self, digest: Digest, manifest: Manifest, size_bytes: int, client: str) -> ShardSource:
-        """Read the shard from the first source that has it, and write it; return that source."""
-        sources = self._sources.of(digest, manifest)
+    def _move(self, digest: Digest, manifest: Manifest, client: str, domain: Domain) -> tuple[ShardSource, bool]:
+        """Read the shard from the first source that has it, and write it; return that source, and ``is_new``."""
+        sources = self._sources.of(digest, manifest, domain)
+        size_bytes = int(manifest.tables.shard_sizes[manifest.shard_numbers[digest]])
         shard, source = first_verified(sources, digest, size_bytes, self._sources.blame)
-        with self._rooms.reserve(Kind.SHARD, digest, size_bytes, client) as writing:
+        with self._rooms.reserve(Kind.SHARD, digest, size_bytes, client, domain) as writing:
             writing.write(shard.data)
-            writing.commit()
-        return source
+            return source, writing.commit(shares=self._verification.is_resident(digest))

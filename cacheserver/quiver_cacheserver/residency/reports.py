@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
+from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.errors import BadRequest
-from quiver.residency import Needs
+from quiver.residency import ConsumerReport, Needs
 from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver_cacheserver.budget import Budgets, Cost
+from quiver_cacheserver.names import consumer_in, name_in
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
 
@@ -27,14 +31,14 @@ class Reports:
         self._decider = decider
         self._budgets = budgets
 
-    async def take(self, body: bytes, client: str) -> NeedsAnswer:
+    async def take(self, body: bytes, client: str, domain: Domain = SINGLE) -> NeedsAnswer:
         """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
         head = NeedsReport.head(body)
         if head.leaving:
-            self._needs.leave(head.consumer)
+            self._needs.leave(consumer_in(domain, head.consumer))
             self._datasets.changed.set()
             return _empty(NeedsStatus.TAKEN)
-        manifest = await self._datasets.manifest(head.manifest, client)
+        manifest = await self._datasets.manifest(head.manifest, client, domain)
         if manifest is None:
             return _empty(NeedsStatus.NO_MANIFEST)
         if head.shards != manifest.shard_count:
@@ -47,25 +51,27 @@ class Reports:
         else:
             told = NeedsReport.decode(body)
         unpacked_seconds = time.monotonic() - began
-        dataset = await self._datasets.learn(head.manifest, manifest)
+        dataset = await self._datasets.learn(manifest, domain)
         if dataset is None:
             return _empty(NeedsStatus.FULL)
         now = time.monotonic()
-        answer = self._answer(told, now, client)
+        report = replace(told.report, consumer=consumer_in(domain, told.report.consumer))
+        answer = self._answer(name_in(domain, told.manifest), report, now, client)
         dataset.used = now
         self._datasets.changed.set()
         done = time.monotonic()
         budgets.charge(client, Cost.WORK_SECONDS, unpacked_seconds + done - now, done)
         return answer
 
-    def _answer(self, told: NeedsReport, now: float, client: str) -> NeedsAnswer:
-        before = self._needs.leases.get(told.report.consumer)
-        if not self._needs.report(told.manifest, told.report, now, client=client):
+    def _answer(self, name: Digest, report: ConsumerReport, now: float, client: str) -> NeedsAnswer:
+        """``name``: the dataset's; ``report`` has the consumer's name in its domain."""
+        before = self._needs.leases.get(report.consumer)
+        if not self._needs.report(name, report, now, client=client):
             return _empty(NeedsStatus.FULL)
         if before is not None:
             self._decider.estimator.reported(now - before.reported_at)
-        uploads = self._decider.choose_uploads(told, client)
-        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(told.report.consumer), uploads)
+        uploads = self._decider.choose_uploads(name, report, client)
+        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(report.consumer), uploads)
 
 
 def _empty(status: NeedsStatus) -> NeedsAnswer:

@@ -12,20 +12,23 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.lookup import DigestRows, as_rows
 from quiver.residency import Candidates, Decision, Needs, OnBehalf, Shelf
 from quiver.residency.eviction import IDLE_SECONDS
+from quiver.residency.needs import named
 from quiver.store import Evict, Kind, MemoryInventory, Store, Writing
 from quiver.store.table import FileListing
 from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.residency.holders import Holders
 
@@ -36,8 +39,9 @@ class _LookedUp(NamedTuple):
     """The slots in ``Needs`` of the files held at the last lookup, ordered by stamp."""
 
     shards: DigestRows
+    keys: Sequence[npt.NDArray[np.uint8] | None]
     stamps: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]  # (n, keys): under each name; -1 for none
 
 
 class Rooms:
@@ -58,25 +62,29 @@ class Rooms:
         self._opened = opened
         self._budgets = budgets
         self._counters = counters
-        self._looked_up = _LookedUp(needs.shown[0], np.zeros(0, np.int64), np.zeros(0, np.int64))
+        self._looked_up = _LookedUp(needs.shown[0], (), np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
         self._lock = threading.Lock()  # held while room is decided on and reserved, never while data is moved
 
-    def check(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> None:
+    def check(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "", domain: Domain = SINGLE) -> None:
         """Raise what ``reserve`` would raise now for lack of room. Evicts and reserves nothing."""
         with self._lock:
-            self._evictions(kind, digest, size_bytes, client)
+            self._evictions(kind, name_in(domain, digest), size_bytes, client)
 
     @contextlib.contextmanager
-    def reserve(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "") -> Iterator[Writing]:
+    def reserve(
+        self, kind: Kind, digest: Digest, size_bytes: int, client: str = "", domain: Domain = SINGLE
+    ) -> Iterator[Writing]:
         """Reserve room on behalf of a client, ``""`` for several, evicting what may be evicted for it.
+
+        A file that only other sharing domains hold takes room once more while it is written, as an absent one does.
 
         Raises ``OverCapacity``, ``DiskFailed``. Without a ``commit`` inside the block nothing is kept.
         """
         with contextlib.ExitStack() as stack:
             with self._lock:
-                evict = self._evictions(kind, digest, size_bytes, client)
+                evict = self._evictions(kind, name_in(domain, digest), size_bytes, client)
                 self._charge(evict, client)
-                writing = stack.enter_context(self.store.reserve(kind, digest, size_bytes, evict))
+                writing = stack.enter_context(self.store.reserve(kind, digest, size_bytes, evict, domain))
             yield writing
 
     def free_bytes(self) -> float:
@@ -119,20 +127,22 @@ class Rooms:
 
     def _needed(self, held: FileListing) -> npt.NDArray[np.int8]:
         """Return ``Needs.needed_of``, looking up only files that are new since the last call."""
-        shards, counts = self._needs.shown
+        shards, counts, keys = self._needs.shown
         before = self._looked_up
-        if before.shards is shards and len(before.stamps):
+        slots = np.full((len(held.stamps), len(keys)), -1, np.int64)
+        new = np.ones(len(slots), bool)
+        if before.shards is shards and before.keys is keys and len(before.stamps):
             at = np.minimum(np.searchsorted(before.stamps, held.stamps), len(before.stamps) - 1)
-            found = before.stamps[at] == held.stamps
-            slots = np.where(found, before.slots[at], -1)
-            slots[~found] = shards.rows_of(held.digests[~found])
-        else:
-            slots = shards.rows_of(held.digests)
+            new = before.stamps[at] != held.stamps
+            slots[~new] = before.slots[at[~new]]
+        for number, key in enumerate(keys):
+            slots[new, number] = shards.rows_of(named(held.digests[new], key))
         order = np.argsort(held.stamps)
-        self._looked_up = _LookedUp(shards, held.stamps[order], slots[order])
+        self._looked_up = _LookedUp(shards, keys, held.stamps[order], slots[order])
         if not len(counts):
             return np.full(len(slots), -1, np.int8)
-        return np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8)
+        needed: npt.NDArray[np.int8] = np.where(slots < 0, -1, counts[slots] > 0).max(axis=1).astype(np.int8)
+        return needed
 
     def on_behalf(self, client: str) -> OnBehalf:
         """Return on whose behalf room is made for a client. One that had too much evicted may only replace its own."""
@@ -158,13 +168,13 @@ class Rooms:
 
     # -- what is evicted ----------------------------------------------------------------------------------------------
 
-    def _evictions(self, kind: Kind, digest: Digest, size_bytes: int, client: str) -> Evict:
+    def _evictions(self, kind: Kind, name: Digest, size_bytes: int, client: str) -> Evict:
         """Return what to evict so that ``size_bytes`` fit. Raises ``OverCapacity``."""
         lacking_bytes = self.store.lacking(size_bytes)
         if not lacking_bytes:
             return ()
         decided: list[tuple[Kind, Digest]] = []
-        for victim in self._decided(digest) if kind is Kind.SHARD else ():
+        for victim in self._decided(name) if kind is Kind.SHARD else ():
             if lacking_bytes > 0 and (victim_bytes := self._inventory.size(Kind.SHARD, victim)):
                 decided.append((Kind.SHARD, victim))
                 lacking_bytes -= victim_bytes
@@ -176,13 +186,13 @@ class Rooms:
         return [*decided, *chosen]
 
     def _decided(self, shard: Digest) -> list[Digest]:
-        """Return what the policy decided to evict for a shard, without what a consumer came to need since then."""
+        """Return what was decided to evict for a shard, by name, without what a consumer came to need since."""
         needs = self._needs
         return [
             victim
             for decision in needs.commitments.decisions_of(shard)
             for victim in decision.evict
-            if victim in decision.forced or not needs.needed(victim)
+            if victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1
         ]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
@@ -214,7 +224,7 @@ class Rooms:
 
     def _manifests_shelf(self) -> Shelf:
         held = self._inventory.listing(Kind.MANIFEST)
-        datasets, used = self._needs.datasets, self._opened.recently_used()
+        datasets, used = self._needs.manifests, self._opened.recently_used()
         return Shelf(
             held.digests,
             held.sizes,

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Final, NamedTuple
 
 import msgspec
@@ -13,17 +14,18 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-from quiver.errors import QuiverError, answer_of
+from quiver.errors import QuiverError, Unauthenticated, answer_of
 from quiver.residency.messages import NEEDS_TYPE, REPORT_BYTES_MAX
 from quiver.store import Kind
 from quiver.wire import ErrorBody, RingView
+from quiver_cacheserver.access.rights import READYZ_REASONS, RIGHTS, allows
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
 from quiver_cacheserver.serving.poller import Poller
 from quiver_cacheserver.serving.reads import read_route
-from quiver_cacheserver.serving.requests import began, body_of, client_of
+from quiver_cacheserver.serving.requests import admitted, began, body_of, caller_of
 from quiver_cacheserver.serving.sender import Sender
 from quiver_cacheserver.serving.streams import Streams
 from quiver_cacheserver.serving.transfers import Transfers
@@ -34,29 +36,37 @@ log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
+POLLER: Final = web.AppKey("poller", Poller)
 SWEEP_SECONDS: Final = 1.0  # the precision of the deadlines of streams and payloads
 
 
 class Route(NamedTuple):
-    """A verb of the daemon: the one table of them is ``_routes``."""
+    """A route of the daemon; ``_routes`` has all."""
 
     method: str
     path: str
     handler: Handler
 
+    @property
+    def verb(self) -> str:
+        """The route's name in the table of rights, which has every route."""
+        return f"{self.method} {self.path}"
+
 
 def make_app(node: Node) -> web.Application:
-    """Return the application for a node."""
+    """Return the application for a node. Its poller is ``app[POLLER]``."""
     poller = Poller(node.budgets)
     sender = Sender(node, poller)
     reading = Places(node.budgets, Resource.READS)
     streams = Streams(node, poller, reading)
     app = web.Application(middlewares=[_errors])
+    app[POLLER] = poller
     for route in _routes(node, streams, sender, reading):
+        handler = _guarded(node, route)
         if route.method == "GET":
-            app.router.add_get(route.path, route.handler)  # and HEAD
+            app.router.add_get(route.path, handler)  # and HEAD
         else:
-            app.router.add_route(route.method, route.path, route.handler)
+            app.router.add_route(route.method, route.path, handler)
 
     async def end_streams(_: web.Application) -> None:
         streams.close()
@@ -67,7 +77,7 @@ def make_app(node: Node) -> web.Application:
 
 
 def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
-    """Return every verb of the daemon: the one table. Access control would add who may use each."""
+    """Return every route. The table of rights names who may use each (``access.rights``)."""
     transfers, verbs = Transfers(node, sender), Verbs(node)
     return [
         # data
@@ -89,6 +99,18 @@ def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> li
         Route("GET", "/readyz", partial(_ready, node)),
         Route("GET", "/metrics", _numbers(node)),
     ]
+
+
+def _guarded(node: Node, route: Route) -> Handler:
+    """Return the route's handler behind access control: it does not run for a request that may not use it."""
+    if route.verb not in RIGHTS:
+        raise AssertionError(f"{route.verb} is missing in the table of rights")
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        admitted(request, node, route.verb)
+        return await route.handler(request)
+
+    return handle
 
 
 async def _polling(poller: Poller, _: web.Application) -> AsyncIterator[None]:
@@ -121,9 +143,11 @@ async def _healthy(_: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-async def _ready(node: Node, _: web.Request) -> web.Response:
+async def _ready(node: Node, request: web.Request) -> web.Response:
     """Ready: registered, not draining, and able to cache what readers ask for."""
     wrong = [node.state] if node.state != "up" else node.status().faults
+    if wrong and not allows(caller_of(request), READYZ_REASONS):
+        wrong = ["not ready"]
     if wrong:
         return web.Response(status=503, text="".join(f"{line}\n" for line in wrong), headers={"Retry-After": "1"})
     return web.Response(text="ok\n")
@@ -141,10 +165,11 @@ def _numbers(node: Node) -> Handler:
 
 async def _take_report(node: Node, request: web.Request) -> web.Response:
     """Answer one report of needs."""
-    client = client_of(request)
+    caller = caller_of(request)
+    client = caller.budget
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
-            answer = await node.reports.take(body, client)
+            answer = await node.reports.take(body, client, caller.scope)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:
@@ -162,6 +187,13 @@ def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kin
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     began(request)
+    answer = await _answered(request, handler)
+    if "Upgrade" in request.headers and answer.status != HTTPStatus.SWITCHING_PROTOCOLS:
+        answer.force_close()  # the parser drops what follows an upgrade in the same segment, perhaps a request
+    return answer
+
+
+async def _answered(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except ConnectionError as error:  # the client left: nobody reads the answer, and this may happen often
@@ -171,7 +203,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return gone
     except QuiverError as error:
         told = answer_of(error)
-        return _json(ErrorBody(told.code, told.message), told.status, told.headers)
+        asks = {"WWW-Authenticate": "Bearer"} if told.status == Unauthenticated.status else {}  # HTTP requires it
+        return _json(ErrorBody(told.code, told.message), told.status, {**told.headers, **asks})
     except web.HTTPException as error:
         if error.status < 400:
             raise

@@ -21,16 +21,20 @@ import logging
 import os
 import resource
 import socket
+import time
 from types import TracebackType
 from typing import Final, Self
 
 from aiohttp import web
 
-from quiver_cacheserver.budget import Budgets, Resource, address_of
+from quiver.transport.tls import NOBODY, Credentials, Identity, explained, label
+from quiver_cacheserver.budget import Budgets, Cost, Resource, address_of
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
-from quiver_cacheserver.serving.app import make_app
+from quiver_cacheserver.serving.app import POLLER, make_app
+from quiver_cacheserver.serving.poller import READABLE
 from quiver_cacheserver.serving.requests import ANSWER_SECONDS, Timed
+from quiver_cacheserver.serving.tls import Handshake, TlsTransport
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +53,7 @@ class ClientConnection(Timed):
 
     __slots__ = ("_arriving", "_held", "_idle", "_listening")
 
-    def __init__(self, listening: Listening, server: web.Server, address: str) -> None:
+    def __init__(self, listening: Listening, server: web.Server, address: str, identity: Identity = NOBODY) -> None:
         super().__init__(
             server,
             loop=asyncio.get_running_loop(),
@@ -58,6 +62,7 @@ class ClientConnection(Timed):
             auto_decompress=False,  # an upload is bytes with a name, never something to unpack
         )
         self.address = address
+        self.identity = identity
         self._listening = listening
         self._held = True  # of the budget: ``Listening`` took it
         self._arriving = True
@@ -114,8 +119,12 @@ class Listening:
     def __init__(self, node: Node, listener: socket.socket) -> None:
         self.budgets: Budgets = node.budgets
         self._counters: Counters = node.counters
+        self._tls = node.tls
         self._listener = listener
-        self._runner = web.AppRunner(make_app(node), handle_signals=False, shutdown_timeout=SHUTDOWN_SECONDS)
+        app = make_app(node)
+        self._poller = app[POLLER]
+        self._runner = web.AppRunner(app, handle_signals=False, shutdown_timeout=SHUTDOWN_SECONDS)
+        self._closing = False
         self._connections: dict[str, set[ClientConnection]] = {}  # by address
         self._group = asyncio.TaskGroup()
         self._resuming: asyncio.TimerHandle | None = None
@@ -139,6 +148,8 @@ class Listening:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         self._pause()
+        self._closing = True
+        self._poller.end_all(Handshake)
         assert self._sweeping is not None
         self._sweeping.cancel()
         try:
@@ -172,10 +183,12 @@ class Listening:
                     return
                 continue  # a client that left before it was accepted
             address = address_of(peer)
-            if self._admit(address):
-                self._group.create_task(self._connect(accepted, address))
-            else:
+            if not self._admit(address):
                 accepted.close()
+            elif self._tls is not None:
+                self._shake_hands(self._tls, accepted, address)
+            else:
+                self._group.create_task(self._connect(accepted, address))
 
     def _admit(self, address: str) -> bool:
         """Reserve budget for a new connection; return whether the address may have one more."""
@@ -184,10 +197,52 @@ class Listening:
             self._close_idle(address) and held(address, Resource.CONNECTIONS)
         ):
             return False
-        if held(address, Resource.ARRIVING):
+        now = asyncio.get_running_loop().time()
+        if (self._tls is None or self.budgets.spend(address, Cost.HANDSHAKES, 1, now)) and held(
+            address, Resource.ARRIVING
+        ):
             return True
         self.budgets.release(address, Resource.CONNECTIONS)
         return False
+
+    def _shake_hands(self, tls: Credentials, accepted: socket.socket, address: str) -> None:
+        """Begin a handshake, which a worker of the poller goes on with."""
+        accepted.setblocking(False)
+        try:
+            sock = tls.server().wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+        except OSError as error:  # the client has left
+            log.debug("a connection was not made: %s", error)
+            accepted.close()
+            self._release(address)
+            return
+        handshake = Handshake(sock, address, time.monotonic() + HEAD_SECONDS, self._shaken)
+        try:
+            self._poller.add(handshake, READABLE)
+        except OSError as error:
+            log.debug("a connection was not made: %s", error)
+            sock.close()
+            self._release(address)
+
+    def _shaken(self, handshake: Handshake) -> None:
+        """A handshake ended: serve HTTP on the connection, or forget it."""
+        address, failure = handshake.client, handshake.failure
+        if handshake.late:
+            self._counters.connections_closed["late"] += 1
+        if failure is not None:
+            self._counters.tls_refusals[label(failure)] += 1
+            log.warning("a TLS connection from %s was refused: %s", address, explained(failure))
+        server = self._runner.server
+        if not handshake.is_done or self._closing or server is None:
+            handshake.sock.close()
+            self._release(address)
+            return
+        connection = ClientConnection(self, server, address, handshake.identity)
+        self._connections.setdefault(address, set()).add(connection)
+        TlsTransport(handshake.sock, connection)
+
+    def _release(self, address: str) -> None:
+        self.budgets.release(address, Resource.ARRIVING)
+        self.budgets.release(address, Resource.CONNECTIONS)
 
     async def _connect(self, accepted: socket.socket, address: str) -> None:
         server = self._runner.server

@@ -59,9 +59,13 @@ class Channel(ABC):
         Return the events to wait for, ``AGAIN``, ``PARKED`` or ``ENDED``.
         """
 
+    def close(self) -> None:
+        """Close the socket, of which the poller knows nothing any more."""
+        self.sock.close()
+
     @abstractmethod
     def ended(self) -> None:
-        """Release what the channel holds. Called once, after its socket was closed."""
+        """Release what the channel holds. Called once, after ``close``."""
 
 
 class Poller:
@@ -152,7 +156,7 @@ class Poller:
             self._channels.pop(fd, None)
             with contextlib.suppress(OSError):
                 self._epoll.unregister(fd)  # closing alone does not, while the connection has another descriptor
-            channel.sock.close()
+            channel.close()
         channel.ended()
 
     # -- workers ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -18,14 +19,17 @@ import numpy.typing as npt
 from aiohttp import web
 
 from quiver.digest import Bytes, Digest
+from quiver.domain import Domain
 from quiver.errors import DiskFailed, NotFound
 from quiver.store import Kind, OpenFile
 from quiver.wire import FORGO, READ_REQUEST_BYTES_MAX, READ_TYPE, RECHECK, RangeStatus, ReadRequest
+from quiver_cacheserver.access.caller import Caller
+from quiver_cacheserver.access.rights import READ_FILLS, READ_FORGOES, READ_RECHECKS, allows
 from quiver_cacheserver.budget import Cost
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.payload import Ints, Payload
-from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.serving.requests import body_of, caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sender
 from quiver_cacheserver.serving.turns import Places, Turn
 from quiver_cacheserver.slices import SLICE
@@ -61,7 +65,7 @@ def read_route(node: Node, sender: Sender, reading: Places) -> Callable[[web.Req
     async def read(request: web.Request) -> web.StreamResponse:
         unhurried(request)
         async with body_of(request, node.budgets, READ_REQUEST_BYTES_MAX) as body:
-            with Turn(reading, node.counters, client_of(request)) as turn:
+            with Turn(reading, node.counters, caller_of(request)) as turn:
                 async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
                     asked = unpacked(node, body, turn.client)
                 answer = await gather(node, asked, turn)
@@ -85,72 +89,81 @@ def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
     return ReadRequest.decode(body)
 
 
-def at_hand(node: Node, asked: ReadRequest, client: str) -> ReadAnswer | None:
+def at_hand(node: Node, asked: ReadRequest, caller: Caller) -> ReadAnswer | None:
     """In a thread: answer a read if all its shards are resident and verified; else ``None``: the loop must."""
-    if asked.flags or not all(map(node.resident, asked.shards)):
+    if asked.flags or not _all_resident(node, asked, caller.scope):
         return None
     read_from = _read_from(asked)
     files = _open_all(node, read_from)
     if files.count(None) > read_from.count(None):
         return None
-    node.holders.read(asked.shards, client)
+    node.holders.read(asked.shards, caller.budget)
     return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+
+
+def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
+    resident = node.resident
+    return all(resident(digest, domain) for digest in asked.shards)
 
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     """Fill what is missing, for as long as the reader waits for it, and answer."""
-    wanted = asked.shards
-    if asked.flags & RECHECK:
-        await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client))
-    manifest = node.manifests.if_open(asked.manifest)
+    wanted, may_fill, domain = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope
+    if not may_fill:
+        asked = replace(asked, manifest=None)  # without which nothing is filled
+    if asked.flags & RECHECK and allows(turn.caller, READ_RECHECKS):
+        await node.slices.walk(wanted, lambda some: node.suspect(some, turn.client, domain))
+    manifest = node.manifests.if_open(asked.manifest, domain)
     listed: Set[Digest] | None = None
-    if asked.flags & FORGO or not all(map(node.resident, wanted)):
+    if asked.flags & FORGO or not _all_resident(node, asked, domain):
         async with turn.waiting():
             if manifest is None and asked.manifest is not None:
-                manifest = await node.manifests.get(asked.manifest, turn.client)
+                manifest = await node.manifests.get(asked.manifest, turn.client, domain)
             known = asked.manifest
-            if asked.flags & FORGO and known is not None:
-                await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client))
-            listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client)
+            if asked.flags & FORGO and known is not None and allows(turn.caller, READ_FORGOES):
+                await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client, domain))
+            listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client, domain)
     loop = asyncio.get_running_loop()
-    opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked)
+    opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked, domain)
     files = opened[1]
     if listed is None and None in files:  # a shard was evicted meanwhile, or has no range
         listed = await node.listed(wanted, manifest)
-    statuses = await _statuses(node, asked, turn.client, opened, listed or frozenset())
-    await node.slices.walk(wanted, lambda some: node.holders.read(some, turn.client))
+    statuses = await _statuses(node, asked, turn.caller, opened, listed or frozenset())
+    if not may_fill:  # a manifest would not help this reader
+        statuses = [RangeStatus.NO_ROOM if status is RangeStatus.NO_MANIFEST else status for status in statuses]
+    await node.slices.walk(wanted, lambda some: node.read_by(turn.client, some, domain))
     if asked.manifest is not None:
-        node.holders.read([asked.manifest], turn.client)
+        node.read_by(turn.client, [asked.manifest], domain)
     async with node.slices.turn() if len(wanted) > SLICE else contextlib.nullcontext():
         return _answer(node, asked, files, statuses)
 
 
-def _open_here(node: Node, asked: ReadRequest) -> tuple[list[Digest | None], list[OpenFile | None]]:
+def _open_here(node: Node, asked: ReadRequest, domain: Domain) -> tuple[list[Digest | None], list[OpenFile | None]]:
     """In a thread: return the resident shards among those that are read from, and their files."""
     if not len(asked.ranges):
         return [None] * len(asked.shards), [None] * len(asked.shards)
-    here = [digest if digest is not None and node.resident(digest) else None for digest in _read_from(asked)]
+    here = [digest if digest and node.resident(digest, domain) else None for digest in _read_from(asked)]
     return here, _open_all(node, here)
 
 
 async def _statuses(
     node: Node,
     asked: ReadRequest,
-    client: str,
+    caller: Caller,
     opened: tuple[Sequence[Digest | None], Sequence[OpenFile | None]],
     listed: Set[Digest],
 ) -> list[RangeStatus]:
     """Return the status of each shard. ``opened``: the shards to open, and their files as far as they opened."""
     here, files = opened
     statuses: list[RangeStatus] = []
-    absence = Absence(node, listed, asked.manifest, client)
+    absence = Absence(node, listed, asked.manifest, caller)
 
     def look(some: Sequence[Digest]) -> None:
         for digest in some:
             at = len(statuses)
             if files[at] is not None:
                 status = RangeStatus.PRESENT
-            elif here[at] is not None and node.resident(digest):
+            elif here[at] is not None and node.resident(digest, caller.scope):
                 status = RangeStatus.FAILED  # it is resident, and the disk cannot read it
             else:
                 status = absence.status_of(digest)

@@ -5,25 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from math import inf
 from typing import Final
 
 from aiohttp import web
 
+from quiver.domain import HEADER, SINGLE, Domain
 from quiver.errors import BadRequest
+from quiver.transport.tls import NOBODY, Identity
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource, address_of
+from quiver_cacheserver.node import Node
 
 BODY_SECONDS_MAX: Final = 10.0
 ANSWER_SECONDS: Final = 60.0  # to receive a report's body, do the work and send the answer
+_CALLER: Final = web.RequestKey("caller", Caller)
 
 
 class Timed(web.RequestHandler):
     """A connection with a deadline. ``listening.Connection`` is one."""
 
-    __slots__ = ("address", "deadline")
+    __slots__ = ("address", "deadline", "identity")
 
     address: str
+    identity: Identity  # whom the client's certificate names; without TLS nobody
     deadline: float  # of the event loop's time; the connection is closed when it has passed
 
     def begin(self) -> None:
@@ -32,16 +38,41 @@ class Timed(web.RequestHandler):
 
 
 def client_of(request: web.Request) -> str:
-    """Return the address whose budget a request falls under."""
+    """Return the address that a request came from, as the budgets of connections name it."""
     protocol = request.protocol
     if isinstance(protocol, Timed):
         return protocol.address
     return address_of(request.transport.get_extra_info("peername") if request.transport is not None else None)
 
 
+def admitted(request: web.Request, node: Node, verb: str) -> Caller:
+    """Return who sent a request, if it may use this verb. Raises ``Unauthenticated`` and ``Forbidden``."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    identity = identity_of(request)
+    caller = node.access.admit(
+        client_of(request),
+        token.strip() if scheme.lower() == "bearer" else "",
+        verb,
+        is_member=bool(identity.node),
+        is_certified=node.tls is None or identity.is_known,
+    )
+    if caller.is_member:
+        named = request.headers.get(HEADER)
+        caller = replace(caller, acting_for=SINGLE if named is None else Domain.parse(named))
+    request[_CALLER] = caller
+    return caller
+
+
 def caller_of(request: web.Request) -> Caller:
-    """Return who sent a request."""
-    return Caller(client_of(request))
+    """Return who sent a request that was ``admitted``, as every request is before its route runs."""
+    caller: Caller = request[_CALLER]
+    return caller
+
+
+def identity_of(request: web.Request) -> Identity:
+    """Return whom the certificate of a request's connection names: a node of the rack, a client, or nobody."""
+    protocol = request.protocol
+    return protocol.identity if isinstance(protocol, Timed) else NOBODY
 
 
 def began(request: web.Request) -> None:
@@ -62,7 +93,7 @@ async def body_of(request: web.Request, budgets: Budgets, limit_bytes: int) -> A
 
     Raises ``BadRequest`` if it is too large or too slow, ``OverCapacity`` if too much is held or arriving.
     """
-    client, size_bytes = client_of(request), request.content_length
+    client, size_bytes = caller_of(request).budget, request.content_length
     if size_bytes is None or size_bytes > limit_bytes:
         raise BadRequest(f"the request must have a Content-Length, of at most {limit_bytes} bytes")
     with budgets.holding(client, Resource.BODY_BYTES, size_bytes):

@@ -26,7 +26,8 @@ from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, WRITABLE, Channel, Poller
-from quiver_cacheserver.serving.requests import client_of
+from quiver_cacheserver.serving.requests import caller_of
+from quiver_cacheserver.serving.tls import TlsTransport
 
 log = logging.getLogger(__name__)
 
@@ -82,12 +83,16 @@ class Sending:
 
 
 class _Answer(Channel):
-    """The rest of an answer by HTTP, on a descriptor beside the transport that owns the connection."""
+    """The rest of an answer by HTTP, on a descriptor beside the transport that owns the connection.
 
-    __slots__ = ("_done", "_error", "_loop", "_sending")
+    Of TLS there is no second descriptor: the transport lends its socket and gets it back, open (``lender``).
+    """
 
-    def __init__(self, sock: socket.socket, client: str, sending: Sending, done: asyncio.Future[None]) -> None:
-        super().__init__(sock, client, sending.deadline)
+    __slots__ = ("_done", "_error", "_lender", "_loop", "_sending")
+
+    def __init__(self, transport: asyncio.Transport, client: str, sending: Sending, done: asyncio.Future[None]) -> None:
+        self._lender = transport if isinstance(transport, TlsTransport) else None
+        super().__init__(own_socket(transport), client, sending.deadline)
         self._sending = sending
         self._done = done
         self._loop = done.get_loop()
@@ -107,10 +112,22 @@ class _Answer(Channel):
         self._error = None
         return ENDED
 
+    def close(self) -> None:
+        if self._lender is None:
+            super().close()
+
     def ended(self) -> None:
         self._loop.call_soon_threadsafe(self._tell)
 
+    def give_back(self) -> None:
+        """On the event loop: release the socket of an answer that the poller did not take, or has ended."""
+        if self._lender is not None:
+            self._lender.take_back()
+        elif self.sock.fileno() >= 0:
+            self.sock.close()
+
     def _tell(self) -> None:
+        self.give_back()
         if self._done.done():
             pass
         elif self._error is None:
@@ -143,7 +160,7 @@ class Sender:
                     await writer.write(first)
                 await writer.drain()
             if payload is not None and payload.size_bytes:
-                await self._send(transport, payload, client_of(request))
+                await self._send(transport, payload, caller_of(request).budget)
         except (OSError, QuiverError) as error:
             suspect_if_damaged(self._node, error, payload.shards if payload is not None else ())
             transport.abort()
@@ -154,13 +171,12 @@ class Sender:
 
     async def _send(self, transport: asyncio.Transport, payload: Payload, client: str) -> None:
         """Send a payload. Raises ``OSError`` and ``DiskFailed``; the connection is then unusable."""
-        sock = own_socket(transport)
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer = _Answer(sock, client, Sending(payload, self._node.counters), done)
+        answer = _Answer(transport, client, Sending(payload, self._node.counters), done)
         try:
             self._poller.add(answer, WRITABLE)
         except BaseException:
-            sock.close()
+            answer.give_back()
             raise
         try:
             await done
@@ -170,10 +186,12 @@ class Sender:
 
 
 def own_socket(transport: asyncio.Transport) -> socket.socket:
-    """Return a plain socket of our own on a connection without TLS, whose state would stay with the transport.
+    """Return a socket on a connection for a channel: of TLS the transport's, which it lends, else one of our own.
 
     Raises ``OverCapacity`` without a descriptor for it.
     """
+    if isinstance(transport, TlsTransport):
+        return transport.lend()
     try:
         fd = os.dup(transport.get_extra_info("socket").fileno())
     except OSError as error:
@@ -191,7 +209,7 @@ def suspect_if_damaged(node: Node, error: OSError | QuiverError, shards: Sequenc
     Otherwise every reader of them would be cut off.
     """
     if log_cut(error):
-        node.suspect(shards)
+        node.verification.suspect(shards)
 
 
 def log_cut(error: OSError | QuiverError) -> bool:

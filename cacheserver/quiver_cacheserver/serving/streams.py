@@ -19,17 +19,20 @@ from typing import Final
 
 from aiohttp import HttpVersion11, web
 
-from quiver.errors import BadRequest, OverCapacity, QuiverError, Unavailable
+from quiver.errors import BadRequest, OverCapacity, QuiverError, Unauthenticated, Unavailable
 from quiver.transport.sockets import NotReady, receive_some, unread_bytes
 from quiver.transport.stream import PROTOCOL, SIZE, ranges_frame, refusal_frame
 from quiver.wire import READ_REQUEST_BYTES_MAX, ReadRequest
+from quiver_cacheserver.access.caller import Caller
+from quiver_cacheserver.access.rights import STREAM_READ
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, Channel, Poller
+from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, WRITABLE, Channel, Poller
 from quiver_cacheserver.serving.reads import ReadAnswer, at_hand, gather, unpacked
-from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, client_of, unhurried
+from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
+from quiver_cacheserver.serving.tls import TlsTransport
 from quiver_cacheserver.serving.turns import Places, Turn
 
 log = logging.getLogger(__name__)
@@ -58,20 +61,21 @@ class Streams:
         transport = request.transport
         if not _is_upgrade(request):
             raise BadRequest(f"upgrade an HTTP/1.1 connection to {PROTOCOL} and send no body, or POST /v1/read")
-        client, budgets = client_of(request), self.node.budgets
-        if self._closed or transport is None or not budgets.hold(client, Resource.STREAMS):
+        caller, budgets = caller_of(request), self.node.budgets
+        if self._closed or transport is None or not budgets.hold(caller.budget, Resource.STREAMS):
             raise OverCapacity(
                 "as many streams are open here as this address may have; POST /v1/read", NO_STREAM_SECONDS
             )
         try:
-            return await self._switch(request, transport, client)
+            return await self._switch(request, transport, caller)
         except BaseException:
-            budgets.release(client, Resource.STREAMS)
+            budgets.release(caller.budget, Resource.STREAMS)
             raise
 
-    async def _switch(self, request: web.Request, transport: asyncio.Transport, client: str) -> web.StreamResponse:
+    async def _switch(self, request: web.Request, transport: asyncio.Transport, caller: Caller) -> web.StreamResponse:
         """Answer 101 and give the connection to a ``Stream``. Raises ``OSError`` if the reader is gone before that."""
-        sock = own_socket(transport)
+        # The socket of TLS is the transport's until the 101 is sent.
+        sock = None if isinstance(transport, TlsTransport) else own_socket(transport)
         try:
             transport.set_write_buffer_limits(0)
             transport.pause_reading()  # from here on a worker reads
@@ -81,14 +85,21 @@ class Streams:
                 assert writer is not None
                 await writer.drain()
             unhurried(request)
-            transport.abort()  # closes its descriptor of the connection, and not ours
-            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, client), READABLE)
+            if isinstance(transport, TlsTransport):
+                sock = transport.detach()
+            else:
+                transport.abort()  # closes its descriptor of the connection, and not ours
+            assert sock is not None
+            events = WRITABLE if unread_bytes(sock) else READABLE  # no event tells of what was received already
+            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, caller), events)
         except TimeoutError as error:
-            sock.close()
             transport.abort()
+            if sock is not None:
+                sock.close()
             raise ConnectionResetError("the reader does not take the answer to its upgrade") from error
         except BaseException:
-            sock.close()
+            if sock is not None:
+                sock.close()
             raise
         return response
 
@@ -107,7 +118,7 @@ class Streams:
 
     def suspect(self, stream: Stream, payload: Payload) -> None:
         """Have shards verified again that the disk could not read."""
-        stream.loop.call_soon_threadsafe(self.node.suspect, payload.shards)
+        stream.loop.call_soon_threadsafe(self.node.verification.suspect, payload.shards)
 
     # -- on the event loop --------------------------------------------------------------------------------------------
 
@@ -143,12 +154,14 @@ class Stream(Channel):
     """
 
     __slots__ = (
-        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "loop",
+        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "caller",
+        "loop",
         "refusal",
     )  # fmt: skip
 
-    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, client: str) -> None:
-        super().__init__(sock, client, time.monotonic() + IDLE_SECONDS)
+    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, caller: Caller) -> None:
+        super().__init__(sock, caller.budget, time.monotonic() + IDLE_SECONDS)
+        self.caller = caller
         self.loop = loop
         self.answer: ReadAnswer | None = None
         self.refusal: QuiverError | None = None
@@ -231,12 +244,13 @@ class Stream(Channel):
             self._ends = True  # what was sent ahead is not kept
             return self._refuse(node.budgets.refusal(Resource.BODY_BYTES))
         self._body_bytes += ahead_bytes
-        turn = Turn(self._streams.reading, node.counters, self.client)
+        turn = Turn(self._streams.reading, node.counters, self.caller)
         try:
+            node.access.check(self.caller, STREAM_READ)
             turn.begin()
             self._turn = turn
             asked = unpacked(node, memoryview(received)[SIZE.size : size], self.client)
-            answer = at_hand(node, asked, self.client)
+            answer = at_hand(node, asked, self.caller)
         except QuiverError as error:
             return self._refuse(error)
         if answer is None:
@@ -259,7 +273,7 @@ class Stream(Channel):
         return self._send(Sending(answer.payload(head), self._streams.node.counters))
 
     def _refuse(self, error: QuiverError) -> int:
-        self._ends = self._ends or isinstance(error, BadRequest)
+        self._ends = self._ends or isinstance(error, (BadRequest, Unauthenticated))
         return self._send(Sending(Payload.of(refusal_frame(error)), self._streams.node.counters))
 
     def _send(self, sending: Sending) -> int:

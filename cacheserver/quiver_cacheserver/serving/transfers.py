@@ -25,8 +25,9 @@ from quiver_cacheserver.budget import Cost, Resource
 from quiver_cacheserver.config import UPLOAD_BYTES_MAX
 from quiver_cacheserver.manifests import MANIFEST_BYTES_MAX
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency.filler import Admission
 from quiver_cacheserver.serving.payload import Payload
-from quiver_cacheserver.serving.requests import client_of, unhurried
+from quiver_cacheserver.serving.requests import caller_of, unhurried
 from quiver_cacheserver.serving.sender import Sender
 
 PIECE_BYTES_MAX: Final = 1 << 20  # written at a time
@@ -46,14 +47,13 @@ class Transfers:
     async def get(self, request: web.Request, kind: Kind) -> web.StreamResponse:
         unhurried(request)
         digest = Digest.parse(request.match_info["digest"])
-        with self._node.budgets.holding(client_of(request), Resource.FILES):
+        node, caller = self._node, caller_of(request)
+        with node.budgets.holding(caller.budget, Resource.FILES):
             if kind is Kind.SHARD:
-                file = await self._node.open_shard(digest)
+                file = await node.open_shard(digest, caller.scope)
             else:
                 loop = asyncio.get_running_loop()
-                file = await loop.run_in_executor(
-                    self._node.disk_threads, self._node.store.open_file, Kind.MANIFEST, digest
-                )
+                file = await loop.run_in_executor(node.disk_threads, node.manifests.open_file, digest, caller.scope)
             headers = {"Content-Type": SHARD_TYPE, "Content-Length": str(file.size_bytes)}
             start, size = np.zeros(1, np.int64), np.asarray([file.size_bytes])
             shards = [digest] if kind is Kind.SHARD else []
@@ -67,7 +67,8 @@ class Transfers:
         if size_bytes is None or not 0 < size_bytes <= limit:
             raise BadRequest(f"the request must have a Content-Length, of 1 to {limit} bytes")
         unhurried(request)
-        client, budgets, now = client_of(request), self._node.budgets, time.monotonic()
+        caller, node, now = caller_of(request), self._node, time.monotonic()
+        client, budgets = caller.budget, node.budgets
         if budgets.left(client, Cost.WORK_SECONDS, now) <= 0:
             raise budgets.refusal(Cost.WORK_SECONDS, client, now)
         with budgets.holding(client, Resource.UPLOADS):
@@ -76,27 +77,24 @@ class Transfers:
             while (here := sum(map(len, first))) < min(FIRST_BYTES, size_bytes):
                 first.append(await arriving.piece(size_bytes - here))
             with budgets.holding(client, Resource.UPLOAD_BYTES, size_bytes):
-                await self._take(arriving, first, kind, digest, size_bytes)
+                is_new = await self._take(arriving, first, kind, digest, size_bytes)
         if kind is Kind.SHARD:
-            self._node.fills.arrived(digest)
-            self._node.admitted(digest, "upload", client)
-            self._node.counters.uploaded_bytes += size_bytes
+            node.uploaded(digest, Admission("upload", client, caller.scope, is_new), size_bytes)
         else:
-            self._node.manifests.forget_missing(digest)
-            self._node.holders.filled(digest, client)
+            node.manifests.uploaded(digest, client, caller.scope)
         return web.Response(status=201)
 
-    async def _take(self, arriving: Arriving, first: list[bytes], kind: Kind, digest: Digest, size_bytes: int) -> None:
-        """Write the body by the store's recipe. A body that does not verify leaves nothing."""
+    async def _take(self, arriving: Arriving, first: list[bytes], kind: Kind, digest: Digest, size_bytes: int) -> bool:
+        """Write the body by the store's recipe; return ``Admission.is_new``. What does not verify leaves nothing."""
         loop = asyncio.get_running_loop()
         threads = self._node.disk_threads
-        room = self._node.rooms.reserve(kind, digest, size_bytes, arriving.client)
+        room = self._node.rooms.reserve(kind, digest, size_bytes, arriving.caller.budget, arriving.caller.scope)
         try:
             writing = await loop.run_in_executor(threads, room.__enter__)
             try:
                 await self._receive(arriving, first, writing)
                 async with self._checking if kind is Kind.MANIFEST else contextlib.nullcontext():
-                    await loop.run_in_executor(threads, self._commit, writing, arriving.client)
+                    return await loop.run_in_executor(threads, self._commit, writing, arriving.caller.budget)
             finally:
                 await asyncio.shield(loop.run_in_executor(threads, room.__exit__, None, None, None))
         except Corrupt:
@@ -114,15 +112,16 @@ class Transfers:
             left -= len(piece)
             await loop.run_in_executor(self._node.disk_threads, writing.write, piece)
 
-    def _commit(self, writing: Writing, client: str) -> None:
-        """In a thread: compare what was written with its name, and make it visible."""
+    def _commit(self, writing: Writing, client: str) -> bool:
+        """In a thread: compare what was written with its name, and make it visible; return ``Admission.is_new``."""
         began = time.monotonic()
         try:
             _check(writing)
         finally:
             now = time.monotonic()
             self._node.budgets.charge(client, Cost.WORK_SECONDS, now - began, now)
-        writing.commit()  # the disk's time, which is not the client's
+        # The disk's time, which is not the client's.
+        return writing.commit(shares=self._node.verification.is_resident(writing.digest))
 
 
 class Arriving:
@@ -134,7 +133,7 @@ class Arriving:
     """
 
     def __init__(self, request: web.Request) -> None:
-        self.client = client_of(request)
+        self.caller = caller_of(request)
         self._content = request.content
         self._left_seconds = SILENCE_SECONDS
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Final, Self
 
+from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource
 from quiver_cacheserver.counters import Counters
 
@@ -75,8 +76,9 @@ class Places:
 class Turn:
     """One read, from the arrival of its request until its answer is sent. One thread or coroutine owns it at a time."""
 
-    def __init__(self, places: Places, counters: Counters, client: str) -> None:
-        self.client = client
+    def __init__(self, places: Places, counters: Counters, caller: Caller) -> None:
+        self.caller = caller
+        self.client = caller.budget
         self._places = places
         self._counters = counters
         self._held = False

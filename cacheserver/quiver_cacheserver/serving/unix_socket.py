@@ -27,7 +27,8 @@ from types import TracebackType
 from typing import Final, Self
 
 from quiver.digest import Digest
-from quiver.errors import BadRequest, Misconfigured, OverCapacity, QuiverError
+from quiver.domain import Domain
+from quiver.errors import BadRequest, Forbidden, Misconfigured, OverCapacity, QuiverError, Unauthenticated
 from quiver.store import Kind, OpenFile
 from quiver.transport.handoff import (
     RECHECK,
@@ -43,6 +44,9 @@ from quiver.transport.handoff import (
     hello_answer,
     refusal,
 )
+from quiver_cacheserver.access.caller import Caller
+from quiver_cacheserver.access.control import Access
+from quiver_cacheserver.access.rights import SOCKET
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 
@@ -233,7 +237,8 @@ class Handoff:
         """Answer one reader until it leaves, is silent for too long, or sends a malformed request."""
         try:
             connection.setblocking(False)
-            while await self._exchange(connection, user):
+            reader = _Reader(user)
+            while await self._exchange(connection, reader):
                 task = asyncio.current_task()
                 assert task is not None
                 its = self._connections.get(user)
@@ -244,7 +249,7 @@ class Handoff:
         except Exception:  # a supervisor: a bug costs this connection, and not the daemon
             log.exception("a connection to --socket was closed")
 
-    async def _exchange(self, connection: socket.socket, user: str) -> bool:
+    async def _exchange(self, connection: socket.socket, reader: _Reader) -> bool:
         """Answer one request; return whether there may be another."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(SILENCE_SECONDS):
@@ -257,8 +262,13 @@ class Handoff:
             connection.send(refusal(Status.REFUSED))
             return False
         try:
-            with self._node.budgets.holding(user, Resource.SOCKET_REQUESTS):
-                answer, files = await self._answer(request, user)
+            reader.admit(request, self._node.access)
+        except (Unauthenticated, Forbidden):
+            connection.send(refusal(Status.DENIED))
+            return False
+        try:
+            with self._node.budgets.holding(reader.caller.budget, Resource.SOCKET_REQUESTS):
+                answer, files = await self._answer(request, reader.caller)
         except OverCapacity:
             connection.send(refusal(Status.BUSY))
             return True
@@ -278,32 +288,35 @@ class Handoff:
         self._node.counters.handed_files += len(files)
         return True
 
-    async def _answer(self, request: HandoffRequest, user: str) -> tuple[bytes, list[OpenFile]]:
+    async def _answer(self, request: HandoffRequest, caller: Caller) -> tuple[bytes, list[OpenFile]]:
         if request.verb is Verb.HELLO:
             return hello_answer(self._node.name), []
-        node, loop = self._node, asyncio.get_running_loop()
+        node, domain, loop = self._node, caller.scope, asyncio.get_running_loop()
         if request.flags & RECHECK:
-            node.suspect((entry.digest for entry in request.entries), user)
+            node.suspect((entry.digest for entry in request.entries), caller.budget, domain)
         if request.verb is Verb.HELD:
-            held = [self._is_held(entry) for entry in request.entries]
+            held = [self._is_held(entry, domain) for entry in request.entries]
             if request.flags & USED:
                 read = [entry.digest for entry, here in zip(request.entries, held, strict=True) if here]
                 await loop.run_in_executor(self._threads, self._touch, read)  # it takes the inventory's lock
             return held_answer(held), []
-        tried = [entry.digest if node.at_hand(entry.digest) else None for entry in request.entries]
+        tried = [entry.digest if node.at_hand(entry.digest, domain) else None for entry in request.entries]
         editions = [self._edition(digest) for digest in tried]  # before: a file that takes its place is a newer one
         opened = await loop.run_in_executor(self._threads, self._open, tried)
         statuses = [
-            FileStatus.PRESENT if file is not None else FileStatus.NOT_NOW if node.held(digest) else FileStatus.ABSENT
+            FileStatus.PRESENT
+            if file is not None
+            else FileStatus.NOT_NOW
+            if node.held(digest, domain)
+            else FileStatus.ABSENT
             for (digest, _), file in zip(request.entries, opened, strict=True)
         ]
         files = [file for file in opened if file is not None]
         return files_answer(list(zip(statuses, editions, strict=True))), files
 
-    def _is_held(self, entry: Held) -> bool:
-        return (
-            bool(entry.edition) and self._node.resident(entry.digest) and self._edition(entry.digest) == entry.edition
-        )
+    def _is_held(self, entry: Held, domain: Domain) -> bool:
+        is_resident = self._node.resident(entry.digest, domain)
+        return bool(entry.edition) and is_resident and self._edition(entry.digest) == entry.edition
 
     def _edition(self, digest: Digest | None) -> int:
         return self._node.inventory.edition(digest) if digest is not None else 0
@@ -320,6 +333,24 @@ class Handoff:
             except QuiverError:  # evicted meanwhile, a failing disk, no descriptor left: read it over TCP
                 files.append(None)
         return files
+
+
+class _Reader:
+    """The reader on one connection: a user of this host, and, from its hello on, the bearer of a token."""
+
+    def __init__(self, user: str) -> None:
+        self._user = user
+        self._said_hello = False
+        self.caller = Caller(user)
+
+    def admit(self, request: HandoffRequest, access: Access) -> None:
+        """Let a request through. Raises ``Unauthenticated`` and ``Forbidden``."""
+        verb = f"{SOCKET}{request.verb.name.lower()}"
+        if request.verb is Verb.HELLO or not self._said_hello:  # without tokens a reader may come without a hello
+            self.caller = access.admit(self._user, request.token, verb)
+            self._said_hello = request.verb is Verb.HELLO
+        else:
+            access.check(self.caller, verb)
 
 
 def _user_of(connection: socket.socket) -> str:

@@ -26,7 +26,7 @@ from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.reads import charge
-from quiver_cacheserver.serving.requests import body_of, client_of, unhurried
+from quiver_cacheserver.serving.requests import body_of, caller_of, unhurried
 from quiver_cacheserver.slices import SLICE
 
 T = TypeVar("T")
@@ -41,36 +41,42 @@ class Verbs:
     async def fill(self, request: web.Request) -> web.Response:
         """``POST /v1/fill``: fill shards; answer once they are resident, or when the client's wait has expired."""
         unhurried(request)  # it waits as long as the request says, up to a limit
-        node, client = self._node, client_of(request)
+        node, caller = self._node, caller_of(request)
+        client, domain = caller.budget, caller.scope
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:  # held while the fill waits
             asked = await self._unpacked(FillRequest.decode, body, client)
             with node.budgets.holding(client, Resource.WAITING):
-                manifest = node.manifests.if_open(asked.manifest) or await node.manifests.get(asked.manifest, client)
-                listed = await node.fill_missing(asked.shards, manifest, asked.wait_ms / 1000, client)
+                manifest = node.manifests.if_open(asked.manifest, domain)
+                if manifest is None:
+                    manifest = await node.manifests.get(asked.manifest, client, domain)
+                listed = await node.fill_missing(asked.shards, manifest, asked.wait_ms / 1000, client, domain)
             statuses = bytearray()
-            absence = Absence(node, listed, asked.manifest, client)
+            absence = Absence(node, listed, asked.manifest, caller)
 
             def look(some: Sequence[Digest]) -> None:
                 for digest in some:
-                    statuses.append(RangeStatus.PRESENT if node.resident(digest) else absence.status_of(digest))
+                    is_here = node.resident(digest, domain)
+                    statuses.append(RangeStatus.PRESENT if is_here else absence.status_of(digest))
 
             await node.slices.walk(asked.shards, look)
         return web.Response(body=ShardStatuses(bytes(statuses)).encode(), content_type=MSGPACK_TYPE)
 
     async def forgo(self, request: web.Request) -> web.Response:
         """``POST /v1/forgo``: the client was chosen to upload these shards and cannot."""
-        node, client = self._node, client_of(request)
+        node, caller = self._node, caller_of(request)
+        client, domain = caller.budget, caller.scope
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
             asked = await self._unpacked(ForgoRequest.decode, body, client)
-            await node.slices.walk(asked.shards, lambda some: node.forgo(some, asked.manifest, client))
+            await node.slices.walk(asked.shards, lambda some: node.forgo(some, asked.manifest, client, domain))
         return web.Response(status=204)
 
     async def recheck(self, request: web.Request) -> web.Response:
         """``POST /v1/recheck``: a reader got wrong bytes of these shards: verify them before serving them again."""
-        node, client = self._node, client_of(request)
+        node, caller = self._node, caller_of(request)
+        client, domain = caller.budget, caller.scope
         async with body_of(request, node.budgets, SHARDS_REQUEST_BYTES_MAX) as body:
             asked = await self._unpacked(RecheckRequest.decode, body, client)
-            await node.slices.walk(asked.shards, lambda some: node.suspect(some, client))
+            await node.slices.walk(asked.shards, lambda some: node.suspect(some, client, domain))
         return web.Response(status=204)
 
     async def _unpacked(self, decode: Callable[[Bytes], T], body: Bytes, client: str) -> T:

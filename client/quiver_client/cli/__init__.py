@@ -1,7 +1,7 @@
 """The command ``quiver``.
 
-Each of ``index``, ``info``, ``verify``, ``warm`` and ``status`` is a command; ``main`` groups them and turns errors
-into exit statuses, ``options`` has what they share, and ``progress`` draws their progress bar.
+Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``tls`` and ``token`` is a command; ``main`` groups them
+and turns errors into exit statuses, ``options`` has what they share, and ``progress`` draws their progress bar.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
-from quiver.errors import NotFound, QuiverError, Unavailable
+from quiver.errors import Forbidden, NotFound, QuiverError, Unauthenticated, Unavailable
 from quiver.location import shown
 from quiver.peer import PeerClient
 from quiver.ring import Member, Ring
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
+from quiver.token_source import TokenSource
 from quiver.wire import OK, NodeStatus
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.config import CacheConfig, EmbeddedCache, parse_cache
@@ -63,8 +64,9 @@ def _rack(urls: tuple[str, ...]) -> dict[str, Any]:
 def _ring(urls: tuple[str, ...]) -> Ring:
     """Return the ring from the first daemon that answers."""
     failure: QuiverError = Unavailable(", ".join(urls), "no daemon is named")
+    token = TokenSource.from_environment()
     for url in urls:
-        peer = PeerClient(url)
+        peer = PeerClient(url, token=token)
         try:
             return peer.ring().ring()[0]
         except QuiverError as error:
@@ -75,7 +77,7 @@ def _ring(urls: tuple[str, ...]) -> Ring:
 
 
 def _member(member: Member) -> dict[str, Any]:
-    peer = PeerClient(member.url)
+    peer = PeerClient(member.url, node=member.certified_id, token=TokenSource.from_environment())
     try:
         status = peer.status()
         return {
@@ -94,6 +96,8 @@ def _member(member: Member) -> dict[str, Any]:
             "ring_age_seconds": status.ring_age_seconds,
             "ring_problem": status.ring_problem,
         }
+    except (Unauthenticated, Forbidden):
+        raise  # no rack has members that refuse the token and others that do not: one line is enough
     except QuiverError as error:
         nothing = {"resident_bytes": 0, "capacity_bytes": 0, "origin_read_bytes": 0}
         return {"id": member.id, "url": member.url, "state": "unreachable", **nothing, "error": str(error)}

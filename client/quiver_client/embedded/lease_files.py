@@ -24,6 +24,7 @@ from typing import Annotated, Final, NamedTuple
 import msgspec
 
 from quiver.errors import BadRequest
+from quiver.malformed import MALFORMED
 from quiver.residency import CONSUMERS_MAX
 from quiver.residency.messages import REPORT_BYTES_MAX, NeedsReport
 
@@ -190,7 +191,7 @@ def _read(fd: int, info: os.stat_result, now: float, name: str) -> ForeignLease 
     try:
         content = msgspec.msgpack.decode(os.pread(fd, info.st_size, 0), type=_Content)
         report = NeedsReport.decode(content.report)
-    except (msgspec.DecodeError, BadRequest):
+    except (*MALFORMED, BadRequest):
         return None
     path = content.manifest_path
     if report.report.consumer.hex() != name or report.leaving or not path.startswith(b"/") or b"\0" in path:

@@ -23,6 +23,7 @@ from quiver.manifest import ABSENT, BLOB_TYPE, KEY_FIELD, Field, OriginObject
 from quiver.manifest.schema import VARYING
 from quiver.origin.arrays import inner_shape
 from quiver.origin.parquet import chunks_of, column_of
+from quiver.origin.parquet_footer import Chunk, chunks_by_group
 from quiver.shard import U64
 from quiver_client.indexing.columns import XXH3_OF_NOTHING, Rows, Samples, byte_rows
 from quiver_client.indexing.objects import Listing
@@ -44,7 +45,7 @@ HOLES: Final = (
     "rows left out, with a null among the values of a list; fill it with a value, make the whole list null,"
     " or leave the column out with --exclude"
 )
-PHYSICAL_BYTES: Final = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8}
+PHYSICAL_BYTES: Final = {0: 1, 1: 4, 2: 8, 4: 4, 5: 8}  # of booleans, integers and floats, by ``parquet::Type``
 
 _Sides = tuple[int | None, ...]  # of the arrays of nested lists, from the second dimension on
 
@@ -67,6 +68,7 @@ class _Part:
     metadata: pq.FileMetaData
     groups: range
     first_row: int
+    decoded_bytes: int  # estimated
     keyed: bool  # a column names the samples
 
 
@@ -161,6 +163,7 @@ def _parts(
         listed = listing.object(number)
         with _opened(objects.open(listed)) as file:
             metadata = file.metadata
+            chunks = _chunks(listed, metadata)
             check(listed, file.schema_arrow)
             keyed = has_keys(file.schema_arrow, selection)
         if not metadata.num_rows:
@@ -169,8 +172,15 @@ def _parts(
         for group in range(metadata.num_row_groups):
             if metadata.row_group(group).total_byte_size > LARGE_GROUP_BYTES:
                 notices.add(LARGE_GROUPS, f"{listed.path}: {group}")
-            yield _Part(number, listed, metadata, range(group, group + 1), row, keyed)
+            yield _Part(number, listed, metadata, range(group, group + 1), row, _decoded_bytes(chunks[group]), keyed)
             row += metadata.row_group(group).num_rows
+
+
+def _chunks(listed: OriginObject, metadata: pq.FileMetaData) -> list[list[Chunk]]:
+    try:
+        return chunks_by_group(metadata)
+    except BadRequest as error:
+        raise BadRequest(f"{listed.path} is not a Parquet file, or is damaged: {error}") from error
 
 
 @contextmanager
@@ -181,7 +191,7 @@ def _opened(handle: Handle, metadata: pq.FileMetaData | None = None) -> Iterator
         with pq.ParquetFile(ObjectFile(handle), metadata=metadata, pre_buffer=False, buffer_size=READ_BYTES) as file:
             yield file
         done = True
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except (pa.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:  # the last of a column's name
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise BadRequest(f"{handle.url} is not a Parquet file, or is damaged: {why}; make or copy it again") from error
     finally:
@@ -286,17 +296,14 @@ def _views(array: pa.Array) -> list[memoryview | None]:
 
 def _batch_rows(part: _Part) -> int:
     """Return how many rows make up about ``BATCH_BYTES``."""
-    sizes = [part.metadata.row_group(group) for group in part.groups]
-    rows = sum(group.num_rows for group in sizes)
-    size_bytes = sum(_decoded_bytes(group) for group in sizes)
-    return max(1, min(BATCH_ROWS_MAX, int(rows * BATCH_BYTES // max(size_bytes, 1))))
+    rows = sum(part.metadata.row_group(group).num_rows for group in part.groups)
+    return max(1, min(BATCH_ROWS_MAX, int(rows * BATCH_BYTES // max(part.decoded_bytes, 1))))
 
 
-def _decoded_bytes(group: pq.RowGroupMetaData) -> int:
+def _decoded_bytes(chunks: list[Chunk]) -> int:
     """Estimate a row group's size in memory: a page of a million equal numbers is a few bytes in the file."""
-    chunks = [group.column(i) for i in range(group.num_columns)]
-    numbers = sum(chunk.num_values * PHYSICAL_BYTES.get(chunk.physical_type, 0) for chunk in chunks)
-    return max(int(group.total_byte_size), int(numbers))
+    numbers = sum(chunk.values * PHYSICAL_BYTES.get(chunk.physical_type, 0) for chunk in chunks)
+    return max(sum(chunk.uncompressed_bytes for chunk in chunks), numbers)
 
 
 def _check_paths(batch: pa.RecordBatch, blobs: list[Field], arrays: list[pa.Array], where: str, row: int) -> None:

@@ -11,6 +11,7 @@ import msgspec
 import pyarrow as pa
 
 from quiver.errors import BadRequest
+from quiver.malformed import MALFORMED
 from quiver.manifest import BLOB_TYPE, KEY_FIELD, Field
 from quiver.manifest.schema import SCALAR_TYPES
 from quiver.origin.arrays import array_type
@@ -83,7 +84,7 @@ def _features(schema: pa.Schema) -> _Features:
     raw = (schema.metadata or {}).get(b"huggingface", b"")
     try:
         features = msgspec.json.decode(raw)["info"]["features"] if raw else {}
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (*MALFORMED, KeyError, TypeError):
         return {}
     return features if isinstance(features, dict) else {}
 

@@ -6,6 +6,7 @@ an unreadable header is an error that names the offset.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,8 @@ EXTENDED_BYTES_MAX: Final = 1 << 20  # of a long name or a pax header
 _PAX, _PAX_GLOBAL, _LONG_NAME, _LONG_LINK, _SPARSE = b"x", b"g", b"L", b"K", b"S"
 _WITHOUT_DATA: Final = frozenset(b"123456")  # links, devices, folders, pipes
 _LINK_OR_DEVICE: Final = {b"1": "hard link", b"2": "symbolic link", b"3": "device", b"4": "device", b"6": "pipe"}
+_OCTAL: Final = re.compile(rb"[0-7]+")
+_IS_SPARSE: Final = "GNU.sparse"  # stands for all records of a sparse file but its name: nobody asks for them
 _COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"(\xb5": "zstd", b'\x04"': "lz4"}
 
 ReadAt = Callable[[int, int], memoryview]  # (offset, length) -> exactly that many bytes, valid until the next call
@@ -116,7 +119,7 @@ class _Walk:
         if "size" in pax:
             size = self._decimal(pax["size"])
         odd = _LINK_OR_DEVICE.get(kind, "")
-        if kind == _SPARSE or any(key.startswith("GNU.sparse.") for key in pax):
+        if kind == _SPARSE or _IS_SPARSE in pax or "GNU.sparse.name" in pax:
             odd = "sparse file"
         elif kind == b"5" or (kind in (b"\0", b"0") and name.endswith("/")):
             odd = "folder"
@@ -154,10 +157,10 @@ class _Walk:
         field = header[124:136]
         if field[0] & 0x80:
             return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-        try:
-            return int(field.strip(b" \0") or b"0", 8)
-        except ValueError:
-            raise self._broken(self._at, f"has a member of size {field!r}") from None
+        digits = field.strip(b" \0") or b"0"
+        if not _OCTAL.fullmatch(digits):  # ``int`` would take a sign, and a size below zero leads back to its header
+            raise self._broken(self._at, f"has a member of size {field!r}")
+        return int(digits, 8)
 
     def _pax(self, content: bytes) -> dict[str, str]:
         """Parse records ``length key=value\\n``."""
@@ -169,7 +172,10 @@ class _Walk:
             key, equals, value = content[space + 1 : at + length - 1].partition(b"=")
             if length <= space - at + 1 or not equals or content[at + length - 1 : at + length] != b"\n":
                 raise self._broken(self._at, "has a pax header just before that cannot be read")
-            records[self._text(key)] = self._text(value) if key in (b"path", b"size", b"GNU.sparse.name") else ""
+            if key in (b"path", b"size", b"GNU.sparse.name"):
+                records[key.decode()] = self._text(value)
+            elif key.startswith(b"GNU.sparse."):
+                records[_IS_SPARSE] = ""
             at += length
         return records
 

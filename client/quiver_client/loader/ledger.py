@@ -5,7 +5,8 @@ records it, in a few bytes per batch (``quiver_client.loader.batch_encoding``).
 
 Invariant: the file only grows. A killed process leaves a prefix of the same order. A run that resumes from a checkpoint
 repeats batches that the ledger already has; the segment that the run begins says from where, and the reader drops the
-earlier ones.
+earlier ones. A power cut may lose batches, but no segment's beginning: without it the reader would take batches that a
+resume had discarded for those that replaced them. So segments are synced as they begin, and lost batches are missed.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
+from quiver.store.files import sync_folder
 from quiver.substitution import Mask
 from quiver_client.loader.ledger_format import (
     CHUNK_BYTES,
@@ -68,6 +70,7 @@ class LedgerWriter:
         self._append(FrameKind.SEGMENT, encode_segment(epoch, batches, done))
         self._begun = True
         self.flush()
+        os.fsync(self._file.fileno())
 
     def batch(self, batch: bytes) -> None:
         """Record a consumed batch, as ``encode_batch`` returned it."""
@@ -179,12 +182,13 @@ def check_run(path: Path, run: Run) -> None:
 def _create(path: Path, run: Run) -> tuple[io.FileIO, int]:
     """Create a ledger, in place of an old one if there is one; return it and its CRC."""
     header, crc = encode_header(run)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one name: what a killed process left is written over
     file = temporary.open("wb", buffering=0)
     try:
         file.write(header)
         os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)  # else a power cut could bring an old ledger of the same run back
     except OSError:
         file.close()
         temporary.unlink(missing_ok=True)

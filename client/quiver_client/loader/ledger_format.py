@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 
 from quiver.digest import Digest
+from quiver.malformed import MALFORMED
+from quiver.manifest.checks import SAMPLES_MAX
 from quiver.substitution import Mask
 from quiver_client.loader.batch_encoding import VARINT_BYTES_MAX, number_at, varint
 
@@ -109,7 +111,7 @@ def check_header(data: bytes, run: Run) -> tuple[int, int]:
         raise ValueError("its header is damaged")
     try:
         theirs = msgspec.json.decode(data[start:end], type=Run)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ValueError(f"its header is damaged: {error}") from error
     for name in Run.__struct_fields__:
         there, ours = getattr(theirs, name), getattr(run, name)
@@ -168,6 +170,8 @@ def _segment(body: bytes) -> Segment:
     if at == len(body):
         return Segment(epoch, start, None, Digest.of(b""), [])
     count, at = number_at(body, at)
+    if count >= SAMPLES_MAX:
+        raise ValueError(f"a segment has a mask of {count} samples, more than a dataset has")
     packed = _inflated(body[at:], -(-count // 8))
     if len(packed) != -(-count // 8):
         raise ValueError(f"a segment has a mask of {len(packed)} bytes for {count} samples")

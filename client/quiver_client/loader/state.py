@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from quiver.manifest.checks import SAMPLES_MAX
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal
 
@@ -234,8 +235,10 @@ def _checked(state: Mapping[str, Any]) -> State:
     for name in _BITS:
         if name not in state or type(state[name]) not in (bytes, type(None)):
             raise ValueError(f"state: {name!r} is missing or not bytes; was it made by state_dict()?")
-    if not (0 <= plain["rank"] < plain["world_size"] <= RANKS_MAX and plain["batch_size"] > 0 and plain["samples"] > 0):
-        raise ValueError("state: rank, world_size, batch_size or samples out of range")
+    if not (0 <= plain["rank"] < plain["world_size"] <= RANKS_MAX and plain["batch_size"] > 0):
+        raise ValueError("state: rank, world_size or batch_size out of range")
+    if not 0 < plain["samples"] < SAMPLES_MAX:
+        raise ValueError(f"state: {plain['samples']} samples are none, or more than a dataset has")
     before = plain.get("before", 0)
     if isinstance(before, np.integer):
         plain["before"] = before = before.item()

@@ -56,7 +56,7 @@ class HandoffTier:
         self._manifest = manifest
         self._members = members
         self._stats = stats
-        self._locals = LocalDaemons(members, seeds, stats)
+        self._locals = LocalDaemons(members, seeds, stats, members.token)
         self._maps: ShardMaps[_Source] = ShardMaps()
         self._avoided: Expiring[int, None] = Expiring()  # shards of which something was wrong
         self._ring: Ring | None = None

@@ -21,6 +21,7 @@ from quiver.backoff import Backoff
 from quiver.errors import QuiverError
 from quiver.expiring import Expiring
 from quiver.ring import Member, Ring
+from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.handoff import HandoffClient, is_this_host
 from quiver_client.rack.members import Members
 from quiver_client.stats import Stats
@@ -63,10 +64,11 @@ class LocalDaemon:
 class LocalDaemons:
     """Which of a ring's members are on this host. ``look`` is for one thread; the rest is safe from any."""
 
-    def __init__(self, members: Members, seeds: Sequence[str], stats: Stats) -> None:
+    def __init__(self, members: Members, seeds: Sequence[str], stats: Stats, token: TokenSource = NO_TOKEN) -> None:
         self._members = members
         self._seeds = seeds
         self._stats = stats
+        self._token = token
         self._sockets: dict[str, str] = {}  # node id -> path, as each daemon reported its own
         self._asked: Expiring[str, None] = Expiring()  # URLs of daemons that were asked for their paths
         self._here: dict[str, bool] = {}  # host -> whether it is this host
@@ -119,7 +121,7 @@ class LocalDaemons:
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
             return  # no trusted daemon; or the known one, which does not respond and was not replaced
-        daemon = LocalDaemon(HandoffClient(path, [owner]))
+        daemon = LocalDaemon(HandoffClient(path, [owner], token=self._token))
         try:
             if daemon.client.hello() in ids:
                 self._keep(path, daemon)

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError, Unavailable
+from quiver.errors import Forbidden, Misconfigured, QuiverError, Unauthenticated, Unavailable
 from quiver.expiring import Expiring
 from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.ring import Ring
+from quiver.token_source import TokenSource
 from quiver.transport.liveness import IN_RACK, is_alive
 from quiver_client.stats import Stats
 
@@ -43,8 +44,11 @@ class Members:
         self._manifest = manifest
         self._seeds = tuple(seeds)
         self._stats = stats
+        self.token = TokenSource.from_environment()
         self._lock = forks.lock()
-        self._peers: dict[str, PeerClient] = {}
+        self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
+        self._only_tls = any(url.startswith("https:") for url in seeds)  # a ring must not lead to an unprotected daemon
+        self._failure: QuiverError | None = None  # why the last daemon that was asked for the ring gave none
         self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer the last request
         self._probing: set[str] = set()
         self._asked_at = -RING_SECONDS  # when the ring was asked for
@@ -59,10 +63,11 @@ class Members:
             peer.close()
 
     def peer(self, url: str) -> PeerClient:
+        node = self._certified.get(url, "")
         with self._lock:
-            if url not in self._peers:
-                self._peers[url] = PeerClient(url, patience=IN_RACK)
-            return self._peers[url]
+            if (url, node) not in self._peers:
+                self._peers[url, node] = PeerClient(url, patience=IN_RACK, node=node, token=self.token)
+            return self._peers[url, node]
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -84,12 +89,19 @@ class Members:
         for url in to_ask[:ASKED_MAX]:
             try:
                 ring, ignored = self.peer(url).ring().ring()
-            except (Unavailable, Corrupt, BadRequest, NotFound) as error:
+            except QuiverError as error:
+                self._failure = error
                 self.mark_unresponsive(url)
                 self._stats.warn(f"ring {url}", f"no ring from a daemon: {error}")
                 continue
+            if self._only_tls:
+                secure = [member for member in ring.members if member.url.startswith("https:")]
+                ignored += len(ring.members) - len(secure)
+                ring = Ring.of(ring.rack, secure, ring.replicas)
             if ignored:
-                self._stats.warn("ring", f"{ignored} malformed members in the ring from {url} were ignored")
+                self._stats.warn(
+                    "ring", f"{ignored} malformed members, or without TLS, in the ring from {url} were ignored"
+                )
             if ring.members and ring != self._ring:
                 self._set_ring(ring)
             self._told_by = url
@@ -119,6 +131,7 @@ class Members:
     def _set_ring(self, ring: Ring | None) -> None:
         width = (ring.replicas if ring else 1) + RUNNERS_UP
         urls = tuple(member.url for member in ring.members) if ring else self._seeds
+        self._certified = {member.url: member.certified_id for member in ring.members} if ring else {}
         # Replaced as one value: no thread may see the ranks of one ring with the members of another.
         self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
@@ -203,11 +216,16 @@ class Members:
     def introduce(self, manifest: Manifest) -> None:
         """Send the manifest to an owner of its digest, where the other daemons look for it first.
 
-        Raises ``Unavailable`` if no daemon answers. If those that answer reject it, reads are slower, and a warning is
-        logged.
+        Raises ``Unavailable`` if no daemon answers, and the daemon's refusal if it refuses this process its ring: a job
+        whose token expires later reads from the origin. If those that answer reject the manifest, reads are slower, and
+        a warning is logged.
         """
         ring = self.refresh(opening=True)
         if ring is None:
+            said = self._failure
+            refused = isinstance(said, Unauthenticated | Forbidden | Misconfigured)
+            if said is not None and (refused or (isinstance(said, Unavailable) and said.lasting)):
+                raise said  # it is known what is wrong
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
@@ -234,6 +252,8 @@ class Members:
                     continue
                 try:
                     capacity_bytes = self.peer(member.url).status().capacity_bytes
+                except (Unauthenticated, Forbidden):  # the status is for operators
+                    continue
                 except QuiverError:
                     self.mark_unresponsive(member.url)
                     continue

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import QuiverError, Unavailable
+from quiver.errors import Forbidden, QuiverError, Unauthenticated, Unavailable
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
@@ -31,6 +31,7 @@ UPLOADS_AT_ONCE: Final = 2  # each holds a shard in memory
 ANSWER_SECONDS: Final = 0.25  # that a report waits for answers; later ones count in the next report
 LEAVE_SECONDS: Final = 0.75
 STALE_SECONDS: Final = 5.0
+FORBIDDEN_SECONDS: Final = 60.0  # between reports to a daemon that refuses them to this token
 
 U8 = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -57,6 +58,7 @@ class RackNeeds:
         self._refreshing: Future[Ring | None] | None = None
         self._telling: dict[str, Future[None]] = {}  # by URL, the report in flight
         self._seen: Expiring[str, U8] = Expiring(clock=clock)  # by URL, the last answer
+        self._forbidden: Expiring[str, None] = Expiring(clock=clock)  # daemons that accept no reports from this token
         self._uploading: set[int] = set()
         self.orphaned: Mask | None = None
         self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
@@ -71,7 +73,7 @@ class RackNeeds:
         urls = [member.url for member in ring.members] if ring is not None else []
         for url in urls:
             before = self._telling.get(url)
-            if (before is None or before.done()) and not self._members.is_unresponsive(url):
+            if (before is None or before.done()) and not self._is_deaf(url):
                 self._telling[url] = self._pool.submit(self._tell, url, told)
         wait(list(self._telling.values()), ANSWER_SECONDS)
         self._telling = {url: telling for url, telling in self._telling.items() if url in urls}
@@ -114,14 +116,18 @@ class RackNeeds:
         self._tell(url, told)
 
     def _orphaned(self, ring: Ring) -> Mask | None:
-        """Return the shards whose owner does not respond: a daemon fetches only its own shards."""
-        down = [at for at, member in enumerate(ring.members) if self._members.is_unresponsive(member.url)]
+        """Return the shards whose owner does not respond, or takes no reports: a daemon fetches only its own shards."""
+        down = [at for at, member in enumerate(ring.members) if self._is_deaf(member.url)]
         if not down:
             return None
         if self._owned is None or self._owned[0] is not ring:
             self._owned = ring, ring.rank(self._manifest.tables.shard_digests, 1)[:, 0]
         orphaned: Mask = np.isin(self._owned[1], down)
         return orphaned
+
+    def _is_deaf(self, url: str) -> bool:
+        """Whether a daemon does not respond, or accepts no reports from this token."""
+        return url in self._forbidden or self._members.is_unresponsive(url)
 
     def _tell(self, url: str, told: NeedsReport) -> None:
         peer = self._members.peer(url)
@@ -131,8 +137,10 @@ class RackNeeds:
                 self._members.put_manifest(peer, self._manifest)
                 answer = peer.needs(told)
         except QuiverError as error:
-            if isinstance(error, Unavailable):
+            if isinstance(error, (Unavailable, Unauthenticated)):
                 self._members.mark_unresponsive(url)
+            elif isinstance(error, Forbidden):  # a token that may only read: this job reads as if nobody listened
+                self._forbidden.set(url, None, FORBIDDEN_SECONDS)
             self._stats.warn(f"needs {url}", f"could not report to a daemon what this job needs: {error}")
             return
         self._members.answered(url)

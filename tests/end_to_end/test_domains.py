@@ -1,0 +1,65 @@
+"""Sharing domains over a rack of daemons that authenticate one another."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quiver.peer import PeerClient
+from quiver.token_source import TokenSource
+from quiver.transport.tls import Credentials, TlsFiles
+from quiver.wire import FillRequest, RangeStatus
+from tests.support.daemon import Daemon
+from tests.support.data import Files
+from tests.support.etcd import free_ports
+from tests.support.tenants import SIGNER
+from tests.support.tls import Pki, flags
+
+
+@pytest.fixture
+def urls(tmp_path: Path, files: Files) -> Iterator[list[str]]:
+    """A rack of three that requires tokens and whose daemons have certificates."""
+    pki, ports = Pki(tmp_path / "pki"), free_ports(3)
+    SIGNER.publish(tmp_path / "keys")
+    peers = ",".join(f"https://127.0.0.1:{port}" for port in ports)
+    with contextlib.ExitStack() as stack:
+        daemons = []
+        for at, port in enumerate(ports):
+            own = ("--peers", peers, "--token-keys", str(tmp_path / "keys"), *flags(pki.node(f"n{at}")))
+            tls = Credentials(pki.anonymous())
+            daemons.append(Daemon(tmp_path / f"n{at}", *own, port=port, origins=[files.folder], tls=tls))
+            stack.callback(daemons[-1].kill)
+            daemons[-1].start()
+        for daemon in daemons:
+            daemon.wait_until_serving()
+        yield peers.split(",")
+
+
+@contextlib.contextmanager
+def clients(urls: list[str], where: Path, domain: str) -> Iterator[list[PeerClient]]:
+    credentials = Credentials(TlsFiles(str(where / "ca.pem")))
+    token = TokenSource(SIGNER.token(domain, rights="read,fill,operate"))
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(contextlib.closing(PeerClient(url, tls=credentials, token=token))) for url in urls]
+
+
+@pytest.mark.fault("S8", "O1")
+def test_a_rack_reads_the_origin_once_for_each_domain_and_peers_serve_within_it(
+    urls: list[str], files: Files, tmp_path: Path
+) -> None:
+    manifest = files.opened()
+    shards = tuple(manifest.shard_digest(number) for number in range(manifest.shard_count))
+    total = files.total_bytes()
+    for number, domain in enumerate(("vision", "audio")):
+        with clients(urls, tmp_path / "pki", domain) as daemons:
+            assert not any(daemon.has_shard(shard) for daemon in daemons for shard in shards)
+            daemons[1].put_manifest(manifest.digest, files.manifest.read_bytes())
+            for daemon in daemons:
+                statuses = daemon.fill(FillRequest(manifest.digest, shards, 20_000))
+                assert set(statuses.tolist()) == {RangeStatus.PRESENT}
+            read_bytes = sum(daemon.status().origin_read_bytes for daemon in daemons)
+            assert read_bytes == (number + 1) * total, "one read for the domain, and the others had it from their peers"
+            assert [daemon.status().shards for daemon in daemons] == [len(shards)] * 3, "and it is stored once"
