@@ -5,8 +5,8 @@ Imports run one way, from the formats outward:
 - ``errors``, ``digest``, ``domain`` (who shares what), ``sizes``, ``location`` (URLs parsed once), ``extras`` (messages
   for missing packages)
 - ``claims``: what a token says of its bearer; ``token_source``: the token that this process sends
-- helpers: ``expiring``, ``backoff``, ``rate``; ``forks`` and ``cached``, which make locks and properties safe to fork;
-  ``malloc`` and ``shard_memory``, which tune and reuse memory
+- helpers: ``malformed`` (what decoders raise for hostile bytes), ``expiring``, ``backoff``, ``rate``; ``forks`` and
+  ``cached``, which make locks and properties safe to fork; ``malloc`` and ``shard_memory``, which tune and reuse memory
 - formats: ``shard``, ``layout``, ``lookup`` (digest to row), ``manifest``
 - decisions, pure: ``ring``, ``membership``, ``plan``, ``residency``, ``substitution``
 - input and output: ``store``, ``origin``; ``source`` and ``fill``, which obtain a verified shard

@@ -28,6 +28,7 @@ CAPACITY_BYTES = 256 << 20
 def in_process(
     where: Path,
     put: dict[Digest, bytes] | None = None,
+    *,
     send_bytes: int = 0,
     held_max: Mapping[Resource, int] | None = None,
     made: Callable[[Node], object] = lambda _: None,
