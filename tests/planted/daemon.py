@@ -164,7 +164,8 @@ BUGS: Final = (
         "a stream outlives the key of its token",
         "cacheserver/quiver_cacheserver/access/control.py",
         "            if reason is not None:\n                self.audit.refused(caller, verb, reason)\n",
-        "            if reason is not None and not caller.key_id:\n                self.audit.refused(caller, verb, reason)\n",
+        "            if reason is not None and not caller.key_id:\n"
+        "                self.audit.refused(caller, verb, reason)\n",
         ("tests/daemon/test_access.py::test_a_key_that_is_withdrawn_ends_the_streams_of_its_tokens",),
     ),
     Planted(
