@@ -14,7 +14,7 @@ from tests.support.data import Files
 def seed() -> int:
     """Every choice of a run is drawn from it. pytest shows what it prints if the test fails."""
     chosen = int(os.environ.get("QUIVER_CHAOS_SEED", "1"))
-    print(f"QUIVER_CHAOS_SEED={chosen} replays this run")  # noqa: T201
+    print(f"QUIVER_CHAOS_SEED={chosen} replays this run")
     return chosen
 
 

@@ -175,7 +175,7 @@ def main() -> None:
     chosen = parser.parse_args()
 
     def say(text: str) -> None:
-        print(text, flush=True)  # noqa: T201
+        print(text, flush=True)
 
     say(f"soak of {chosen.hours} hours; --seed {chosen.seed} replays it")
     folder = Path(tempfile.mkdtemp(prefix="quiver-soak-"))

@@ -17,7 +17,7 @@ SECONDS = float(os.environ.get("QUIVER_SOAK_SECONDS", "120"))
 @pytest.mark.timeout(SECONDS * 3 + 300)
 def test_everything_fails_at_random_and_every_epoch_is_exact(tmp_path: Path, seed: int) -> None:
     summary = soak(SECONDS, seed, tmp_path, print)
-    print(summary)  # noqa: T201
+    print(summary)
     assert summary.rounds > 0
     assert summary.epochs >= 3 * summary.rounds
     assert len(summary.mishaps) >= 5, "several kinds of mishaps struck"

@@ -7,5 +7,6 @@ A bug that nothing catches is a missing test. No switch for this is in the produ
     python -m tests.planted --only NAME ...     plants some; --find runs whole files and names the tests that catch
 
 - ``bugs``: the list, made of ``kernel``, ``daemon`` and ``client``; ``plant``: what a planted bug is
-- ``run``: copies, plants, runs the tests and judges their result; ``test_planted``: all of it as tests
+- ``run``: copies, plants, runs the tests and judges their result; ``zygote``: a process that runs them without the
+  imports of a start; ``test_planted``: all of it as tests
 """

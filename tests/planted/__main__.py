@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
 import sys
 import tempfile
@@ -18,11 +19,12 @@ from tests.planted.run import Copy, Verdict
 
 def attempt(bugs: Sequence[Planted], at_once: int, *, find: bool = False, base: bool = True) -> list[Verdict]:
     """Try bugs, several at a time; print each verdict. ``base``: first check that the tests pass without any bug."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(at_once))
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for number in range(at_once):
             (Path(folder) / str(number)).mkdir()
-            copies.put(Copy(Path(folder) / str(number)))
+            copies.put(stack.enter_context(contextlib.closing(Copy(Path(folder) / str(number)))))
 
         def tried(bug: Planted) -> Verdict:
             copy = copies.get()

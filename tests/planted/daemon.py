@@ -55,7 +55,7 @@ BUGS: Final = (
     Planted(
         "one address may hold everything",
         "cacheserver/quiver_cacheserver/budget.py",
-        "if amount > free or mine + amount > FREE_SHARE * (free - amount + 1):",
+        "if amount > free or mine + amount > FREE_SHARE * account.weight * (free - amount + 1):",
         "if amount > free:",
         ("tests/daemon/test_budget.py::test_one_address_gets_three_quarters_and_a_newcomer_finds_a_place",),
     ),
@@ -90,7 +90,7 @@ BUGS: Final = (
     Planted(
         "what a consumer came to need is evicted all the same",
         "cacheserver/quiver_cacheserver/residency/rooms.py",
-        "            if victim in decision.forced or not needs.needed(victim)\n",
+        "            if victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1\n",
         "            if needs is not None\n",
         ("tests/daemon/test_rooms.py::test_what_somebody_came_to_need_since_the_decision_is_spared",),
     ),
@@ -131,5 +131,48 @@ BUGS: Final = (
         "                if url in self._backoffs and self._backoffs[url].is_waiting:\n                    continue\n",
         "",
         ("tests/daemon/test_peers.py::test_a_peer_that_failed_is_passed_over_until_it_delivers",),
+    ),
+    Planted(
+        "a token that was verified never expires",
+        "cacheserver/quiver_cacheserver/access/tokens.py",
+        "return Reason.EXPIRED if self._now() >= expires_at + LEEWAY_SECONDS else None",
+        "return Reason.EXPIRED if self._now() >= expires_at + 1e9 * LEEWAY_SECONDS else None",
+        ("tests/daemon/test_tokens.py::test_a_token_that_was_verified_is_remembered_and_expires_all_the_same",),
+    ),
+    Planted(
+        "the signature of a token is not verified",
+        "cacheserver/quiver_cacheserver/access/tokens.py",
+        'options={"require": list(REQUIRED)},',
+        'options={"require": list(REQUIRED), "verify_signature": False},',
+        ("tests/daemon/test_tokens.py::test_a_bad_token_is_refused_for_its_reason",),
+    ),
+    Planted(
+        "a right is missing on a route",
+        "cacheserver/quiver_cacheserver/access/rights.py",
+        '"POST /v1/needs": Right.FILL,',
+        '"POST /v1/needs": Right.READ,',
+        ("tests/daemon/test_access.py::test_a_token_may_do_what_its_rights_say_and_nothing_else",),
+    ),
+    Planted(
+        "a right of the table is not asked for",
+        "cacheserver/quiver_cacheserver/access/rights.py",
+        "return right is PUBLIC or caller.is_member or right in caller.rights",
+        "return right is PUBLIC or caller.is_member or bool(caller.rights)",
+        ("tests/daemon/test_access.py::test_a_token_may_do_what_its_rights_say_and_nothing_else",),
+    ),
+    Planted(
+        "a stream outlives the key of its token",
+        "cacheserver/quiver_cacheserver/access/control.py",
+        "            if reason is not None:\n                self.audit.refused(caller, verb, reason)\n",
+        "            if reason is not None and not caller.key_id:\n"
+        "                self.audit.refused(caller, verb, reason)\n",
+        ("tests/daemon/test_access.py::test_a_key_that_is_withdrawn_ends_the_streams_of_its_tokens",),
+    ),
+    Planted(
+        "a read fills for who may only read",
+        "cacheserver/quiver_cacheserver/serving/reads.py",
+        "allows(turn.caller, READ_FILLS), turn.caller.scope",
+        "bool(turn.caller), turn.caller.scope",
+        ("tests/daemon/test_access.py::test_a_reader_without_the_right_to_fill_reads_what_is_here_and_causes_nothing",),
     ),
 )

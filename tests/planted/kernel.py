@@ -152,16 +152,17 @@ BUGS: Final = (
     Planted(
         "a file is renamed before its content is synced",
         "quiver/store/disk.py",
-        "            os.fsync(self._file.fd)\n            self._store.admit(self)\n",
-        "            self._store.admit(self)\n            os.fsync(self._file.fd)\n",
+        "            os.fsync(self._file.fd)\n            return self._store.admit(self, shares=shares)\n",
+        "            admitted = self._store.admit(self, shares=shares)\n            os.fsync(self._file.fd)\n"
+        "            return admitted\n",
         ("tests/store/test_store.py::test_a_rename_that_is_not_known_to_last_is_taken_back",),
     ),
     Planted(
         "a file is renamed before its write ends",
         "quiver/store/disk.py",
         '            raise Corrupt(f"{self._at} bytes where {self.size_bytes} were announced", "upload")\n'
-        "        with disk_errors(self._store.root):\n            os.fsync",
-        "            pass\n        with disk_errors(self._store.root):\n            os.fsync",
+        "        with disk_errors(self._store.root):\n            if self.domain",
+        "            pass\n        with disk_errors(self._store.root):\n            if self.domain",
         ("tests/store/test_store.py::test_a_put_that_fails_leaves_nothing",),
     ),
     Planted(
@@ -169,7 +170,7 @@ BUGS: Final = (
         "quiver/store/disk.py",
         "if lacking_bytes > sum(self.inventory.size(kind, digest) for kind, digest in dict.fromkeys(evict)):",
         "if lacking_bytes > self.capacity_bytes:",
-        ("tests/store/test_store.py::test_the_capacity_is_never_exceeded_and_what_is_in_use_stays",),
+        ("tests/store/test_store.py::test_exactly_what_is_said_is_evicted_and_nothing_if_that_is_not_enough",),
     ),
     Planted(
         "a lock is kept across a fork",
@@ -193,11 +194,11 @@ BUGS: Final = (
         ("tests/kernel/test_runs.py::test_every_extent_comes_whole_and_in_its_place",),
     ),
     Planted(
-        "a range ends one byte early",
-        "quiver/origin/local.py",
-        "        end = offset + len(piece)\n    if len(run) > 1:",
-        "        end = offset + len(piece) - 1\n    if len(run) > 1:",
-        ("tests/contract/test_sources.py::test_an_origin_rebuilds_its_shards",),
+        "the last range of an object ends one byte early",
+        "quiver/origin/web.py",
+        "        return int(part[2]) + 1 - start\n",
+        "        return int(part[2]) - start\n",
+        ("tests/kernel/test_web_ranges.py::test_the_end_of_an_object_comes_as_it_is",),
     ),
     Planted(
         "a file that became shorter reads as zeros",
@@ -254,5 +255,26 @@ BUGS: Final = (
         "present != len(files):",
         "present > len(files):",
         ("tests/kernel/test_handoff.py::test_a_wrong_answer_is_an_error_and_leaves_no_descriptor_open",),
+    ),
+    Planted(
+        "any node's certificate is taken for the one that the ring names",
+        "quiver/transport/tls.py",
+        "            if node and found != node:\n",
+        "            if node and not found:\n",
+        ("tests/daemon/test_tls.py::test_a_daemon_is_only_taken_for_the_node_that_its_certificate_names",),
+    ),
+    Planted(
+        "a client's certificate passes for a daemon's",
+        "quiver/transport/tls.py",
+        "            if not found:\n                raise TlsError(\"its certificate is not a node's",
+        "            if found is None:\n                raise TlsError(\"its certificate is not a node's",
+        ("tests/daemon/test_tls.py::test_a_daemon_is_only_taken_for_the_node_that_its_certificate_names",),
+    ),
+    Planted(
+        "what a domain has not shown to have is readable",
+        "quiver/store/inventory.py",
+        "return domain is None or domain in self._domains[kind].get(digest, UNRECORDED)",
+        "return domain is None or self._domains[kind].get(digest, UNRECORDED) is not None",
+        ("tests/daemon/test_domains.py::test_what_is_foreign_is_answered_as_what_nobody_has",),
     ),
 )

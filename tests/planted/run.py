@@ -7,10 +7,14 @@ caught if a test *fails*: an import that fails, a fixture that raises or a run t
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Sequence
@@ -25,6 +29,15 @@ COPIED_FILES: Final = ("pyproject.toml", "README.md", "hatch_build.py", "Makefil
 RUN_SECONDS_MAX: Final = 150.0
 TEST_SECONDS_MAX: Final = 60
 NO_FAILURES: Final = ("ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "IndentationError")
+
+# Added to the copy's conftest: one failing example is enough, and it has to be the same one each time.
+WITHOUT_SHRINKING: Final = """
+import hypothesis
+
+once = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+hypothesis.settings.register_profile("planted", derandomize=True, phases=once, deadline=None, database=None)
+hypothesis.settings.load_profile("planted")
+"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,10 @@ class Copy:
         for name in COPIED_FILES:
             if (ROOT / name).exists():
                 os.link(ROOT / name, self.root / name)
+        conftest = self.root / "tests" / "conftest.py"
+        text = conftest.read_text() + WITHOUT_SHRINKING
+        conftest.unlink()
+        conftest.write_text(text)
         (folder / "tmp").mkdir()
         roots = [str(self.root), str(self.root / "client"), str(self.root / "cacheserver")]
         self._environment = {
@@ -61,6 +78,14 @@ class Copy:
         }
         self._report = folder / "report.xml"
         self._check_imports()
+        self._zygote = subprocess.Popen(
+            [sys.executable, "-m", "tests.planted.zygote"],
+            env=self._environment,
+            cwd=self.root,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def _check_imports(self) -> None:
         names = ("quiver", "quiver_client", "quiver_cacheserver", "tests.planted")
@@ -103,25 +128,38 @@ class Copy:
     def run(self, tests: Sequence[str], *, first_only: bool) -> tuple[int, list[tuple[str, str]]]:
         """Run tests; return pytest's exit status, and name and message of each that failed."""
         self._report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header"]
-        command += [f"--timeout={TEST_SECONDS_MAX}", f"--junitxml={self._report}", *(["-x"] if first_only else [])]
+        arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", f"--timeout={TEST_SECONDS_MAX}"]
+        arguments += [f"--junitxml={self._report}", *(["-x"] if first_only else []), *tests]
+        return self._pytest(arguments), _failures(self._report)
+
+    def _pytest(self, arguments: list[str]) -> int:
+        """Have the zygote run pytest; return its exit status, -1 if it did not end in time."""
+        asked, answers = self._zygote.stdin, self._zygote.stdout
+        assert asked is not None
+        assert answers is not None
+        asked.write(json.dumps(arguments) + "\n")
+        asked.flush()
+        pid = int(answers.readline())
+        timer = threading.Timer(RUN_SECONDS_MAX, _kill_group, (pid,))
+        timer.start()
         try:
-            ended = subprocess.run(
-                [*command, *tests],
-                env=self._environment,
-                cwd=self.root,
-                capture_output=True,
-                check=False,
-                timeout=RUN_SECONDS_MAX,
-            )
-        except subprocess.TimeoutExpired:
-            return -1, []
-        return ended.returncode, _failures(self._report)
+            return int(answers.readline())
+        finally:
+            timer.cancel()
+
+    def close(self) -> None:
+        """End the zygote."""
+        self._zygote.communicate()
 
     def _replace(self, target: Path, text: str) -> None:
         target.unlink()
         target.write_text(text)
         _forget_compiled(target)
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def _forget_compiled(source: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,8 +36,9 @@ def test_a_bug_applies_exactly_once_and_its_tests_exist(bug: Planted) -> None:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Copy:
-    return Copy(tmp_path_factory.mktemp("planted"))
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Copy]:
+    with contextlib.closing(Copy(tmp_path_factory.mktemp("planted"))) as copy:
+        yield copy
 
 
 @pytest.mark.planted
