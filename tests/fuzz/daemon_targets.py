@@ -25,7 +25,7 @@ from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, Poller
 from quiver_cacheserver.serving.streams import Stream, Streams
 from quiver_cacheserver.serving.turns import Places
-from tests.fuzz.kernel_targets import D, SHARD, SHARD_DATA, _ranges
+from tests.fuzz.kernel_targets import SHARD, SHARD_DATA, D, _ranges
 from tests.fuzz.target import Target, scratch
 
 CLIENT: Final = "a fuzzer"
