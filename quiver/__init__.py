@@ -2,7 +2,8 @@
 
 Imports run one way, from the formats outward:
 
-- ``errors``, ``digest``, ``sizes``, ``location`` (URLs parsed once), ``extras`` (messages for missing packages)
+- ``errors``, ``digest``, ``sizes``, ``location`` (URLs parsed once), ``extras`` (messages for missing
+  packages), ``malformed`` (what decoders raise)
 - helpers: ``expiring``, ``backoff``, ``rate``; ``forks`` and ``cached``, which make locks and properties safe to fork;
   ``malloc`` and ``shard_memory``, which tune and reuse memory
 - formats: ``shard``, ``layout``, ``lookup`` (digest to row), ``manifest``
