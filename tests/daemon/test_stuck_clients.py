@@ -13,7 +13,8 @@ import pytest
 
 from quiver.digest import Digest
 from quiver.wire import RANGE, RangeStatus, ReadRequest
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import Cost, RefillRate, Resource
+from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.heads import HEAD_BYTES_MAX
 from tests.daemon.test_hostile_sizes import Watched
 from tests.daemon.test_limits import (
@@ -214,6 +215,27 @@ def test_a_shard_that_is_named_and_not_read_from_is_no_open_file(tmp_path: Path)
     with in_process(tmp_path, {SMALL: SMALL_DATA}, held_max={Resource.OPEN_FILES: 2}) as address:
         status, _, answer = asked(address, request("POST", "/v1/read", body))
         assert (status, answer) == (200, bytes([RangeStatus.PRESENT]) + SMALL_DATA[:10])
+
+
+# -- work -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("S1", "S12")
+def test_an_address_that_has_junk_hashed_over_and_over_is_refused_before_its_next_byte(tmp_path: Path) -> None:
+    junk = request("PUT", f"/v1/shards/{BIG}", bytes(4 * MIB) + BIG_DATA[4 * MIB :])
+
+    def charge_dearly(node: Node) -> None:
+        node.budgets.rates[Cost.WORK_SECONDS] = RefillRate(1e-6, 1e-4)
+
+    with in_process(tmp_path, {SMALL: SMALL_DATA}, made=charge_dearly) as address:
+        assert asked(address, junk)[0] == 422
+        for _ in range(3):
+            answer = asked(address, junk[:300])
+            assert over_capacity(answer), "the head alone is enough"
+        assert refused(address, Cost.WORK_SECONDS) == 0, "what is looked at is not charged"
+        assert asked(address, read_of(SMALL, 500))[2] == b"\0" + SMALL_DATA[:500], "reads go on"
+        assert asked(address, request("PUT", f"/v1/shards/{BIG}", BIG_DATA), HONEST)[0] == 201
+        assert metric(address, "quiver_resident_bytes") == len(SMALL_DATA) + len(BIG_DATA)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------
