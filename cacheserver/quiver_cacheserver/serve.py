@@ -208,8 +208,8 @@ async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> No
 
 
 def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:
-    """Drop what aiohttp logs of requests that are not HTTP: they were answered, and could fill a disk."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    """Drop what aiohttp logs of requests that are not HTTP, and of clients that left: they could fill a disk."""
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, ConnectionError)))
 
 
 async def _drain(config: Config, node: Node) -> None:
@@ -220,8 +220,9 @@ async def _drain(config: Config, node: Node) -> None:
     deadline = time.monotonic() + config.drain_seconds
     quiet_since, served = time.monotonic(), _served(node)
     while time.monotonic() < deadline:
-        waiting = node.budgets.used[Resource.WAITING]  # fills, which are no reads, among them
-        busy = node.counters.reads_in_flight or waiting or _served(node) != served
+        used = node.budgets.used
+        under_way = used[Resource.WAITING] + used[Resource.UPLOADS] + used[Resource.FILES]  # which are no reads
+        busy = node.counters.reads_in_flight or under_way or _served(node) != served
         if busy:
             quiet_since, served = time.monotonic(), _served(node)
         elif time.monotonic() - quiet_since >= min(QUIET_SECONDS, config.drain_seconds):

@@ -555,6 +555,7 @@ def test_keys_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.fault("S7")
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.fault("S12")
 def test_a_compressed_manifest_is_refused_before_it_is_unpacked(tmp_path: Path, codec: str) -> None:
     """A few kilobytes can unpack to any size: what is mapped is what is read."""
     batch = pa.ipc.open_file(str(golden.MANIFEST)).get_batch(0)
