@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.errors import BrokenOff, QuiverError, Unavailable
+from quiver.transport.attempt import Attempt
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
 from quiver.transport.sockets import NotReady, connect, is_ready, kernel_waits, receive_some, send_some, set_wait
@@ -80,6 +81,10 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+    def shut(self) -> None:
+        """End all waits on it, from another thread: its reads and writes fail from now on."""
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def begin(self, watch: Watch) -> None:
         """Begin an exchange. ``watch`` ends its waits."""
@@ -195,12 +200,13 @@ def _behind(buffers: Sequence[memoryview], count: int) -> list[memoryview]:
 class Endpoint:
     """A daemon's address: how to connect to it, how long to wait for it, and which error each failure is.
 
-    ``tls``: speak TLS with the daemon, using this context.
+    ``tls``: speak TLS with the daemon, using this context. ``attempt``: that all exchanges are part of.
     """
 
     url: str
     patience: Patience
     tls: ssl.SSLContext | None = None
+    attempt: Attempt | None = None
 
     @property
     def name(self) -> str:
@@ -214,6 +220,8 @@ class Endpoint:
 
     def connect(self) -> Connection:
         """Raises ``Unavailable``."""
+        if self.attempt is not None and self.attempt.is_cancelled:
+            raise Unavailable(self.url, "was overtaken by another daemon")
         parts = urlsplit(self.url)
         try:
             sock = connect(parts.hostname or "", parts.port or 80, self.patience.connect_seconds, self.tls)
@@ -222,9 +230,11 @@ class Endpoint:
             raise Unavailable(self.url, why) from error
         return Connection(sock)
 
-    def vigil(self, extra_seconds: float = 0.0) -> Vigil:
-        """Return the watch of one exchange. ``extra_seconds``: see ``Vigil``."""
-        return Vigil(self.patience, self._is_alive, extra_seconds)
+    def begin(self, connection: Connection, extra_seconds: float = 0.0) -> None:
+        """Begin an exchange. ``extra_seconds``: see ``Vigil``."""
+        connection.begin(Vigil(self.patience, self._is_alive, extra_seconds, self.attempt))
+        if self.attempt is not None:
+            self.attempt.bind(connection)
 
     def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
         """Return the error for an exchange that failed."""

@@ -23,6 +23,7 @@ import numpy as np
 from quiver import forks
 from quiver.backoff import Backoff
 from quiver.errors import Corrupt, OverCapacity, QuiverError, answer_of, error_from
+from quiver.transport.attempt import Attempt
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.transport.http import Head, receive_head, tokens
 from quiver.transport.idle import Idle
@@ -88,7 +89,7 @@ class ReadStreams:
     def close(self) -> None:
         self.dialogue.close()
 
-    def read(self, request: ReadRequest) -> tuple[U8, U8] | None:
+    def read(self, request: ReadRequest, attempt: Attempt | None = None) -> tuple[U8, U8] | None:
         """Read ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
 
         Returns ``None`` if the caller has to use HTTP for now. Raises the daemon's refusal, ``Corrupt`` for a malformed
@@ -97,7 +98,8 @@ class ReadStreams:
         if self.no_stream.is_waiting and not self.idle.kept:
             return None
         try:
-            return self.dialogue.run(self._opened, partial(read_on, self._endpoint, request))
+            endpoint = self._endpoint if attempt is None else replace(self._endpoint, attempt=attempt)
+            return self.dialogue.run(partial(self._opened, endpoint), partial(read_on, endpoint, request))
         except NotUpgraded as error:
             with self._lock:
                 if error.retry_after_seconds > 0:
@@ -106,8 +108,8 @@ class ReadStreams:
                     self.no_stream.fail()
             return None
 
-    def _opened(self) -> Connection:
-        connection = open_stream(self._endpoint)
+    def _opened(self, endpoint: Endpoint) -> Connection:
+        connection = open_stream(endpoint)
         with self._lock:
             self.no_stream.succeed()
         return connection
@@ -135,7 +137,7 @@ def open_stream(endpoint: Endpoint) -> Connection:
 
 def _upgrade(connection: Connection, endpoint: Endpoint) -> None:
     patience = endpoint.patience._replace(silence_seconds=HANDSHAKE_SECONDS)
-    connection.begin(replace(endpoint, patience=patience).vigil())
+    replace(endpoint, patience=patience).begin(connection)
     connection.send(
         f"GET {PATH} HTTP/1.1\r\nHost: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
     )
@@ -155,7 +157,7 @@ def read_on(endpoint: Endpoint, request: ReadRequest, connection: Connection) ->
     lengths = request.ranges["length"]
     count, wanted = len(lengths), int(lengths.sum())
     body = request.encode()
-    connection.begin(endpoint.vigil(request.wait_ms / 1000))
+    endpoint.begin(connection, request.wait_ms / 1000)
     connection.send(SIZE.pack(len(body)), body)
     # Nearly always every range is present. So memory for all of them is allocated before the size of the answer is
     # known, and one call receives the head, the statuses and the first bytes.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,15 +18,17 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.digest import Bytes, Digest
+from quiver.digest import Bytes
 from quiver.errors import BrokenOff, Corrupt, DiskFailed, NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.plan import Ints, Plan
+from quiver.transport.attempt import Attempt
 from quiver.wire import RANGE, RANGES_MAX, RECHECK, FillRequest, RangeStatus, ReadRequest, RecheckRequest
 from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
+from quiver_client.rack.hedging import Hedges, Late
 from quiver_client.rack.members import Members
 from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
@@ -38,16 +41,6 @@ PAUSE_SECONDS_MAX: Final = 0.5
 RETRY_SECONDS_MAX: Final = 1.0
 REQUESTS_AT_ONCE: Final = 16
 READ_BYTES_MAX: Final = 256 << 20  # per request; a huge batch is split
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PeerPart:
-    """One request to one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
-
-    peer: PeerClient
-    positions: Positions
-    shards: Ints
-    which: Ints
 
 
 @dataclass(slots=True)
@@ -91,10 +84,13 @@ class RackTier:
 
     name = "rack"
 
-    def __init__(self, manifest: Manifest, members: Members, uploads: ShardUploads, stats: Stats) -> None:
+    def __init__(
+        self, manifest: Manifest, members: Members, uploads: ShardUploads, hedges: Hedges, stats: Stats
+    ) -> None:
         self._manifest = manifest
         self._members = members
         self._uploads = uploads
+        self._hedges = hedges
         self._stats = stats
         self._pool = ThreadPool(REQUESTS_AT_ONCE, "quiver-rack")
         self._suspects: set[int] = set()  # shards with wrong bytes, for the next daemon that answers to verify
@@ -152,11 +148,12 @@ class RackTier:
 
     def close(self) -> None:
         self._closing.set()
+        self._hedges.close()
         self._pool.shutdown(cancel_futures=True)
         self._members.close()
 
     def _refresh_members(self) -> None:
-        """Refresh the ring and probe unresponsive daemons, in threads: a dead daemon must not hold up a batch."""
+        """Refresh the ring and probe avoided daemons, in threads: a dead daemon must not hold up a batch."""
         if self._members.is_stale:
             if self._members.knows_ring:
                 self._pool.submit(self._members.refresh)
@@ -178,7 +175,7 @@ class RackTier:
 
     # -- choosing daemons ---------------------------------------------------------------------------------------------
 
-    def _parts(self, state: _Fetch, positions: Positions) -> list[_PeerPart]:
+    def _parts(self, state: _Fetch, positions: Positions) -> list[Late]:
         """Group positions by the best daemon not yet tried for their shard, split into requests of bounded size."""
         plan = state.batch.plan
         shards, which = plan.by_shard(positions)
@@ -193,17 +190,18 @@ class RackTier:
             peer, its_shards = self._members.peer(urls[at]), shards[owned]
             pieces = _cut(run, plan.sizes[positions[run]])
             if len(pieces) == 1:
-                parts.append(_PeerPart(peer, positions[run], its_shards, numbers[which[run]]))
+                parts.append(Late(peer, positions[run], its_shards, numbers[which[run]]))
                 continue
             for piece in pieces:
                 named, of_named = np.unique(which[piece], return_inverse=True)
-                parts.append(_PeerPart(peer, positions[piece], shards[named], of_named))
+                parts.append(Late(peer, positions[piece], shards[named], of_named))
         return parts
 
     def _choose(self, state: _Fetch, shards: Ints) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
         """Return for each of these distinct shards the daemon to ask, as a position in the URLs; -1: the origin."""
         rows, urls = self._members.choices(shards)
-        down = np.asarray([self._members.is_unresponsive(url) for url in urls], bool)
+        # While the origin does not answer either, all daemons are asked: a slow one is better than none.
+        down = np.asarray([not state.batch.is_retry and self._members.is_avoided(url) for url in urls], bool)
         if not (state.tried or down.any() or (rows[:, 0] < 0).any()):
             return rows[:, 0], urls
         usable = (rows >= 0) & ~down[rows]
@@ -220,9 +218,19 @@ class RackTier:
         state.left_to_origin.update(shards[peers < 0].tolist())
         return peers, urls
 
+    def _others(self, state: _Fetch, late: PeerClient, shards: Ints) -> list[list[str]]:
+        """Return for each shard the daemons to ask in place of one that is late, best first."""
+        rows, urls = self._members.choices(shards)
+        usable = [url != late.url and not self._members.is_avoided(url) for url in urls]
+        tried = [state.tried.get(shard, set()) for shard in shards.tolist()]
+        return [
+            [urls[at] for at in row if at >= 0 and usable[at] and urls[at] not in seen]
+            for row, seen in zip(rows.tolist(), tried, strict=True)
+        ]
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _ask_all(self, state: _Fetch, parts: list[_PeerPart]) -> None:
+    def _ask_all(self, state: _Fetch, parts: list[Late]) -> None:
         """Send all requests at once, the last by this thread."""
         if not parts:
             return
@@ -231,19 +239,19 @@ class RackTier:
         for other in others:
             other.result()
 
-    def _ask(self, state: _Fetch, part: _PeerPart) -> None:
+    def _ask(self, state: _Fetch, part: Late) -> None:
         peer, shards = part.peer, part.shards
+        displaced = not (state.fallbacks | state.tried.keys()).isdisjoint(shards.tolist())
+        race = self._hedges.race(state.batch, part, partial(self._others, state, peer), displaced=displaced)
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
         try:
             flags = self._recheck(peer, suspects) if suspects else 0
-            statuses, data = self._request(state.batch.plan, part, flags)
-        except OverCapacity as error:  # overloaded, not broken: a runner-up would have to fill what this one holds
-            state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
-            state.waiting_on.update(dict.fromkeys(shards.tolist(), peer.url))
-            self._stats.add("overloads")
-            return
+            statuses, data = self._request(state.batch.plan, part, flags, race.attempt)
         except QuiverError as error:
-            self._pass_over(state, peer, shards, error)
+            if race.end():
+                self._failed(state, part, error)
+            return
+        if not race.end():  # the hedge delivered the samples
             return
         if suspects:
             with self._lock:
@@ -254,6 +262,7 @@ class RackTier:
         if not len(absent):
             self._put(state, part.positions, data)
             state.received(peer, shards)
+            self._members.health.answered(peer.url, shards, race.seconds, len(data))
             return
         self._stats.add("misses_rack", len(absent))
         present = statuses == RangeStatus.PRESENT
@@ -272,9 +281,21 @@ class RackTier:
             return RECHECK
         return 0
 
-    def _request(self, plan: Plan, part: _PeerPart, flags: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def _failed(self, state: _Fetch, part: Late, error: QuiverError) -> None:
+        """Act on a request that failed."""
+        if not isinstance(error, OverCapacity):
+            self._pass_over(state, part.peer, part.shards, error)
+            return
+        # The daemon is overloaded, not broken: a runner-up would have to fill what this one holds.
+        state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
+        state.waiting_on.update(dict.fromkeys(part.shards.tolist(), part.peer.url))
+        self._stats.add("overloads")
+
+    def _request(
+        self, plan: Plan, part: Late, flags: int, attempt: Attempt
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Return a ``RangeStatus`` per position, and the bytes of those present, back to back."""
-        names = Digest.many(self._manifest.tables.shard_digests[part.shards].tobytes())
+        names = self._members.digests(part.shards)
         ranges = np.zeros(len(part.positions), RANGE)
         ranges["length"] = plan.sizes[part.positions]
         if not ranges["length"].any():  # shards are to be filled, and nothing of them is wanted
@@ -282,7 +303,7 @@ class RackTier:
                 statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
                 return statuses[part.which], np.empty(0, np.uint8)
         ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
-        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags))
+        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags), attempt)
 
     def _put(self, state: _Fetch, positions: Positions, data: npt.NDArray[np.uint8]) -> None:
         sizes = state.batch.plan.sizes[positions]
@@ -290,6 +311,7 @@ class RackTier:
 
     def _absent(self, state: _Fetch, peer: PeerClient, shard: int, status: int) -> None:
         """Act on the status of a shard that is absent. ``FILLING`` needs no action: the next round requests it."""
+        self._members.health.absent(peer.url, shard)
         if status in (RangeStatus.UPLOAD, RangeStatus.FAILED):
             self._members.warn_of_faults(peer)
         if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
