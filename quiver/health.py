@@ -80,6 +80,11 @@ class _Peer:
     typical: float = 0.0  # the median pace; 0: not known
     high: float = 0.0  # the 95th percentile
 
+    def recent_pace(self, share: float) -> float:
+        """Return the pace that this share of the recent answers was below."""
+        recent = sorted(list(self.paces)[-RECENT:])
+        return recent[int(len(recent) * share)]
+
 
 def nominal_seconds(size_bytes: int) -> float:
     return REQUEST_SECONDS + size_bytes / BYTES_PER_SECOND
@@ -134,6 +139,8 @@ class Health:
     def answered(self, url: str, seconds: float, size_bytes: int, now: float) -> None:
         """A peer answered completely, with bytes that it had: no time was spent on fills."""
         peer = self._peer(url, now)
+        if peer.state is not State.CLOSED:  # asked all the same, for want of others: a probe decides whether it is back
+            return
         peer.paces.append(seconds / nominal_seconds(size_bytes))
         peer.late.append(False)
         peer.answers += 1
@@ -143,7 +150,8 @@ class Health:
         peer.typical, peer.high = ordered[len(ordered) // 2], ordered[int(len(ordered) * 0.95)]
         known = [it for it in self._peers.values() if it.typical and it.state is State.CLOSED]
         self._typical, self._high = median(it.typical for it in known), median(it.high for it in known)
-        if len(peer.paces) >= RECENT and self._is_outlier(peer, known, size_bytes):
+        suspicious = self._exceeds(peer.recent_pace(0.25), self._typical, size_bytes)
+        if suspicious and self._is_outlier(peer, known, size_bytes):
             self._open(peer, Cause.SLOW, now)
 
     def overtaken(self, url: str, now: float) -> None:
@@ -161,14 +169,9 @@ class Health:
         peer.cause = Cause.SILENT
 
     def recovered(self, url: str, now: float) -> None:
-        """A peer that was silent answered a request of the same kind."""
+        """A peer that was silent answered a request. One that was slow has to pass a probe."""
         if self.is_silent(url):
             self._close(self._peer(url, now), now)
-
-    def replied(self, url: str, now: float) -> None:
-        """An avoided peer answered something else: probe it soon, it may be back."""
-        if self.is_avoided(url):
-            self._peer(url, now).backoff.pause(0.0)
 
     def begin_probes(self, now: float) -> list[str]:
         """Return the avoided peers whose pause has ended: the caller probes each once, and calls ``probed``."""
@@ -210,12 +213,11 @@ class Health:
 
     def _is_outlier(self, peer: _Peer, known: list[_Peer], size_bytes: int) -> bool:
         """Whether a peer is slow, now and compared with the others, and may be avoided for it."""
-        others = [it.typical for it in known if it is not peer]
+        others = [it.recent_pace(0.75) for it in known if it is not peer]  # now too: perhaps all are becoming slow
         avoided = sum(it.state is not State.CLOSED and it.cause is Cause.SLOW for it in self._peers.values())
-        if not others or avoided >= max((len(known) + avoided) // 3, 1):
+        if len(peer.paces) < RECENT or not others or avoided >= max((len(known) + avoided) // 3, 1):
             return False
-        recent = median(list(peer.paces)[-RECENT:])
-        return self._exceeds(recent, median(others), size_bytes)
+        return self._exceeds(peer.recent_pace(0.25), median(others), size_bytes)
 
     def _exceeds(self, pace: float, usual: float, size_bytes: int) -> bool:
         excess_seconds = (pace - usual) * nominal_seconds(size_bytes)

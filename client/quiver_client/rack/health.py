@@ -116,11 +116,6 @@ class RackHealth:
             with self._lock:
                 self._health.recovered(url, time.monotonic())
 
-    def replied(self, url: str) -> None:
-        if self._health.is_avoided(url):
-            with self._lock:
-                self._health.replied(url, time.monotonic())
-
     def begin_probes(self) -> list[str]:
         with self._lock:
             return self._health.begin_probes(time.monotonic())

@@ -135,7 +135,7 @@ class RackNeeds:
                 self._members.mark_unresponsive(url)
             self._stats.warn(f"needs {url}", f"could not report to a daemon what this job needs: {error}")
             return
-        self._members.health.replied(url)
+        self._members.answered(url)
         if answer.status is NeedsStatus.TAKEN and len(answer.seen) == self._manifest.shard_count:
             self._seen.set(url, answer.seen, STALE_SECONDS)
             for shard in answer.uploads:
