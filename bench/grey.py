@@ -1,14 +1,14 @@
 """Grey failures: how long a batch takes while one daemon of a rack is dead, stopped, silent or slow.
 
 A rack of three daemons, all shards resident; the second is behind a proxy that misbehaves on demand (``grey_proxy``). A
-reader takes batches of 64 random samples; after a second the fault begins, and ends later (a killed daemon stays dead).
-Every row runs in a rack of its own, so that no row profits from what an earlier one moved.
+reader takes batches of 64 random samples; after some seconds the fault begins, and ends later (a killed daemon stays
+dead). Every fault has a rack of its own, so that none profits from what an earlier one moved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import signal
 import subprocess
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -26,8 +26,19 @@ from bench.servers import LOOPBACK, Server, free_ports
 
 BATCH: Final = 64
 DAEMONS: Final = 3
-CALM_SECONDS: Final = 3.0  # before the fault
-_START_SECONDS: Final = 30.0
+CALM_SECONDS: Final = 4.0  # before the fault
+SETTLE_SECONDS: Final = 3.0  # after which a fault is to be noticed no more
+SLOWER: Final = 10  # times, of a slow daemon
+FAULTS: Final = {
+    "killed": "kill",
+    "stopped (SIGSTOP)": "stop",
+    "dripping 1 KiB/s": "drip 1024",
+    "accepting and silent": "silent",
+    "answering health checks only": "mute",
+    "resetting midway": "reset 1000000",
+    f"{SLOWER} times slower": "slow",
+    "none": "pass",
+}
 
 
 @dataclass
@@ -36,15 +47,16 @@ class History:
 
     at: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    stats: dict[str, int] = field(default_factory=dict)
     before: dict[str, int] = field(default_factory=dict)  # the counters when the fault began
+    during: dict[str, int] = field(default_factory=dict)  # and when it ended
     fired: int = 0
 
     def between(self, begin: float, end: float) -> list[float]:
         return [took for at, took in zip(self.at, self.seconds, strict=True) if begin <= at < end]
 
     def since(self, name: str) -> int:
-        return self.stats.get(name, 0) - self.before.get(name, 0)
+        """Return how much of something was counted during the fault."""
+        return self.during[name] - self.before[name]
 
 
 class Rack:
@@ -95,36 +107,34 @@ def grey_rack(folder: Path, data: Data, *flags: str) -> Iterator[Rack]:
         yield Rack(servers, urls, proxy)
 
 
-def read(
-    rack: Rack, data: Data, fault: str, fault_seconds: float, after_seconds: float, *, workers: int = 0
-) -> History:
-    """Read batches before, during and after a fault: ``kill``, ``stop``, or a behaviour of the proxy."""
+def read(rack: Rack, data: Data, fault: str, fault_seconds: float, after_seconds: float = 5.0) -> History:
+    """Read batches before, during and after a fault: ``kill``, ``stop``, ``slow``, or a behaviour of the proxy."""
     from quiver_client import Dataset
 
     history = History()
     dataset = Dataset(str(data.manifest()), cache=rack.urls[0], fields=["data"])
+    began_at = math.inf
+    ended = False
     try:
-        begin = time.monotonic() + CALM_SECONDS
-        end = begin + fault_seconds
-        state = "calm"
+        begin_at = time.monotonic() + CALM_SECONDS
         for numbers in _batches(data.count):
             now = time.monotonic()
-            if state == "calm" and now >= begin:
+            if math.isinf(began_at) and now >= begin_at:
                 history.before = dict(dataset.stats())
-                _begin(rack, fault)
-                begin = now
-                state = "fault"
-            if state == "fault" and now >= end:
+                _begin(rack, fault, data, history)
+                began_at = time.monotonic()
+                history.at = [at - began_at for at in history.at]
+            if not ended and now >= began_at + fault_seconds:
                 history.fired = _finish(rack, fault)
-                state = "after"
-            if now >= end + after_seconds:
+                history.during = dict(dataset.stats())
+                ended = True
+            if now >= began_at + fault_seconds + after_seconds:
                 break
             taken = time.monotonic()
             samples = dataset.__getitems__(numbers)
-            history.at.append(taken - begin)
             history.seconds.append(time.monotonic() - taken)
+            history.at.append(taken - (0.0 if math.isinf(began_at) else began_at))
             assert len(samples) == len(numbers)
-        history.stats = dict(dataset.stats())
     finally:
         if fault == "stop":
             rack.signal(signal.SIGCONT)
@@ -132,22 +142,24 @@ def read(
     return history
 
 
-def _begin(rack: Rack, fault: str) -> None:
+def _begin(rack: Rack, fault: str, data: Data, history: History) -> None:
     if fault == "kill":
         rack.signal(signal.SIGKILL)
     elif fault == "stop":
         rack.signal(signal.SIGSTOP)
+    elif fault == "slow":  # half of it before the first byte, half by the rate
+        seconds = SLOWER / 2 * float(np.median(history.seconds))
+        rate = BATCH * data.sample_bytes / DAEMONS / seconds
+        rack.behave(f"slow {rate} {seconds}")
     else:
         rack.behave(fault)
 
 
 def _finish(rack: Rack, fault: str) -> int:
-    if fault == "kill":
-        return 1
+    """End a fault; return how often it fired."""
     if fault == "stop":
         rack.signal(signal.SIGCONT)
-        return 1
-    return rack.behave("pass")
+    return 1 if fault in ("kill", "stop") else rack.behave("pass")
 
 
 def _batches(count: int) -> Iterator[list[int]]:
@@ -158,43 +170,22 @@ def _batches(count: int) -> Iterator[list[int]]:
             yield order[at : at + BATCH]
 
 
-def summary(history: History, fault_seconds: float) -> dict[str, Any]:
-    calm = history.between(-60, 0)
-    during = history.between(0, fault_seconds)
-    settled = history.between(min(5.0, fault_seconds / 2), fault_seconds) or during
-
-    def ms(value: float) -> float:
-        return round(value * 1000, 1)
-
+def summary(history: History, fault_seconds: float) -> dict[str, float]:
+    """Return the figures of one round; latencies in ms."""
+    calm, during = history.between(-math.inf, 0), history.between(0, fault_seconds)
+    settled = history.between(min(SETTLE_SECONDS, fault_seconds / 2), fault_seconds) or during
+    read_bytes = sum(history.since(f"bytes_{tier}") for tier in ("host", "rack", "origin"))
     return {
-        "healthy p50/p99 ms": [ms(float(np.percentile(calm, q))) for q in (50, 99)],
-        "longest ms": ms(max(during)),
-        "over 1 s": sum(took > 1 for took in during),
-        "over 0.1 s": sum(took > 0.1 for took in during),
-        "p50/p99 ms": [ms(float(np.percentile(during, q))) for q in (50, 99)],
-        "settled p50/p99 ms": [ms(float(np.percentile(settled, q))) for q in (50, 99)],
+        "healthy_p50": 1e3 * float(np.percentile(calm, 50)),
+        "healthy_p99": 1e3 * float(np.percentile(calm, 99)),
+        "longest": 1e3 * max(during),
+        "over_100_ms": sum(took > 0.1 for took in during),
+        "settled_p50": 1e3 * float(np.percentile(settled, 50)),
+        "settled_p99": 1e3 * float(np.percentile(settled, 99)),
+        "longest_after": 1e3 * max(history.between(fault_seconds, math.inf), default=0.0),
         "batches": len(during),
-        "after: longest ms": ms(max(history.between(fault_seconds, 1e9), default=0.0)),
-        **{name: history.since(name) for name in history.stats if history.since(name)},
+        "hedges": history.since("hedges"),
+        "extra_share": history.since("bytes_hedged") / max(read_bytes, 1),
+        "origin_bytes": history.since("bytes_origin"),
         "fired": history.fired,
     }
-
-
-FAULTS: Final = {
-    "none": "pass", "kill": "kill", "stop": "stop", "drip": "drip 1024", "slow": "slow 40e6 0.03",
-    "silent": "silent", "mute": "mute", "reset": "reset 1000000",
-}  # fmt: skip
-
-
-if __name__ == "__main__":
-    import tempfile
-
-    from bench.data import make_data
-
-    with tempfile.TemporaryDirectory(prefix="quiver-grey-") as scratch:
-        data = make_data(Path(scratch) / "data", "blobs", int(os.environ.get("SAMPLES", "2560")), 110_000)
-        for name in sys.argv[2:] or FAULTS:
-            with grey_rack(Path(scratch) / f"rack-{name}", data) as rack:
-                seconds = float(sys.argv[1])
-                history = read(rack, data, FAULTS[name], seconds, 5.0)
-                print(name, json.dumps(summary(history, seconds)), flush=True)
