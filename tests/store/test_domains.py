@@ -152,6 +152,8 @@ def test_the_memory_of_records_goes_with_the_files(store: Store[MemoryInventory]
         store.drop(Kind.SHARD, digest)
     store.quarantine(Kind.SHARD, SHARDS[2][0])
     assert set(store.inventory._domains[Kind.SHARD]) == {SHARDS[3][0]}
+    store.drop(Kind.SHARD, SHARDS[3][0])
+    assert store.inventory._held_in == {kind: {} for kind in Kind}
 
 
 @pytest.mark.fault("S8", "C1")
