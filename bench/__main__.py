@@ -169,7 +169,7 @@ def plots(out: Path) -> None:
     show_default=True,
     help="How long an emulated accelerator works on a batch; 0: no accelerator.",
 )
-@click.option("--verify", type=click.Choice(["fast", "full", "off"]), default="fast", show_default=True)
+@click.option("--verify", type=click.Choice(["auto", "fast", "full", "off"]), default="fast", show_default=True)
 @click.option("--size", default="1GiB", show_default=True, metavar="SIZE", help="Of the random data.")
 @click.option(
     "--sample-size", default="110000B", show_default=True, metavar="SIZE", help="Mean size of generated samples."
@@ -214,6 +214,42 @@ def load(**how: Any) -> None:
         show_load(asked, outcome, Console())
     if outcome.errors:
         raise click.ClickException(f"{outcome.errors} errors, such as: {outcome.error_texts[0]}")
+
+
+@main.command("tls")
+@click.option("--quick", is_flag=True, help="Small data and one short round, to check that it runs.")
+@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="How often each way is measured.")
+@click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True, help="How long a round takes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tls_cost(*, quick: bool, rounds: int, seconds: float, as_json: bool) -> None:
+    """What do TLS and the verification of samples cost?"""
+    from bench.tls import measure, show
+
+    with tempfile.TemporaryDirectory(prefix="quiver-tls-") as folder:
+        how = {"rounds": 1, "seconds": 0.1} if quick else {"rounds": rounds, "seconds": seconds}
+        measured = measure(Path(folder), quick=quick, **how)  # type: ignore[arg-type]
+    if as_json:
+        click.echo(json.dumps(measured, indent=1))
+    else:
+        show(measured, Console())
+
+
+@main.command("tokens")
+@click.option("--quick", is_flag=True, help="Small data and one short round, to check that it runs.")
+@click.option("--rounds", type=click.IntRange(1), default=9, show_default=True, help="How often each way is measured.")
+@click.option("--seconds", type=click.FloatRange(0.05), default=1.0, show_default=True, help="How long a round takes.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def tokens_cost(*, quick: bool, rounds: int, seconds: float, as_json: bool) -> None:
+    """What do tokens cost?"""
+    from bench.tokens import measure, show
+
+    with tempfile.TemporaryDirectory(prefix="quiver-tokens-") as folder:
+        how = {"rounds": 1, "seconds": 0.1} if quick else {"rounds": rounds, "seconds": seconds}
+        measured = measure(Path(folder), quick=quick, **how)  # type: ignore[arg-type]
+    if as_json:
+        click.echo(json.dumps(measured, indent=1))
+    else:
+        show(measured, Console())
 
 
 if __name__ == "__main__":

@@ -117,7 +117,8 @@ def quiver_rack(
 ) -> Iterator[tuple[list[str], list[Server]]]:
     """Run daemons with a static ring; yield their URLs and processes. ``{node}`` in a flag is the daemon's."""
     ports = free_ports(count)
-    peers = ",".join(f"http://{LOOPBACK}:{port}" for port in ports)
+    scheme = "https" if any(flag.startswith("--tls-cert") for flag in flags) else "http"
+    peers = ",".join(f"{scheme}://{LOOPBACK}:{port}" for port in ports)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("QUIVER_")}
     with contextlib.ExitStack() as ending:
         servers = []

@@ -33,6 +33,7 @@ from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.memory import release_fill_memory
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.addresses import is_loopback
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from quiver_cacheserver.rack.registry import Registry, StaticRegistry
 from quiver_cacheserver.serving.listening import Listening
@@ -79,6 +80,8 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
                 "without certificates daemons cannot show that they are of one rack, so with --token-keys each reads"
                 " the origin itself: give them --tls-cert, --tls-key and --tls-ca (`quiver tls init`)"
             )
+        if tls is None and not is_loopback(config.address[0]):
+            log.warning("--token-keys without --tls-cert: whoever listens on the network can read and use the tokens")
     if tls is not None:
         node.speak_tls(tls)
     return node

@@ -5,6 +5,11 @@ A tier puts in which buffer and at which offset each sample lies; only samples t
 small samples of one size are first copied into one array, since the caller wants such a batch as one array, and the
 bytes that were hashed are then the bytes that are handed out.
 
+How a sample is verified depends on its source (``verify="auto"``, docs/adr/0024). XXH3 finds accidents, and is enough
+for bytes of this host's own store and of daemons that TLS has authenticated. Anybody can forge bytes of equal XXH3, so
+all others are compared with their BLAKE3. That is over a whole sample: such a source delivers samples whole, whichever
+of their fields were chosen (``wants_whole``).
+
 A mapped file may be truncated, or its disk may fail, at any moment. Bytes that cannot be read fail the check. If bytes
 cannot be read later, when they are copied, only those samples are requested from the tiers again.
 """
@@ -23,7 +28,7 @@ from quiver.errors import Unavailable
 from quiver.plan import Ints, Plan
 from quiver_client.buffers import SMALL_BYTES_MAX, Buffer, Mask, copy_each, copy_rows, xxh3_64
 
-Verify = Literal["fast", "full", "off"]
+Verify = Literal["auto", "fast", "full", "off"]
 Positions = npt.NDArray[np.intp]
 COPIES_MAX: Final = 3  # attempts to copy a sample whose file was truncated; before each it is delivered again
 
@@ -45,6 +50,7 @@ class Batch:
         self._buffers: list[Buffer] = []
         self._in = np.full(len(plan), -1, np.intp)  # which buffer a sample lies in; -1: none, it was not received
         self._at = np.zeros(len(plan), np.int64)  # and at which byte of it
+        self._trusted = np.zeros(len(plan), bool)  # whether XXH3 is enough for it
         self._whole: npt.NDArray[np.uint8] | None = None  # all samples, copied together in order
         self._on_torn = on_torn
 
@@ -58,15 +64,28 @@ class Batch:
         """Return the positions of samples that no tier has put, or that failed the last check."""
         return np.flatnonzero(self._in < 0)
 
-    def put(self, positions: Positions, buffer: Buffer, offsets: Ints) -> None:
-        """Put the samples at ``positions``, which begin at ``offsets`` of a buffer; ignore those that end past it."""
+    def wants_whole(self, *, trusted: bool) -> bool:
+        """Whether a source has to deliver whole samples, and not only the fields that were chosen."""
+        return self._verify == "auto" and not trusted
+
+    def inside(self, positions: Positions) -> Ints:
+        """Return how many bytes of each sample precede the chosen fields."""
+        plan = self.plan
+        return plan.offsets[positions] - plan.manifest.tables.offsets[plan.blobs[positions]].astype(np.int64)
+
+    def put(self, positions: Positions, buffer: Buffer, offsets: Ints, *, trusted: bool = False) -> None:
+        """Put the samples at ``positions``, whose chosen fields begin at ``offsets`` of a buffer; ignore those that end
+        past it. ``trusted``: nobody but this host's own daemon or user, or a peer with a certificate, wrote them."""
         inside = (offsets >= 0) & (offsets <= len(buffer.view) - self.plan.sizes[positions])
         if not inside.all():
             positions, offsets = positions[inside], offsets[inside]
-        self._put(positions, [buffer], 0, offsets)
+        self._put(positions, [buffer], 0, offsets, trusted=trusted)
 
     def put_mapped(self, positions: Positions, shards: Mapping[int, Buffer]) -> None:
-        """Put those of the samples at ``positions`` that lie in these whole shards, given by number."""
+        """Put those of the samples at ``positions`` that lie in these whole shards, given by number.
+
+        They were verified as shards, by BLAKE3, before they were written or when they were received: they are trusted.
+        """
         if not shards:
             return
         plan, wanted = self.plan, self.plan.shards[positions]
@@ -79,7 +98,7 @@ class Batch:
         here = (numbers[which] == wanted) & (offsets >= 0) & (offsets <= sizes[which] - plan.sizes[positions])
         if not here.all():
             positions, which, offsets = positions[here], which[here], offsets[here]
-        self._put(positions, list(shards.values()), which, offsets)
+        self._put(positions, list(shards.values()), which, offsets, trusted=True)
 
     def check(self) -> Positions:
         """Verify what was put since the last call; remove the samples that are wrong, and return their positions."""
@@ -155,9 +174,12 @@ class Batch:
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _put(self, positions: Positions, buffers: list[Buffer], which: Positions | int, offsets: Ints) -> None:
+    def _put(
+        self, positions: Positions, buffers: list[Buffer], which: Positions | int, offsets: Ints, *, trusted: bool
+    ) -> None:
         """Put in one step: a thread must not find one sample's buffer with another's offset."""
         with self._lock:
+            self._trusted[positions] = trusted
             self._at[positions] = offsets
             self._in[positions] = len(self._buffers) + which
             self._buffers += buffers
@@ -186,10 +208,26 @@ class Batch:
         fields = plan.lengths.shape[1]
         if self._verify == "off" or not fields:
             return np.ones(len(new), bool)
-        tables, blobs = plan.manifest.tables, plan.blobs[new]
         if self._verify == "full":
-            same: npt.NDArray[np.bool_] = (self._blake3(new) == tables.digests[blobs]).all(axis=1)
-            return same
+            return self._same_blake3(new)
+        if self._verify == "fast":
+            return self._same_xxh3(new)
+        trusted = self._trusted[new] | (plan.sizes[new] == 0)  # of nothing, nothing can be wrong
+        if trusted.all():
+            return self._same_xxh3(new)
+        right = np.ones(len(new), bool)
+        right[~trusted] = self._same_blake3(new[~trusted])
+        if trusted.any():
+            right[trusted] = self._same_xxh3(new[trusted])
+        elif right.all():
+            self._copy_together(new)  # out of memory of this process, so that these are the bytes that were hashed
+        return right
+
+    def _same_xxh3(self, new: Positions) -> Mask:
+        """Return which samples have the XXH3 of each chosen field."""
+        plan = self.plan
+        fields = plan.lengths.shape[1]
+        tables, blobs = plan.manifest.tables, plan.blobs[new]
         self._copy_together(new)
         expected = tables.xxh3[blobs, plan.first_field : plan.first_field + fields]
         right = np.ones(len(new), bool)
@@ -207,17 +245,26 @@ class Batch:
             return
         together, torn = self._copied(self._at[new], new, size)
         together[torn] = 0
-        self.put(new, Buffer.of(together), np.arange(len(new)) * size)
+        self._put(new, [Buffer.of(together)], 0, np.arange(len(new)) * size, trusted=True)  # from here on our own
         self._whole = together if len(new) == len(self.plan) else None
 
-    def _blake3(self, positions: Positions) -> npt.NDArray[np.uint8]:
-        """Return the BLAKE3 of the samples, ``(n, 32)``. The calls and copies cost little compared with hashing."""
-        starts, sizes = self._at[positions], self.plan.sizes[positions]
-        cuts = zip(self._in[positions].tolist(), starts.tolist(), (starts + sizes).tolist(), strict=True)
+    def _same_blake3(self, new: Positions) -> Mask:
+        """Return which samples have their BLAKE3, which is over all of their fields, in the buffers as they lie there.
+
+        The calls and slices cost little compared with hashing, but for samples of less than a kilobyte.
+        """
+        manifest, blobs = self.plan.manifest, self.plan.blobs[new]
+        starts = self._at[new] - self.inside(new)
+        ends = starts + manifest.blob_sizes(blobs).astype(np.int64)
+        cuts = zip(self._in[new].tolist(), starts.tolist(), ends.tolist(), strict=True)
         digests = b"".join([_digest(self._buffers[which], start, end) for which, start, end in cuts])
-        return np.frombuffer(digests, np.uint8).reshape(-1, 32)
+        found = np.frombuffer(digests, np.uint8).reshape(-1, 32)
+        same: Mask = (found == manifest.tables.digests[blobs]).all(axis=1)
+        return same
 
 
 def _digest(buffer: Buffer, start: int, end: int) -> bytes:
+    if not 0 <= start <= end <= len(buffer.view):
+        return bytes(32)  # not the whole sample
     data = buffer.copy(start, end) if buffer.mapped else buffer.view[start:end]
     return bytes(32) if data is None else blake3.blake3(data).digest()

@@ -36,14 +36,15 @@ class Dataset(TorchDataset[Any]):
     rack, ``file:///folder?capacity=200GiB`` for a folder of this machine, by default ``$QUIVER_CACHE`` or else
     ``~/.cache/quiver``. ``fields`` chooses fields, ``"__key__"`` among them. ``transform`` is applied to each sample's
     dictionary. ``verify``: ``"fast"`` compares XXH3-64 of every field handed out, ``"full"`` BLAKE3 of every sample,
-    ``"off"`` nothing (shards are always verified when they are filled). XXH3 detects accidents and is no defence:
-    any member of the ring, or machine on the network to it, can forge a sample of equal XXH3 in milliseconds. If not
-    all of them are trusted, choose ``"full"``. ``copy=False`` hands byte fields out as read-only ``memoryview`` instead
-    of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps the buffer or the mapping that it is
-    part of alive, and is for a ``transform`` or a collate function: sent to another process, as by a loader's worker,
-    it arrives as ``bytes``. It was readable when it was verified, or with ``verify="off"`` when it was mapped; if the
-    file of a shard is truncated afterwards, or its disk fails, touching the view ends the process by SIGBUS. Copied
-    bytes are safe from that: they are read again, from another source.
+    ``"off"`` nothing (shards are always verified when they are filled). XXH3 detects accidents and is no defence: any
+    member of the ring, or machine on the network to it, can forge a sample of equal XXH3 in milliseconds. So ``"auto"``
+    is fast for bytes of this host's own store and of daemons that TLS has authenticated (``https://``), and full for
+    all others, of which it reads samples whole, whichever fields are chosen. ``copy=False`` hands byte fields out as
+    read-only ``memoryview`` instead of ``bytes``: of a shard on this machine, its mapped file itself. A view keeps the
+    buffer or the mapping that it is part of alive, and is for a ``transform`` or a collate function: sent to another
+    process, as by a loader's worker, it arrives as ``bytes``. It was readable when it was verified, or with
+    ``verify="off"`` when it was mapped; if the file of a shard is truncated afterwards, or its disk fails, touching the
+    view ends the process by SIGBUS. Copied bytes are safe from that: they are read again, from another source.
 
     ``dataset[i]`` is ``transform({"image": bytes, "label": 3, ...})``; a field that the sample lacks is ``None``, and a
     column of lists (tokens, say) is a ``numpy.ndarray``. Raises ``IndexError``; ``Changed`` if the origin lost a
@@ -59,11 +60,11 @@ class Dataset(TorchDataset[Any]):
         *,
         fields: Sequence[str] | None = None,
         transform: Callable[[Sample], Any] | None = None,
-        verify: Verify = "fast",
+        verify: Verify = "auto",
         copy: bool = True,
     ) -> None:
         if verify not in get_args(Verify):
-            raise ValueError(f"verify={verify!r}: choose fast, full or off")
+            raise ValueError(f"verify={verify!r}: choose auto, fast, full or off")
         opened = open_manifest(os.fspath(manifest))
         # The digest is pickled with this description: by then the path may name another manifest.
         self._path, self._digest = opened.path, opened.digest

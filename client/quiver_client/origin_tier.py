@@ -37,8 +37,7 @@ class OriginTier:
         except Changed:
             self._one_by_one(blobs, starts, data)
             raise
-        inside = plan.offsets - plan.manifest.tables.offsets[plan.blobs].astype(np.int64)
-        batch.put(missing, Buffer.of(data), starts[which] + inside[missing])
+        batch.put(missing, Buffer.of(data), starts[which] + batch.inside(missing))
 
     def blame(self, batch: Batch, bad: Positions) -> None:
         """Raise ``Changed``: the origin's bytes are not what was indexed, and there is no other source."""

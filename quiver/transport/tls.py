@@ -73,7 +73,7 @@ class TlsFiles:
         if not ca:
             raise Misconfigured(
                 f"a daemon with an https:// URL speaks TLS, and {CA_VARIABLE} is not set: write there the path of the"
-                " authority's file, ca.pem of `quiver tls init`"
+                " authority's file, ca.pem of `quiver tls init`; the URL of one without TLS begins with http://"
             )
         return cls(ca, cert, key)
 

@@ -324,9 +324,9 @@ class Inside:
     def running(self, **more: object) -> Iterator[tuple[str, int]]:
         def made(node: Node) -> None:
             self.node = node
-            node.speak_tls(self.credentials)
 
-        with in_process(self._where, {NAME: SHARD, SMALL: SMALL_SHARD}, made=made, **more) as address:  # type: ignore[arg-type]
+        shards = {NAME: SHARD, SMALL: SMALL_SHARD}
+        with in_process(self._where, shards, made=made, tls=self.credentials, **more) as address:  # type: ignore[arg-type]
             yield address
 
 
@@ -339,7 +339,7 @@ def inside(tmp_path: Path, pki: Pki) -> Inside:
 def test_half_open_handshakes_end_at_their_deadline_and_honest_readers_are_served_meanwhile(
     inside: Inside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listening, "HEAD_SECONDS", 4.0)
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 2.5)
     with inside.running() as address, contextlib.ExitStack() as stack:
         url = f"https://127.0.0.1:{address[1]}"
         hello = client_hello(inside.alice)

@@ -15,6 +15,7 @@ from quiver.digest import Digest
 from quiver.domain import SINGLE, Domain
 from quiver.ring import Member
 from quiver.store import Kind, Store
+from quiver.transport.tls import Credentials
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.registry import StaticRegistry
@@ -30,7 +31,9 @@ def in_process(
     send_bytes: int = 0,
     held_max: Mapping[Resource, int] | None = None,
     made: Callable[[Node], object] = lambda _: None,
+    *,
     domain: Domain = SINGLE,
+    tls: Credentials | None = None,
 ) -> Iterator[tuple[str, int]]:
     """Run a daemon under uvloop in a thread; yield its address. ``made`` is called with its node before it serves."""
     store = Store.open(where / "store", CAPACITY_BYTES, shared=False)
@@ -38,11 +41,14 @@ def in_process(
         with store.reserve(Kind.SHARD, digest, len(data), (), domain) as writing:
             writing.write(data)
             writing.commit()
-    node = Node("a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), [])
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    url = url_of(listener.getsockname(), "https" if tls is not None else "http")
+    node = Node("a", url, "0", store, StaticRegistry("r", Member("a", url)), [])
+    if tls is not None:
+        node.speak_tls(tls)
     node.verification._unverified.clear()
     node.budgets.held_max.update(held_max or {})
     made(node)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     if send_bytes:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_bytes)  # accepted connections inherit it
     stop: list[Callable[[], object]] = []
@@ -69,5 +75,5 @@ def in_process(
         node.close()
 
 
-def url_of(address: tuple[str, int]) -> str:
-    return f"http://{address[0]}:{address[1]}"
+def url_of(address: tuple[str, int], scheme: str = "http") -> str:
+    return f"{scheme}://{address[0]}:{address[1]}"

@@ -8,6 +8,7 @@
 ``streams``       ``GET /v1/stream``: the same reads on connections of their own
 ``verbs``         ``POST /v1/fill``, ``/v1/forgo``, ``/v1/recheck``
 ``transfers``     whole shards and manifests: ``PUT``, ``GET``, ``HEAD``
+``tls``           handshakes, and HTTP on connections that speak TLS
 ``turns``         which reads may be answered now
 ``poller``        connections that wait, and the threads that serve those that are ready
 ``sender``        answers on their way to readers, by stream or HTTP

@@ -73,8 +73,7 @@ class RackNeeds:
         urls = [member.url for member in ring.members] if ring is not None else []
         for url in urls:
             before = self._telling.get(url)
-            quiet = url in self._forbidden or self._members.is_unresponsive(url)
-            if (before is None or before.done()) and not quiet:
+            if (before is None or before.done()) and not self._is_deaf(url):
                 self._telling[url] = self._pool.submit(self._tell, url, told)
         wait(list(self._telling.values()), ANSWER_SECONDS)
         self._telling = {url: telling for url, telling in self._telling.items() if url in urls}
@@ -117,14 +116,18 @@ class RackNeeds:
         self._tell(url, told)
 
     def _orphaned(self, ring: Ring) -> Mask | None:
-        """Return the shards whose owner does not respond: a daemon fetches only its own shards."""
-        down = [at for at, member in enumerate(ring.members) if self._members.is_unresponsive(member.url)]
+        """Return the shards whose owner does not respond, or takes no reports: a daemon fetches only its own shards."""
+        down = [at for at, member in enumerate(ring.members) if self._is_deaf(member.url)]
         if not down:
             return None
         if self._owned is None or self._owned[0] is not ring:
             self._owned = ring, ring.rank(self._manifest.tables.shard_digests, 1)[:, 0]
         orphaned: Mask = np.isin(self._owned[1], down)
         return orphaned
+
+    def _is_deaf(self, url: str) -> bool:
+        """Whether a daemon does not respond, or accepts no reports from this token."""
+        return url in self._forbidden or self._members.is_unresponsive(url)
 
     def _tell(self, url: str, told: NeedsReport) -> None:
         peer = self._members.peer(url)

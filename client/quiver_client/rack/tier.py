@@ -32,7 +32,7 @@ from quiver.errors import (
 )
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
-from quiver.plan import Ints, Plan
+from quiver.plan import Ints
 from quiver.wire import RANGE, RANGES_MAX, RECHECK, FillRequest, RangeStatus, ReadRequest, RecheckRequest
 from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions
@@ -53,12 +53,18 @@ READ_BYTES_MAX: Final = 256 << 20  # per request; a huge batch is split
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _PeerPart:
-    """One request to one daemon: the samples at ``positions``, which lie in ``shards[which]``."""
+    """One request to one daemon: the samples at ``positions``, which lie in ``shards[which]``.
+
+    Of each the bytes from ``offsets`` on, ``sizes`` of them, in which the chosen fields begin after ``inside``.
+    """
 
     peer: PeerClient
     positions: Positions
     shards: Ints
     which: Ints
+    offsets: Ints
+    sizes: Ints
+    inside: Ints
 
 
 @dataclass(slots=True)
@@ -204,13 +210,15 @@ class RackTier:
             numbers[owned] = np.arange(len(owned))
             run = np.flatnonzero(peer_of == at)
             peer, its_shards = self._members.peer(urls[at]), shards[owned]
-            pieces = _cut(run, plan.sizes[positions[run]])
+            offsets, sizes, inside = _extents(state.batch, positions[run], peer)
+            pieces = _cut(np.arange(len(run)), sizes)
             if len(pieces) == 1:
-                parts.append(_PeerPart(peer, positions[run], its_shards, numbers[which[run]]))
+                parts.append(_PeerPart(peer, positions[run], its_shards, numbers[which[run]], offsets, sizes, inside))
                 continue
             for piece in pieces:
-                named, of_named = np.unique(which[piece], return_inverse=True)
-                parts.append(_PeerPart(peer, positions[piece], shards[named], of_named))
+                named, of_named = np.unique(which[run[piece]], return_inverse=True)
+                extents = offsets[piece], sizes[piece], inside[piece]
+                parts.append(_PeerPart(peer, positions[run[piece]], shards[named], of_named, *extents))
         return parts
 
     def _choose(self, state: _Fetch, shards: Ints) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
@@ -249,7 +257,7 @@ class RackTier:
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
         try:
             flags = self._recheck(peer, suspects) if suspects else 0
-            statuses, data = self._request(state.batch.plan, part, flags)
+            statuses, data = self._request(part, flags)
         except OverCapacity as error:  # overloaded, not broken: a runner-up would have to fill what this one holds
             state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
             state.waiting_on.update(dict.fromkeys(shards.tolist(), peer.url))
@@ -265,13 +273,13 @@ class RackTier:
         self._members.answered(peer.url)
         absent = np.flatnonzero(statuses != RangeStatus.PRESENT)
         if not len(absent):
-            self._put(state, part.positions, data)
+            _put(state.batch, part, data)
             state.received(peer, shards)
             return
         self._stats.add("misses_rack", len(absent))
         present = statuses == RangeStatus.PRESENT
         if present.any():
-            self._put(state, part.positions[present], data)
+            _put(state.batch, part, data, present)
             state.received(peer, shards[np.unique(part.which[present])])
         missing = shards[part.which[absent]].tolist()
         for shard, status in dict(zip(missing, statuses[absent].tolist(), strict=True)).items():
@@ -285,21 +293,17 @@ class RackTier:
             return RECHECK
         return 0
 
-    def _request(self, plan: Plan, part: _PeerPart, flags: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def _request(self, part: _PeerPart, flags: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Return a ``RangeStatus`` per position, and the bytes of those present, back to back."""
         names = Digest.many(self._manifest.tables.shard_digests[part.shards].tobytes())
         ranges = np.zeros(len(part.positions), RANGE)
-        ranges["length"] = plan.sizes[part.positions]
+        ranges["length"] = part.sizes
         if not ranges["length"].any():  # shards are to be filled, and nothing of them is wanted
             with contextlib.suppress(NotFound):  # without the verb; a read of nothing fills as well
                 statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
                 return statuses[part.which], np.empty(0, np.uint8)
-        ranges["shard"], ranges["offset"] = part.which, plan.offsets[part.positions]
+        ranges["shard"], ranges["offset"] = part.which, part.offsets
         return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags))
-
-    def _put(self, state: _Fetch, positions: Positions, data: npt.NDArray[np.uint8]) -> None:
-        sizes = state.batch.plan.sizes[positions]
-        state.batch.put(positions, Buffer.of(data), np.cumsum(sizes) - sizes)
 
     def _absent(self, state: _Fetch, peer: PeerClient, shard: int, status: int) -> None:
         """Act on the status of a shard that is absent. ``FILLING`` needs no action: the next round requests it."""
@@ -354,6 +358,30 @@ class RackTier:
         if refused or silent:
             self._members.mark_unresponsive(peer.url)
         self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
+
+
+def _extents(batch: Batch, positions: Positions, peer: PeerClient) -> tuple[Ints, Ints, Ints]:
+    """Return for each sample where to read in its shard, how much, and at which byte of that the chosen fields begin.
+
+    Of a daemon that is not authenticated the whole sample is read, since only its BLAKE3 is worth anything.
+    """
+    plan = batch.plan
+    if not batch.wants_whole(trusted=peer.is_authenticated) or not plan.sizes[positions].any():
+        return plan.offsets[positions], plan.sizes[positions], np.zeros(len(positions), np.int64)
+    inside = batch.inside(positions)
+    sizes = plan.manifest.blob_sizes(plan.blobs[positions]).astype(np.int64)
+    return plan.offsets[positions] - inside, sizes, inside
+
+
+def _put(
+    batch: Batch, part: _PeerPart, data: npt.NDArray[np.uint8], present: npt.NDArray[np.bool_] | None = None
+) -> None:
+    """Put an answer: the bytes of the samples, or of those that are present, back to back."""
+    positions, sizes, inside = part.positions, part.sizes, part.inside
+    if present is not None:
+        positions, sizes, inside = positions[present], sizes[present], inside[present]
+    offsets = np.cumsum(sizes) - sizes + inside
+    batch.put(positions, Buffer.of(data), offsets, trusted=part.peer.is_authenticated)
 
 
 def _cut(positions: Positions, sizes: Ints) -> list[Positions]:
