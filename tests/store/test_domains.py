@@ -201,7 +201,7 @@ def test_the_store_knows_after_any_history_and_restart_what_each_domain_holds(tm
             if hasattr(self, "store"):
                 self.store.close()
 
-    few = settings(max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
+    few = settings(max_examples=12, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Model, settings=few)
 
 
