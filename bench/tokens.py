@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -40,7 +40,7 @@ def measure(folder: Path, *, rounds: int, seconds: float, quick: bool = False) -
         data = make_data(folder / str(sample_bytes), "blobs", count, sample_bytes)
         with _daemons(folder / f"rack{sample_bytes}", data, keys) as daemons:
             for carrier in CARRIERS:
-                took = _rounds(data, min(batch_size, count), daemons, token, carrier, rounds, seconds)
+                took = _rounds(data, min(batch_size, count), daemons, token, carrier, rounds=rounds, seconds=seconds)
                 readings += [{"sample_bytes": sample_bytes, "carrier": carrier, **each} for each in took]
     return {"readings": readings, "checks": _checks(keys, token, 100 if quick else CHECKS)}
 
@@ -92,6 +92,7 @@ def _rounds(
     daemons: dict[str, tuple[str, Server]],
     token: str,
     carrier: str,
+    *,
     rounds: int,
     seconds: float,
 ) -> list[dict[str, Any]]:
@@ -152,10 +153,8 @@ def _checks(keys: Path, token: str, count: int) -> list[dict[str, Any]]:
         took = []
         for _ in range(count):
             began = time.perf_counter()
-            try:
+            with suppress(Refused):
                 check()
-            except Refused:
-                pass
             took.append(time.perf_counter() - began)
         made.append({"token": name, "microseconds": 1e6 * median(took)})
     return made
