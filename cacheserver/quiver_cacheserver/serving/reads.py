@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import replace
@@ -102,8 +103,7 @@ def at_hand(node: Node, asked: ReadRequest, caller: Caller) -> ReadAnswer | None
 
 
 def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
-    resident = node.resident
-    return all(resident(digest, domain) for digest in asked.shards)
+    return all(map(node.verification.is_resident, asked.shards, itertools.repeat(domain)))
 
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
