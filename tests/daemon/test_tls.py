@@ -151,9 +151,12 @@ def test_a_client_with_a_bad_certificate_is_refused_and_told_why(
     monkeypatch.setattr("quiver.transport.tls._checked", lambda files, as_server: {})
     bad = Credentials(files(pki, Pki(tmp_path)))  # type: ignore[operator]
     before = sum(b"was refused" in line.encode() for line in daemon.lines)
+    monkeypatch.setattr(daemon, "tls", Credentials(pki.client("operator")))
+    refused = daemon.metric("quiver_refusals_total")
     with contextlib.closing(PeerClient(daemon.url, tls=bad)) as peer, pytest.raises(Unavailable, match=why):
         peer.ring()
     until(lambda: sum(b"was refused" in line.encode() for line in daemon.lines) > before)
+    until(lambda: daemon.metric("quiver_refusals_total") > refused)
 
 
 def mixed(pki: Pki, foreign: TlsFiles) -> TlsFiles:
