@@ -17,12 +17,15 @@ from aiohttp import web
 
 from quiver.errors import Forbidden, QuiverError, Unavailable
 from quiver.peer import PeerClient
+from quiver.ring import Member, Ring
 from quiver.transport.liveness import is_alive
 from quiver.transport.tls import Credentials, TlsFiles
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.peers import RackPeers
+from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.serving import listening, requests
 from tests.support.daemon import Daemon
 from tests.support.data import make_shard
@@ -504,3 +507,20 @@ def test_a_request_in_one_byte_pieces_is_answered(inside: Inside) -> None:
             while sock.recv(100):
                 pass
             assert time.monotonic() - began < 10
+
+
+def test_a_daemon_asks_only_peers_that_speak_tls_as_it_does(pki: Pki) -> None:
+    members = [
+        Member("a", "https://a:1"),
+        Member("b", "https://b:1"),
+        Member("c", "http://c:1"),
+        Member("d-1", "https://d:1"),
+    ]
+    registry = StaticRegistry("r", members[0])
+    registry._ring = Ring.of("r", members)
+    peers = RackPeers(registry, "a", "https://a:1")
+    assert {peer.url for peer in peers.manifest_holders(NAME)} == {"http://c:1"}
+    peers.tls = Credentials(pki.node("a"), serves=True)
+    found = {peer.url: peer._http._endpoint for peer in peers.manifest_holders(NAME)}
+    assert {url: endpoint.node for url, endpoint in found.items()} == {"https://b:1": "b", "https://d:1": ""}
+    assert {endpoint.tls for endpoint in found.values()} == {peers.tls}
