@@ -3,6 +3,7 @@
 ``app``           the table of routes, and the one place where errors become answers
 ``listening``     accepts connections; their deadlines until they are streams
 ``heads``         what a connection may send of request heads
+``tls``           the handshake, and HTTP on a socket that speaks TLS
 ``requests``      what a route needs of its connection: the client, the deadline, the body
 ``reads``         answering a batched read, and ``POST /v1/read``
 ``absence``       the statuses of shards that are not resident
@@ -14,7 +15,6 @@
 ``poller``        connections that wait, and the threads that serve those that are ready
 ``sender``        answers on their way to readers, by stream or HTTP
 ``payload``       the ranges of files that are sent, plain or through TLS
-``tls``           TLS: handshakes in the poller, and HTTP behind them
 ``unix_socket``   the socket of ``--socket``: open files for readers on this host
 
 Below stand ``node`` (the daemon without a network), ``budget`` (what a client may hold and cause) and ``slices``.
