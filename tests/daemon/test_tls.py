@@ -22,7 +22,7 @@ from quiver.transport.liveness import is_alive
 from quiver.transport.tls import Credentials, TlsFiles
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver.access.caller import Caller
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import Cost, RefillRate, Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.peers import RackPeers
 from quiver_cacheserver.rack.registry import StaticRegistry
@@ -524,3 +524,12 @@ def test_a_daemon_asks_only_peers_that_speak_tls_as_it_does(pki: Pki) -> None:
     found = {peer.url: peer._http._endpoint for peer in peers.manifest_holders(NAME)}
     assert {url: endpoint.node for url, endpoint in found.items()} == {"https://b:1": "b", "https://d:1": ""}
     assert {endpoint.tls for endpoint in found.values()} == {peers.tls}
+
+
+def test_one_address_may_not_begin_handshakes_faster_than_the_budget_says(inside: Inside) -> None:
+    with inside.running() as address:
+        inside.node.budgets.rates[Cost.HANDSHAKES] = RefillRate(0.0, 5)
+        url = f"https://127.0.0.1:{address[1]}"
+        alive = [is_alive(url, 20.0, tls=inside.alice) for _ in range(8)]
+        assert alive == [True] * 5 + [False] * 3
+        assert inside.node.budgets.refused[Cost.HANDSHAKES] == 3
