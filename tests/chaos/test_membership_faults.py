@@ -137,7 +137,7 @@ def test_etcd_may_be_away_for_three_leases(chaos_data: Files, tmp_path: Path, se
         assert members == {3}, "the last ring stayed, and no member left it when etcd came back"
         (tmp_path / "over").touch()
         history = client.wait()
-        rack.check(history, wait_seconds=2)
+        rack.check(history, wait_seconds=5)
         assert history.stats["samples_origin"] < 0.01 * history.stats["samples"], "hits are unaffected"
         origin_reads_at_most(rack.origin.reads_per_shard(rack.manifest), mean=1.05, worst=2.0)
         assert rack.etcd is not None
