@@ -205,7 +205,7 @@ BUGS: Final = (
         "quiver/origin/local.py",
         '            raise Changed(full, "became shorter")\n',
         "            break\n",
-        ("tests/contract/test_sources.py::test_an_origin_that_changed_names_object_and_samples",),
+        ("tests/kernel/test_local_store.py::test_a_file_that_became_shorter_is_changed_wherever_it_ends",),
     ),
     Planted(
         "a link leads out of what an operator allows",
@@ -250,10 +250,10 @@ BUGS: Final = (
         ("tests/kernel/test_handoff.py::test_a_stranger_who_listens_under_a_path_of_roots_is_told_nothing",),
     ),
     Planted(
-        "descriptors of a malformed answer leak",
+        "a descriptor that is no shard's file is mapped",
         "quiver/transport/handoff.py",
-        "present != len(files):",
-        "present > len(files):",
+        "    if wrong:\n",
+        "    if wrong and not files:\n",
         ("tests/kernel/test_handoff.py::test_a_wrong_answer_is_an_error_and_leaves_no_descriptor_open",),
     ),
     Planted(
@@ -268,7 +268,7 @@ BUGS: Final = (
         "quiver/transport/tls.py",
         "            if not found:\n                raise TlsError(\"its certificate is not a node's",
         "            if found is None:\n                raise TlsError(\"its certificate is not a node's",
-        ("tests/daemon/test_tls.py::test_a_daemon_is_only_taken_for_the_node_that_its_certificate_names",),
+        ("tests/contract/test_tls_identity.py::test_a_clients_certificate_does_not_pass_for_a_daemons",),
     ),
     Planted(
         "what a domain has not shown to have is readable",
