@@ -11,6 +11,7 @@ BENCH := bench,bench-webdataset,bench-litdata,bench-memcached,bench-redis
 EVERYTHING := $(EXTRAS),fuzz,$(BENCH)
 BENCH_STAMP := $(VENV)/.bench
 MDS := $(VENV)/mds
+SECONDS ?= 3600
 PYTEST_ARGS ?= -n 2 --dist loadfile
 # The requirements of the extras $(1), one per line. pip builds packages that have no wheel (one test tool has none) in
 # isolation, each with its own build backend; only the project itself is built with the pinned, installed backend.
@@ -21,7 +22,7 @@ PROJECT := --no-deps --no-build-isolation -e .
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install check format test chaos faults soak demo bench imports build constraints clean
+.PHONY: help install check format test chaos faults soak fuzz demo bench imports build constraints clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -60,6 +61,11 @@ HOURS ?= 1
 SEED ?=
 soak: $(STAMP)  ## Train while everything fails at random, for HOURS=1; SEED=7 replays a run
 	$(BIN)/python -m tests.chaos.soak --hours $(HOURS) $(if $(SEED),--seed $(SEED))
+
+fuzz: $(STAMP)  ## Fuzz every parser; SECONDS=3600 in all, shared by the targets, two at a time
+	@$(PIP) install -c constraints.txt $$($(call REQUIREMENTS,fuzz)) \
+		|| echo "make: atheris cannot be installed here; fuzzing by mutation alone" >&2
+	$(BIN)/python -m tests.fuzz --guided --seconds $(SECONDS) $(FUZZ_ARGS)
 
 demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which is killed during training
 	@$(BIN)/python examples/demo.py

@@ -17,6 +17,7 @@ import fcntl
 import os
 import threading
 import weakref
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
 Made = TypeVar("Made")
@@ -68,6 +69,13 @@ class LockedFile:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         _files.add(self)
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file still has this name."""
+        try:
+            return self.fd >= 0 and os.path.samestat(os.fstat(self.fd), path.lstat())
+        except OSError:
+            return False
 
     def close(self) -> None:
         """Unlock and close the file. Does nothing in a child, or when called again."""

@@ -38,6 +38,7 @@ class Resource(StrEnum):
     READS = "reads"  # being answered
     WAITING = "waiting"  # reads and fills that wait for a fill, an upload or a manifest
     SENDS = "sends"  # threads that take requests off streams and send answers
+    OPEN_FILES = "open_files"  # of answers to reads, from their lookup until they are sent: a descriptor and a mapping
     FILES = "files"  # whole shards and manifests being sent
     UPLOADS = "uploads"
     UPLOAD_BYTES = "upload_bytes"  # of disk, reserved by them
@@ -74,6 +75,9 @@ HELD_MAX: Final[Mapping[Resource, int]] = {
     Resource.READS: 4096,  # every reader of a rack at once; each is a request's body, which is bounded, and no thread
     Resource.WAITING: 4096,  # each is a coroutine and a request's body
     Resource.SENDS: 16,  # each is a thread of the poller, which serves one connection for a stint
+    # A quarter of the open files allowed, and half of the mappings, if that is less (``Listening``). A batch of 256
+    # samples spread over three daemons names 85 shards at each: 380 such answers at once.
+    Resource.OPEN_FILES: 32768,
     Resource.FILES: 128,
     Resource.UPLOADS: 16,
     Resource.UPLOAD_BYTES: 6 * GIB,  # 16 shards of one sample each at their largest, and one manifest at its largest

@@ -20,7 +20,9 @@ class Counters:
     reads_in_flight: int = 0
     overloads: int = 0  # without refusals by a budget, which counts its own
     tls_refusals: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(LABELS, 0)))  # handshakes
-    connections_closed: Counter[str] = field(default_factory=lambda: Counter(idle=0, late=0, room=0))  # by this daemon
+    connections_closed: Counter[str] = field(
+        default_factory=lambda: Counter(idle=0, late=0, room=0, head=0)
+    )  # by this daemon
     need_fetches: int = 0
     forced_drops: int = 0
     # Known labels start at 0, so that a rate can be taken from the first one on.

@@ -33,6 +33,7 @@ from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import Config, check
 from quiver_cacheserver.memory import release_fill_memory
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.addresses import is_loopback
 from quiver_cacheserver.rack.etcd_registry import EtcdRegistry
 from quiver_cacheserver.rack.registry import Registry, StaticRegistry
 from quiver_cacheserver.serving.listening import Listening
@@ -73,14 +74,16 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
     if keys is not None:
         node.access = Access(Tokens(keys, config.rack))
         node.budgets.weight_of = Quotas.parse(config.quota).weight_of
+        node.peers.asks = tls is not None
+        if tls is None and (config.etcd or config.peers):
+            log.warning(
+                "without certificates daemons cannot show that they are of one rack, so with --token-keys each reads"
+                " the origin itself: give them --tls-cert, --tls-key and --tls-ca (`quiver tls init`)"
+            )
+        if tls is None and not is_loopback(config.address[0]):
+            log.warning("--token-keys without --tls-cert: whoever listens on the network can read and use the tokens")
     if tls is not None:
         node.speak_tls(tls)
-    elif keys is not None:
-        node.peers.accept_us = False
-        log.warning(
-            "--token-keys without --tls-cert: tokens come in plain text, and daemons cannot show one another who they"
-            " are, so that each reads from the origin what only others hold"
-        )
     return node
 
 
@@ -205,8 +208,8 @@ async def _supervised(work: Callable[[Node], Awaitable[None]], node: Node) -> No
 
 
 def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:
-    """Drop what aiohttp logs of requests that are not HTTP: they were answered, and could fill a disk."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    """Drop what aiohttp logs of requests that are not HTTP, and of clients that left: they could fill a disk."""
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, ConnectionError)))
 
 
 async def _drain(config: Config, node: Node) -> None:
@@ -217,8 +220,9 @@ async def _drain(config: Config, node: Node) -> None:
     deadline = time.monotonic() + config.drain_seconds
     quiet_since, served = time.monotonic(), _served(node)
     while time.monotonic() < deadline:
-        waiting = node.budgets.used[Resource.WAITING]  # fills, which are no reads, among them
-        busy = node.counters.reads_in_flight or waiting or _served(node) != served
+        used = node.budgets.used
+        under_way = used[Resource.WAITING] + used[Resource.UPLOADS] + used[Resource.FILES]  # which are no reads
+        busy = node.counters.reads_in_flight or under_way or _served(node) != served
         if busy:
             quiet_since, served = time.monotonic(), _served(node)
         elif time.monotonic() - quiet_since >= min(QUIET_SECONDS, config.drain_seconds):

@@ -134,7 +134,11 @@ class _File:
         self._raw = _ObjectFile(store, self._object.path, self._object.size)
         try:
             self._parquet = pq.ParquetFile(self._raw, pre_buffer=False)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # pyarrow raises OSError for bytes that are no longer Parquet
+        except (
+            pa.ArrowException,
+            OSError,
+            UnicodeDecodeError,
+        ) as error:  # pyarrow raises OSError for bytes that are no longer Parquet
             raise Changed(self.url, "changed") from error
         metadata = self._parquet.metadata
         counts = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]

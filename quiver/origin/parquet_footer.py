@@ -73,7 +73,7 @@ def _chunks(reader: _Reader) -> Iterator[Chunk]:
 
 
 def _structs_in(reader: _Reader, wanted: int) -> Iterator[None]:
-    """Yield once for each struct in the list ``wanted`` of the struct at which the reader stands; the caller reads it."""
+    """Yield once for each struct of the list ``wanted`` in the struct where the reader stands; the caller reads it."""
     for field, kind in reader.fields():
         if field != wanted or kind != _LIST:
             reader.skip(kind)

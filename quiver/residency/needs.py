@@ -48,6 +48,34 @@ class Grown(NamedTuple):
     key: U8 | None = None
 
 
+class Shown(NamedTuple):
+    """What other threads may look at: parts that belong together."""
+
+    shards: DigestRows
+    counts: npt.NDArray[np.int32]
+    held: Mask
+    keys: tuple[U8 | None, ...]
+
+    def slots_of(self, files: U8) -> Ints:
+        """Return the slots ``(n, keys)`` of files ``(n, 32)`` under each name, -1 for none."""
+        slots = np.full((len(files), len(self.keys)), -1, np.int64)
+        for number, key in enumerate(self.keys):
+            slots[:, number] = self.shards.rows_of(named(files, key))
+        return slots
+
+    def needed(self, slots: Ints) -> npt.NDArray[np.int8]:
+        """Return ``Needs.needed`` of files, given their slots: 1, 0, and -1 for unknown.
+
+        A domain has no say about a file that it does not hold: keeping it would not spare that domain a fill.
+        """
+        if not len(self.counts):
+            return np.full(len(slots), -1, np.int8)
+        has_say = slots >= 0
+        has_say[:, 1:] &= self.held[slots[:, 1:]]
+        needed: npt.NDArray[np.int8] = np.where(has_say, self.counts[slots] > 0, -1).max(axis=1).astype(np.int8)
+        return needed
+
+
 @dataclass(slots=True, eq=False)
 class DatasetNeeds:
     """A dataset that some consumer reports on."""
@@ -109,8 +137,7 @@ class Needs:
         self.ordered_is_next = False  # whether a consumer with a fixed order has the next turn
         self._chance = np.random.default_rng(seed)
         self._groups: dict[Group, dict[bytes, Consumer]] = {}
-        self.shown: tuple[DigestRows, npt.NDArray[np.int32], tuple[U8 | None, ...]]
-        self.shown = self.shards, self.counts, self.keys  # for other threads: consistent with one another
+        self.shown = self._shown()  # for other threads
 
     def __len__(self) -> int:
         return len(self.consumers)
@@ -166,7 +193,7 @@ class Needs:
         self.sizes[slots] = sizes
         self.held[slots] = held
         self.key_of[slots] = number
-        self.shown = self.shards, self.counts, self.keys
+        self.shown = self._shown()
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
         self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)), number)
 
@@ -207,7 +234,7 @@ class Needs:
             it.slots = place[it.slots]
             it.key = numbers.index(it.key)
         self.datasets = kept
-        self.shown = self.shards, self.counts, self.keys
+        self.shown = self._shown()
 
     # -- consumers ----------------------------------------------------------------------------------------------------
 
@@ -311,18 +338,17 @@ class Needs:
 
     def needed(self, shard: Digest) -> bool | None:
         """Whether some group needs a shard, by name; ``None`` if no consumer reports on its dataset."""
-        shards, counts, _ = self.shown
-        slot = shards.get(shard)
-        return None if slot is None else bool(counts[slot] > 0)
+        shown = self.shown
+        slot = shown.shards.get(shard)
+        return None if slot is None else bool(shown.counts[slot] > 0)
 
     def needed_of(self, files: U8) -> npt.NDArray[np.int8]:
         """Return ``needed`` for many files ``(n, 32)``, by any name: 1, 0, and -1 for unknown."""
-        known, counts, keys = self.shown
-        needed = np.full(len(files), -1, np.int8)
-        for key in keys if len(counts) else ():
-            slots = known.rows_of(named(files, key))
-            np.maximum(needed, np.where(slots < 0, -1, counts[slots] > 0).astype(np.int8), out=needed)
-        return needed
+        shown = self.shown
+        return shown.needed(shown.slots_of(files))
+
+    def _shown(self) -> Shown:
+        return Shown(self.shards, self.counts, self.held, self.keys)
 
     def present(self) -> Mask:
         """Return a new mask, by slot, of what is held here and is not about to be evicted."""

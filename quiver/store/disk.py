@@ -30,6 +30,7 @@ from quiver.shard import verified
 from quiver.sizes import format_size
 from quiver.store.domains import record_domains, with_domain
 from quiver.store.files import OpenFile, disk_errors, sync_folder
+from quiver.store.folders import Folders
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
 
 OPEN_FILES_MAX: Final = 512
@@ -57,6 +58,7 @@ class Store(Generic[I_co]):
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
         self.writable = writable
+        self._folders = Folders(root)
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = forks.lock()
 
@@ -81,8 +83,7 @@ class Store(Generic[I_co]):
         """
         writable = True
         try:
-            for folder in (*(str(kind) for kind in Kind), "tmp", "quarantine"):
-                (root / folder).mkdir(parents=True, exist_ok=True)
+            Folders(root).make()
         except OSError as error:
             writable = False
             if not shared or error.errno not in _READ_ONLY or not (root / Kind.SHARD).is_dir():
@@ -184,6 +185,7 @@ class Store(Generic[I_co]):
         temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
         size_bytes = max(min(size_bytes, REHEARSE_BYTES_MAX), 1)
         with disk_errors(self.root):
+            self._remake_folders()
             file = reserve_file(temporary, size_bytes)
             try:
                 os.posix_fallocate(file.fd, 0, size_bytes)
@@ -208,6 +210,7 @@ class Store(Generic[I_co]):
         # A process in another container may have the same id.
         temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
         with disk_errors(self.root), self.inventory.locked():
+            self._remake_folders()
             file = reserve_file(temporary, size_bytes)
             try:
                 self._evict(evict, size_bytes)
@@ -225,6 +228,13 @@ class Store(Generic[I_co]):
             yield writing
         finally:
             self._settle(writing)
+
+    def _remake_folders(self) -> None:
+        """Make folders again that somebody deleted, and forget what was in them: the origin has it."""
+        if self._folders.remake():
+            with self._lock:
+                self._open.clear()
+            self.inventory.folders_remade()
 
     def _settle(self, writing: Writing) -> None:
         """Release the room of a file that was not committed. A file that cannot be removed now is swept later."""
@@ -248,7 +258,7 @@ class Store(Generic[I_co]):
             domains = with_domain(before, writing.domain)
             self._put_strays_aside(final)
             is_new_folder = not final.parent.is_dir()
-            final.parent.mkdir(exist_ok=True)
+            final.parent.mkdir(parents=True, exist_ok=True)
             is_new = not (shares and before and writing.domain not in before and is_regular(final))
             if domains != ((writing.domain,) if is_new else before):
                 record_domains(writing.path if is_new else final, domains)
@@ -344,6 +354,7 @@ class Store(Generic[I_co]):
             raise self._read_only()
         self._check_size(size_bytes)
         with disk_errors(self.root), self.inventory.locked():
+            self._remake_folders()
             return max(self.inventory.resident_bytes() + size_bytes - self.capacity_bytes, 0)
 
     def _evict(self, evict: Evict, size_bytes: int) -> None:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 from quiver import forks
 from quiver.digest import Digest
 from quiver.domain import Domain
-from quiver.errors import BadRequest
+from quiver.errors import BadRequest, DiskFailed, Misconfigured
 from quiver.forks import LockedFile
 from quiver.residency.eviction import StoredFile
 from quiver.store.domains import NOBODY, UNRECORDED, Domains, domains_recorded
@@ -100,6 +100,13 @@ class Inventory(Protocol):
         ...
 
     def touched(self, kind: Kind, digest: Digest) -> None: ...
+
+    def folders_remade(self) -> None:
+        """Claim the folder again, and forget what is not there any more: somebody deleted folders of the store.
+
+        Raises ``DiskFailed`` if another process owns the folder by now.
+        """
+        ...
 
     def now(self) -> float:
         """Return the time in seconds, by the clock of ``StoredFile.used``."""
@@ -189,6 +196,7 @@ class MemoryInventory:
     def __init__(self, root: Path, url: str = "") -> None:
         """Claim the folder for the daemon at ``url``. Raises ``Misconfigured`` if it is in use, ``DiskFailed``."""
         self._root = root
+        self._url = url
         self._owner = own(root, url)
         self._lock = forks.rlock()
         sweep(root, hidden_seconds=0.0)
@@ -335,6 +343,19 @@ class MemoryInventory:
         with self._lock:
             self._files[kind].touch(digest, time.monotonic())
 
+    def folders_remade(self) -> None:
+        with self._lock:
+            if not self._owner.is_at(self._root / "owner"):
+                try:
+                    before, self._owner = self._owner, own(self._root, self._url)
+                except Misconfigured as error:
+                    raise DiskFailed(str(error)) from error
+                before.close()
+            for kind, table in self._files.items():
+                for digest in table.digests():
+                    if not is_regular(file_of(self._root, kind, digest)):
+                        self.removed(kind, digest)
+
     def now(self) -> float:
         return time.monotonic()
 
@@ -402,6 +423,15 @@ class FolderInventory:
             self._touched[digest] = now
             with contextlib.suppress(OSError):
                 os.utime(file_of(self._root, kind, digest))
+
+    def folders_remade(self) -> None:
+        self._touched.clear()
+        if self._shared is not None and not self._shared.is_at(self._root / "owner"):
+            try:
+                before, self._shared = self._shared, share(self._root)
+            except Misconfigured as error:
+                raise DiskFailed(str(error)) from error
+            before.close()
 
     def now(self) -> float:
         return time.time()

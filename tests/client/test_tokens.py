@@ -157,7 +157,7 @@ def test_a_token_that_may_only_read_trains_on_what_is_there_and_bothers_nobody(
     dataset: Make, rack: Rack, files: Files, token_file: Path
 ) -> None:
     read_all(dataset(files.manifest, rack.url, fields=FIELDS), files)  # fills the rack
-    replace(token_file, rack.signer.token("reader", rights="read").encode())
+    replace(token_file, rack.signer.token("reader", rights="read", domain="vision").encode())
     before = rack.refusals("right")
     made = dataset(files.manifest, rack.url, fields=FIELDS)
     loader = DataLoader(made, batch_size=16, shuffle=True, substitute=True)

@@ -73,6 +73,7 @@ def parts_of(where: Path, lengths: Any, origins: Any, firsts: Any, object_bytes:
 # -- manifests --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("S7", "S12")
 def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path: Path, lone: Daemon) -> None:
     count = 2_000  # of 32 KiB each, over a file of 64 KiB
     path = manifest_of(
@@ -83,6 +84,7 @@ def test_a_manifest_that_names_the_same_bytes_over_and_over_is_refused(tmp_path:
     assert "named 4 times over at most" in body.decode()
 
 
+@pytest.mark.fault("S7", "S12")
 def test_a_manifest_that_names_the_same_rows_of_parquet_over_and_over_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.quiver"
 
@@ -139,6 +141,7 @@ def test_bytes_of_more_objects_than_one_number_line_holds_are_counted(monkeypatc
     assert covered_bytes(objects, starts, lengths) == 5 * 11
 
 
+@pytest.mark.fault("S7", "S12")
 def test_a_manifest_with_more_or_larger_shards_than_the_indexer_makes_is_refused(
     files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,6 +185,7 @@ async def test_shards_are_sorted_in_threads_only(files: Files, tmp_path: Path, m
 # -- fills ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("S12")
 def test_fills_share_a_bounded_memory_and_a_large_one_is_alone() -> None:
     memory = FillMemory(100)
     most, now, lock = 0, 0, threading.Lock()
@@ -222,6 +226,7 @@ def fills_by(threads: Executor) -> Fills:
     return Fills(threads, commitments, Uploads(commitments), lambda error: None)
 
 
+@pytest.mark.fault("S12")
 async def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
     threads, begun = ByHand(), list[str]()
     fills = fills_by(threads)
@@ -292,6 +297,7 @@ def age(node: Node, seconds: float) -> None:
         inventory._files[kind]._used -= seconds
 
 
+@pytest.mark.fault("S12")
 def test_what_others_read_of_late_is_not_pushed_out_by_what_nobody_needs(pair: tuple[Files, Files], node: Node) -> None:
     honest, junk = (files.opened() for files in pair)
     assert filled(node, honest, HONEST) == 10
@@ -303,6 +309,7 @@ def test_what_others_read_of_late_is_not_pushed_out_by_what_nobody_needs(pair: t
     assert filled(node, honest, HONEST) == 10, "nobody came back for the junk"
 
 
+@pytest.mark.fault("S12")
 def test_junk_that_is_in_use_gives_way_to_one_who_holds_less(pair: tuple[Files, Files], node: Node) -> None:
     honest, junk = (files.opened() for files in pair)
     assert filled(node, junk, HOSTILE) == 10
@@ -321,6 +328,7 @@ def test_what_several_clients_read_is_nobody_s_to_give_up(pair: tuple[Files, Fil
     assert filled(node, junk, HOSTILE) == 0
 
 
+@pytest.mark.fault("S12")
 def test_one_who_had_too_much_evicted_takes_its_own_room_alone(pair: tuple[Files, Files], node: Node) -> None:
     honest, junk = (files.opened() for files in pair)
     node.budgets.rates[Cost.EVICTIONS] = RefillRate(0.0, 2)
@@ -331,6 +339,7 @@ def test_one_who_had_too_much_evicted_takes_its_own_room_alone(pair: tuple[Files
     assert filled(node, honest, HONEST) == 8
 
 
+@pytest.mark.fault("S12")
 def test_manifests_that_nobody_reads_make_way_for_one_another_before_any_shard(
     pair: tuple[Files, Files], node: Node
 ) -> None:
@@ -382,6 +391,7 @@ async def test_what_is_being_verified_is_answered_so_whether_or_not_a_manifest_i
         await asyncio.to_thread(node.close)
 
 
+@pytest.mark.fault("S12")
 def test_a_client_has_so_many_bytes_read_again_and_others_are_believed(pair: tuple[Files, Files], node: Node) -> None:
     honest = pair[0].opened()
     filled(node, honest, HONEST)
@@ -409,6 +419,7 @@ def test_a_resident_shard_is_never_answered_no_manifest_while_it_is_rechecked(fi
         assert statuses <= {RangeStatus.PRESENT, RangeStatus.FILLING}
 
 
+@pytest.mark.fault("S12")
 async def test_manifests_that_consumers_report_on_take_a_bounded_memory(
     pair: tuple[Files, Files], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -442,6 +453,7 @@ async def test_manifests_that_consumers_report_on_take_a_bounded_memory(
         await asyncio.to_thread(node.close)
 
 
+@pytest.mark.fault("S12")
 def test_origins_that_are_open_keep_manifests_of_bounded_bytes(
     pair: tuple[Files, Files], node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -467,6 +479,7 @@ def lease(client: str, at: float = 0.0, shards: int = 1) -> Lease:
     return Lease(Digest(bytes(32)), shards, at, 30.0, client)
 
 
+@pytest.mark.fault("S12")
 def test_made_up_consumers_never_shut_out_another_address() -> None:
     leases = Leases(consumers_max=10)
     assert leases.take(name(0), lease(HOSTILE)) == []
@@ -485,6 +498,7 @@ def test_made_up_consumers_never_shut_out_another_address() -> None:
     assert leases.take(name(105), lease(HONEST, 24.0)) == []
 
 
+@pytest.mark.fault("S12")
 def test_reports_on_many_shards_never_shut_out_another_address() -> None:
     leases = Leases(shards_max=100)
     assert leases.take(name(1), lease(HOSTILE, 1.0, shards=60)) == []

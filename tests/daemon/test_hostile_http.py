@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
@@ -103,7 +104,7 @@ def test_what_follows_an_upgrade_that_was_refused_is_never_answered_late(daemon:
             received = b""
             while more := sock.recv(1 << 16):
                 received += more
-        assert received.count(b"HTTP/1.1 ") == 1
+        assert received.count(b"Content-Length: ") == 1, "one answer"
         assert CANARY_DATA not in received
 
 
@@ -121,3 +122,14 @@ def test_http_behind_an_upgrade_is_no_frame_and_ends_the_stream(daemon: Daemon) 
             received += more
     assert received.startswith(b"QRA1\x01")
     assert CANARY_DATA not in received
+
+
+@pytest.mark.fault("S5", "S12")
+def test_clients_that_leave_before_an_interim_answer_write_nothing_into_the_log(daemon: Daemon) -> None:
+    message = b"POST /v1/read HTTP/1.1\r\n" + H + LENGTH + b"Expect: 100-continue\r\n" + END
+    for _ in range(100):
+        with socket.create_connection(daemon.address, timeout=20) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.sendall(message)
+    until(lambda: daemon.metric("quiver_under_way") == 1)
+    assert "Traceback" not in daemon.log

@@ -52,7 +52,9 @@ def read_all(daemon: Daemon, files: Files, wait: int, times: int = 1) -> set[Ran
     return told
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("junk", ["not allowed", "missing objects"])
+@pytest.mark.fault("S12")
 def test_a_junk_manifest_of_somebody_s_shards_keeps_nobody_from_filling_them(
     tmp_path: Path, small: Files, junk: str
 ) -> None:
@@ -132,6 +134,7 @@ async def test_junk_reports_on_somebody_s_shards_keep_nobody_s_from_being_filled
         await asyncio.to_thread(node.close)
 
 
+@pytest.mark.fault("S12")
 def test_a_fill_that_cannot_succeed_evicts_nothing(tmp_path: Path) -> None:
     made = make_files(tmp_path, random_files(20, seed=1, low=60_000, high=60_001), shard_bytes=61_000)
     gone = make_files(tmp_path, random_files(20, seed=2, low=60_000, high=60_001), name="gone", shard_bytes=700_000)
@@ -230,6 +233,7 @@ async def test_a_failure_is_forgotten_and_not_only_ignored_once_it_is_old(clock:
     assert (fills.failed, len(fills._failed)) == ([], 0)
 
 
+@pytest.mark.fault("S12")
 async def test_one_who_lets_an_upload_lapse_is_chosen_after_the_others(clock: Clock) -> None:
     threads, recipe = ByHand(), Recipe(SHARD, RIGHT)
     fills = fills_by(threads)
@@ -245,6 +249,7 @@ async def test_one_who_lets_an_upload_lapse_is_chosen_after_the_others(clock: Cl
     assert asked(fills, recipe, HOSTILE) is RangeStatus.UPLOAD, "if nobody else asks"
 
 
+@pytest.mark.fault("S12")
 async def test_an_address_owes_so_many_uploads_and_no_more(clock: Clock) -> None:
     threads = ByHand()
     fills = fills_by(threads)

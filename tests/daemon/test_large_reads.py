@@ -31,6 +31,7 @@ def large(manifest: Digest | None) -> bytes:
     return request("POST", "/v1/read", ReadRequest(manifest, shards, np.zeros(0, RANGE), 0).encode())
 
 
+@pytest.mark.fault("S12")
 def test_reads_of_many_shards_hold_up_nobody_else(files: Files, tmp_path: Path) -> None:
     manifest = files.opened()
     shard = manifest.shard_digest(0)
@@ -64,6 +65,7 @@ def test_reads_of_many_shards_hold_up_nobody_else(files: Files, tmp_path: Path) 
     assert max(took) < SLOWEST_SECONDS
 
 
+@pytest.mark.fault("S12")
 def test_an_address_that_reads_many_shards_over_and_over_is_refused_and_others_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

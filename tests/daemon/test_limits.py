@@ -144,6 +144,7 @@ def waiting_for_an_upload(
         yield address, waits, lambda: peer.put_shard(digest, data)
 
 
+@pytest.mark.fault("S12")
 def test_reads_that_wait_for_an_upload_keep_nobody_from_reading_what_is_here(files: Files, tmp_path: Path) -> None:
     with (
         waiting_for_an_upload(files, tmp_path, {Resource.READS: 2}) as (address, waits, upload),
@@ -163,6 +164,7 @@ def test_reads_that_wait_for_an_upload_keep_nobody_from_reading_what_is_here(fil
         until(lambda: under_way(address, Resource.WAITING) == under_way(address, Resource.READS) == 0)
 
 
+@pytest.mark.fault("S12")
 def test_reads_that_wait_are_bounded_for_each_address(files: Files, tmp_path: Path) -> None:
     with (
         waiting_for_an_upload(files, tmp_path, {Resource.WAITING: 4}) as (address, waits, upload),
@@ -192,6 +194,7 @@ def test_a_reader_who_goes_while_it_waits_leaves_its_place(files: Files, tmp_pat
         assert metric(address, "quiver_reads_in_flight") == 0
 
 
+@pytest.mark.fault("S3")
 def test_readers_who_take_their_answers_slowly_leave_a_place_to_others(tmp_path: Path) -> None:
     with (
         in_process(
@@ -206,6 +209,7 @@ def test_readers_who_take_their_answers_slowly_leave_a_place_to_others(tmp_path:
         assert asked(address, read_of(SMALL, 500), HONEST)[2] == b"\0" + SMALL_DATA[:500]
 
 
+@pytest.mark.fault("S3")
 def test_streams_of_one_address_leave_some_to_others_and_silent_ones_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +231,7 @@ def test_streams_of_one_address_leave_some_to_others_and_silent_ones_end(
 # -- bodies -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("S3")
 def test_an_upload_that_drips_is_ended_and_reserves_nothing_before_its_first_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,6 +253,7 @@ def test_an_upload_that_drips_is_ended_and_reserves_nothing_before_its_first_par
         until(lambda: under_way(address, Resource.UPLOADS) == 0)
 
 
+@pytest.mark.fault("S3")
 def test_uploads_of_one_address_leave_a_place_to_others(tmp_path: Path) -> None:
     with in_process(tmp_path, held_max={Resource.UPLOADS: 4}) as address, contextlib.ExitStack() as stack:
         for _ in range(3):
@@ -260,6 +266,7 @@ def test_uploads_of_one_address_leave_a_place_to_others(tmp_path: Path) -> None:
         assert refused(address, Resource.UPLOADS) == 1
 
 
+@pytest.mark.fault("S12")
 def test_bodies_are_bounded_by_what_they_announce_for_each_address(tmp_path: Path) -> None:
     with (
         in_process(tmp_path, {SMALL: SMALL_DATA}, held_max={Resource.BODY_BYTES: 4 * MIB}) as address,
@@ -274,6 +281,7 @@ def test_bodies_are_bounded_by_what_they_announce_for_each_address(tmp_path: Pat
 # -- whole files ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("S12")
 def test_whole_shards_are_sent_to_a_bounded_number_at_once(tmp_path: Path) -> None:
     whole = request("GET", f"/v1/shards/{BIG}")
     with (
@@ -289,6 +297,7 @@ def test_whole_shards_are_sent_to_a_bounded_number_at_once(tmp_path: Path) -> No
         assert asked(address, request("GET", f"/v1/shards/{SMALL}"), HONEST)[2] == SMALL_DATA
 
 
+@pytest.mark.fault("S3")
 def test_whoever_takes_a_whole_shard_a_little_at_a_time_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -311,6 +320,7 @@ def test_whoever_takes_a_whole_shard_a_little_at_a_time_is_cut_off(
 # -- manifests that nobody has ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("S12")
 def test_made_up_manifests_are_not_looked_for_without_end(tmp_path: Path) -> None:
     sought: list[Digest] = []
 
@@ -331,6 +341,7 @@ def test_made_up_manifests_are_not_looked_for_without_end(tmp_path: Path) -> Non
         assert len(sought) == before + 1, "it was looked for once: that nobody has it is remembered"
 
 
+@pytest.mark.fault("S12")
 def test_a_manifest_is_sought_at_a_few_members_of_a_large_ring() -> None:
     own = Member("a", "http://127.0.0.1:9")
     peers = [f"http://127.0.0.1:{port}" for port in range(10, 40)]
@@ -346,6 +357,7 @@ def test_a_manifest_is_sought_at_a_few_members_of_a_large_ring() -> None:
 @pytest.mark.parametrize(
     "sent", [b"", b"GET", b"GET /healthz HTTP/1.1\r\nHost: x\r\nA: "], ids=["nothing", "a bit", "half"]
 )
+@pytest.mark.fault("S3")
 def test_a_connection_without_a_whole_head_is_closed_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: bytes
 ) -> None:
@@ -364,6 +376,7 @@ def test_a_connection_without_a_whole_head_is_closed_soon(
         until(lambda: under_way(address, Resource.ARRIVING) == 0)
 
 
+@pytest.mark.fault("S3")
 def test_a_head_that_drips_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "HEAD_SECONDS", 0.4)
     with in_process(tmp_path) as address, connected(address) as sock:
@@ -383,6 +396,7 @@ def test_a_head_that_drips_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
             pytest.fail("it goes on")
 
 
+@pytest.mark.fault("S3")
 def test_an_idle_connection_is_closed_and_one_in_use_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "HEAD_SECONDS", 0.2)
     monkeypatch.setattr(listening, "IDLE_SECONDS", 0.6)
@@ -401,6 +415,7 @@ def test_an_idle_connection_is_closed_and_one_in_use_is_not(tmp_path: Path, monk
         until(is_over)
 
 
+@pytest.mark.fault("S3")
 def test_an_answer_that_nobody_takes_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "ANSWER_SECONDS", 0.4)
     with in_process(tmp_path, send_bytes=4096) as address, connected(address, receive_bytes=4096) as sock:
@@ -412,6 +427,7 @@ def test_an_answer_that_nobody_takes_is_given_up(tmp_path: Path, monkeypatch: py
         until(lambda: under_way(address, Resource.CONNECTIONS) == 1)  # the one that asks
 
 
+@pytest.mark.fault("S3")
 def test_connections_that_say_nothing_are_bounded_for_each_address(tmp_path: Path) -> None:
     with in_process(tmp_path, held_max={Resource.ARRIVING: 8}) as address, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(connected(address)) for _ in range(9)]
@@ -422,6 +438,7 @@ def test_connections_that_say_nothing_are_bounded_for_each_address(tmp_path: Pat
         assert answer_of(silent[0])[0] == 200, "those that were let in are served"
 
 
+@pytest.mark.fault("S3")
 def test_the_oldest_idle_connections_of_an_address_make_room_for_its_next(tmp_path: Path) -> None:
     with in_process(tmp_path, held_max={Resource.CONNECTIONS: 16}) as address, contextlib.ExitStack() as stack:
         opened = []
@@ -438,6 +455,7 @@ def test_the_oldest_idle_connections_of_an_address_make_room_for_its_next(tmp_pa
         assert metric(address, 'quiver_connections_closed_total{why="room"}') >= 8
 
 
+@pytest.mark.fault("C6")
 def test_a_daemon_without_descriptors_serves_on_and_accepts_again(tmp_path: Path) -> None:
     with Daemon(tmp_path / "data") as daemon, connected(daemon.address, HONEST) as old, contextlib.ExitStack() as stack:
         healthy = request("GET", "/healthz")
@@ -529,6 +547,7 @@ def test_the_protocol_writes_every_limit_down() -> None:
         assert [int(number.replace(",", "")) for number in found.groups()] == [rate.per_second, rate.burst], cost
 
 
+@pytest.mark.fault("S3")
 def test_a_reader_that_does_not_take_its_upgrade_is_cut_off_and_is_no_error_of_the_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -542,6 +561,7 @@ def test_a_reader_that_does_not_take_its_upgrade_is_cut_off_and_is_no_error_of_t
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.fault("S12")
 def test_what_is_sent_ahead_of_an_answer_counts_as_held(tmp_path: Path) -> None:
     """Thousands of readers may take their answers slowly."""
     body = read_of(BIG, len(BIG_DATA)).partition(b"\r\n\r\n")[2]

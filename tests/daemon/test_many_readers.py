@@ -88,6 +88,7 @@ def test_a_reader_that_leaves_while_its_answer_is_computed_leaves_nothing(files:
         until(lambda: open_files() <= before + 1)  # the daemon keeps the shard open
 
 
+@pytest.mark.fault("S3")
 def test_a_reader_that_is_silent_between_requests_costs_no_handler(tmp_path: Path) -> None:
     """The connection's task, transport and protocol end with the upgrade."""
     with in_process(tmp_path, {SMALL: SMALL_DATA}) as address, contextlib.ExitStack() as stack:
@@ -100,6 +101,7 @@ def test_a_reader_that_is_silent_between_requests_costs_no_handler(tmp_path: Pat
             assert rest_of(sock, 16 + 501)[16:] == b"\0" + SMALL_DATA[:500]
 
 
+@pytest.mark.fault("S5")
 def test_requests_that_are_sent_ahead_are_answered_in_order(tmp_path: Path) -> None:
     with in_process(tmp_path, {SMALL: SMALL_DATA}) as address, connected(address) as sock:
         rows = [(0, at, 7) for at in range(50)]
@@ -109,6 +111,7 @@ def test_requests_that_are_sent_ahead_are_answered_in_order(tmp_path: Path) -> N
             assert rest_of(sock, 16 + 1 + size)[17:] == SMALL_DATA[at : at + size]
 
 
+@pytest.mark.fault("C6")
 def test_streams_without_descriptors_are_refused_and_the_daemon_serves_on(tmp_path: Path) -> None:
     """A stream is a descriptor of its own while it is handed over."""
     with Daemon(tmp_path / "data") as daemon, connected(daemon.address) as old, contextlib.ExitStack() as stack:

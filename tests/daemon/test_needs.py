@@ -418,11 +418,13 @@ async def test_a_bug_in_deciding_costs_a_round_and_never_the_daemon(
 
 
 @pytest.mark.parametrize("body", [b"", b"QND1", b"\x81\xa4type\xa5needs", b"{}", b"x" * 10_000, bytes(100)])
+@pytest.mark.fault("S4")
 def test_a_body_that_is_no_report_is_refused(lone: Daemon, body: bytes) -> None:
     status, answer, _ = lone.ask("POST", "/v1/needs", body)
     assert (status, error_of(answer)) == (400, "bad_request")
 
 
+@pytest.mark.fault("S4")
 def test_a_report_too_large_or_of_other_shards_is_refused(lone: Daemon, files: Files) -> None:
     status, _, headers = lone.ask("GET", "/v1/needs")
     assert (status, headers["allow"]) == (405, "POST")
@@ -440,6 +442,7 @@ def test_a_report_too_large_or_of_other_shards_is_refused(lone: Daemon, files: F
         assert NeedsAnswer.decode(body).status is NeedsStatus.TAKEN
 
 
+@pytest.mark.fault("S12")
 def test_nothing_is_unpacked_of_a_report_on_an_unknown_dataset_or_of_other_shards(
     lone: Daemon, files: Files, tmp_path: Path
 ) -> None:
@@ -478,6 +481,7 @@ async def test_a_large_report_is_unpacked_in_a_thread(
     assert threading.get_ident() not in unpacked_in
 
 
+@pytest.mark.fault("S12")
 def test_more_consumers_than_a_daemon_keeps_are_told_so(even: Files, tmp_path: Path) -> None:
     with Daemon(tmp_path / "node") as daemon, Consumer(daemon, even) as consumer:
         for name in range(CONSUMERS_MAX):

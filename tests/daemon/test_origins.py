@@ -162,6 +162,7 @@ def test_links_below_what_is_allowed_are_followed(world: World, path: str) -> No
     assert world.ask("file://<ok>/", path) == "PRESENT"
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.parametrize(
     "base",
     [
@@ -189,6 +190,7 @@ def test_no_base_leads_out_of_a_folder(world: World, base: str) -> None:
     assert world.daemon.metric("quiver_origin_read_bytes_total") == before
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.parametrize(
     "path",
     [
@@ -208,6 +210,7 @@ def test_no_path_of_an_object_leads_out_of_a_folder(world: World, path: str) -> 
     assert world.ask("file://<ok>/", path) != "PRESENT"
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.parametrize(
     "base",
     [
@@ -234,6 +237,7 @@ def test_no_base_leads_out_of_a_part_of_a_server(world: World, base: str) -> Non
     assert not [path for path in world.web.asked if "secret" in path or not path.startswith("/allowed/")]
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.parametrize(
     "path", ["../secret/###", "..%2fsecret/###", "%2e%2e/secret/###", "..\\secret/###", "a\r\nX: y/###"]
 )

@@ -79,6 +79,7 @@ def test_metrics_have_the_names_that_people_rely_on(daemon: Daemon) -> None:
         assert re.search(rf"^quiver_{name}{{.*}} 0.0$", body.decode(), re.MULTILINE), f"{name} must begin at zero"
 
 
+@pytest.mark.fault("S2")
 @pytest.mark.parametrize("kind", ["shards", "manifests"])
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=list(HOSTILE))
 def test_a_hostile_digest_is_a_bad_request_and_touches_nothing(daemon: Daemon, kind: str, text: str) -> None:
@@ -128,6 +129,7 @@ def test_a_shard_that_was_put_can_be_had_headed_and_read(daemon: Daemon) -> None
     assert daemon.ask("PUT", f"/v1/shards/{digest}", data)[0] == 201, "again is no error"
 
 
+@pytest.mark.fault("S1")
 @pytest.mark.parametrize("how", ["flipped", "short", "long", "garbage", "another", "one byte"])
 def test_an_upload_that_does_not_match_its_name_is_refused_and_nothing_is_kept(daemon: Daemon, how: str) -> None:
     digest, data = make_shard([f"sample for {how}".encode() * 50])
@@ -150,6 +152,7 @@ def test_an_upload_that_does_not_match_its_name_is_refused_and_nothing_is_kept(d
     assert daemon.metric("quiver_corruptions_total") == corruptions + 1
 
 
+@pytest.mark.fault("S1")
 def test_an_upload_that_stops_midway_leaves_nothing(daemon: Daemon) -> None:
     digest, data = make_shard([b"z" * 300_000])
     before = daemon.status()["resident_bytes"]
@@ -180,6 +183,7 @@ def test_an_upload_of_no_or_unknown_or_absurd_length_is_refused(daemon: Daemon, 
         connection.close()
 
 
+@pytest.mark.fault("S1")
 def test_an_upload_that_is_encoded_is_taken_as_it_is_and_refused(daemon: Daemon) -> None:
     digest, data = make_shard([b"compressible" * 1000])
     status, body, _ = daemon.ask("PUT", f"/v1/shards/{digest}", gzip.compress(data), {"Content-Encoding": "gzip"})
@@ -194,6 +198,7 @@ def test_more_than_the_capacity_is_a_503_that_says_when_to_come_back(daemon: Dae
     assert daemon.status()["resident_bytes"] <= 8 * MIB
 
 
+@pytest.mark.fault("S1", "S7")
 def test_a_manifest_is_taken_if_it_is_one_and_named_rightly(daemon: Daemon, files: Files, tmp_path: Path) -> None:
     data = files.manifest.read_bytes()
     digest = Digest.of(data)

@@ -408,6 +408,7 @@ def test_descriptors_that_are_sent_to_a_daemon_do_not_stay_there(served: Daemon,
     until(lambda: descriptors(served) <= before)
 
 
+@pytest.mark.fault("S3")
 def test_a_reader_that_does_not_take_its_answers_is_let_go(served: Daemon, files: Files) -> None:
     before = served.metric("quiver_handed_files_total")
     asking = HandoffRequest(Verb.FILES, tuple(Held(name, 0) for name in shards_of(files)[:10])).encode()
@@ -437,6 +438,7 @@ def test_idle_connections_make_way_for_new_ones_and_leave_nothing(served: Daemon
     assert client.hello() == "me"
 
 
+@pytest.mark.fault("S3")
 async def test_a_silent_reader_is_let_go_at_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handoff_module, "SILENCE_SECONDS", 0.2)
     loop = asyncio.get_running_loop()
@@ -467,6 +469,7 @@ async def test_a_daemon_that_has_too_much_under_way_says_so_and_counts_it(tmp_pa
     await loop.run_in_executor(None, node.close)
 
 
+@pytest.mark.fault("C6")
 def test_a_daemon_out_of_descriptors_turns_readers_away_and_recovers(files: Files, tmp_path: Path) -> None:
     """It keeps what it has, says no at once, and goes on when there are some again."""
     with Daemon(tmp_path / "data", "--socket", str(tmp_path / "s"), origins=[files.folder]) as daemon:

@@ -257,6 +257,7 @@ def test_a_reader_who_goes_midway_leaves_no_descriptor_and_no_thread(daemon: Dae
     ],
     ids=["zeros", "nothing", "oversized", "HTTP", "no such shard", "surplus"],
 )
+@pytest.mark.fault("S4")
 def test_a_bad_request_is_refused_and_ends_the_stream(daemon: Daemon, sent: bytes, says: str) -> None:
     with connected(daemon.address) as sock:
         sock.sendall(sent)
@@ -269,6 +270,7 @@ def test_a_bad_request_is_refused_and_ends_the_stream(daemon: Daemon, sent: byte
     is_well(daemon)
 
 
+@pytest.mark.fault("S3")
 def test_half_a_request_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(streams, "BODY_SECONDS_MAX", 0.2)
     with in_process(tmp_path) as address, connected(address) as sock:
@@ -276,6 +278,7 @@ def test_half_a_request_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch, 
         assert rest_of(sock, 1) == b""
 
 
+@pytest.mark.fault("S3")
 def test_an_idle_stream_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(streams, "IDLE_SECONDS", 0.2)
     with in_process(tmp_path) as address, connected(address) as sock:
@@ -292,6 +295,7 @@ def test_an_idle_stream_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch,
         {"Connection": "keep-alive, upgrades", "Upgrade": PROTOCOL},
     ],
 )
+@pytest.mark.fault("S5")
 def test_only_an_upgrade_to_this_protocol_is_taken(daemon: Daemon, headers: dict[str, str]) -> None:
     status, body, _ = daemon.ask("GET", PATH, headers=headers)
     assert status == 400
@@ -311,6 +315,7 @@ def test_only_an_upgrade_to_this_protocol_is_taken(daemon: Daemon, headers: dict
         ("1.1", "Transfer-Encoding: chunked\r\n", 400),
     ],
 )
+@pytest.mark.fault("S5")
 def test_an_upgrade_is_http_1_1_and_has_no_body(daemon: Daemon, version: str, more: str, status: int) -> None:
     """A body would be taken for the stream's first request."""
     with socket.create_connection(daemon.address, 20) as sock:
@@ -362,6 +367,7 @@ def test_more_streams_than_a_daemon_has_threads_for_are_served_by_http(tmp_path:
         until(served_again)
 
 
+@pytest.mark.fault("S12")
 def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(tmp_path: Path) -> None:
     with (
         in_process(tmp_path, {SMALL: SMALL_DATA, BIG: BIG_DATA}, held_max={Resource.READS: 1}) as address,
@@ -385,6 +391,7 @@ def test_a_daemon_with_too_much_under_way_refuses_and_keeps_the_stream(tmp_path:
         assert peer._streams.idle.kept == [kept]
 
 
+@pytest.mark.fault("S4")
 def test_a_request_takes_up_what_came_of_it_and_not_what_was_announced(tmp_path: Path) -> None:
     with in_process(tmp_path) as address, connected(address) as sock:
         tracemalloc.start()
@@ -398,6 +405,7 @@ def test_a_request_takes_up_what_came_of_it_and_not_what_was_announced(tmp_path:
 
 
 @pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
+@pytest.mark.fault("S12")
 def test_a_shard_that_is_named_and_not_read_from_is_not_opened(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, by_http: bool
 ) -> None:
@@ -457,6 +465,7 @@ NONE_PRESENT = asking([Digest.of(b"nobody's")], [(0, 0, 1)] * 65_536)  # an answ
 
 @pytest.mark.parametrize("request_", [WHOLE, NONE_PRESENT], ids=["bytes", "statuses"])
 @pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
+@pytest.mark.fault("S3")
 def test_a_reader_who_takes_nothing_for_long_is_cut_off(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -470,6 +479,7 @@ def test_a_reader_who_takes_nothing_for_long_is_cut_off(
 
 
 @pytest.mark.parametrize("by_http", [False, True], ids=["stream", "HTTP"])
+@pytest.mark.fault("S3")
 def test_a_reader_who_takes_a_little_now_and_then_is_cut_off(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, by_http: bool
 ) -> None:

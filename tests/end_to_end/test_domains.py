@@ -12,10 +12,10 @@ from quiver.peer import PeerClient
 from quiver.token_source import TokenSource
 from quiver.transport.tls import Credentials, TlsFiles
 from quiver.wire import FillRequest, RangeStatus
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files
 from tests.support.etcd import free_ports
-from tests.support.tenants import SIGNER
+from tests.support.tenants import SIGNER, Tenant
 from tests.support.tls import Pki, flags
 
 
@@ -63,3 +63,19 @@ def test_a_rack_reads_the_origin_once_for_each_domain_and_peers_serve_within_it(
             read_bytes = sum(daemon.status().origin_read_bytes for daemon in daemons)
             assert read_bytes == (number + 1) * total, "one read for the domain, and the others had it from their peers"
             assert [daemon.status().shards for daemon in daemons] == [len(shards)] * 3, "and it is stored once"
+
+
+@pytest.mark.fault("S8")
+def test_without_certificates_daemons_ask_one_another_for_nothing(files: Files, tmp_path: Path) -> None:
+    SIGNER.publish(tmp_path / "keys")
+    manifest = files.opened()
+    with rack_of(2, tmp_path, "--token-keys", str(tmp_path / "keys"), origins=[files.folder]) as daemons:
+        assert all("reads the origin itself" in daemon.log.replace("\n", " ") for daemon in daemons)
+        for daemon in daemons:
+            tenant = Tenant(daemon.address, None, "vision")
+            assert tenant.put("manifests", manifest.digest, files.manifest.read_bytes()).status == 201
+            statuses = tenant.fill(manifest.digest, [manifest.shard_digest(0)])
+            assert statuses == [RangeStatus.PRESENT]
+            metrics = tenant.ask("GET", "/metrics").body.decode()
+            assert 'quiver_fills_total{source="origin"} 1.0' in metrics
+            assert not [line for line in metrics.splitlines() if "refusals" in line and 'missing"} 1' in line]

@@ -24,7 +24,9 @@ from tests.fuzz.target import Target
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("targets", nargs="*", help="which targets; all by default")
     parser.add_argument("--messages", type=int, help="how many in all, shared by the targets' cost")
     parser.add_argument("--seconds", type=float, help="for each target; with --guided, for all of them together")

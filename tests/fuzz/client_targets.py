@@ -1,4 +1,4 @@
-"""Fuzz targets of the client and of what operators write: ledgers, checkpoints, leases, datasets that are indexed, TOML."""
+"""Fuzz targets of the client, and of what operators write: ledgers, checkpoints, leases, datasets, TOML."""
 
 from __future__ import annotations
 
@@ -185,14 +185,12 @@ def _tar_repair(data: bytes) -> bytes:
 
 
 def _tar(data: bytes) -> None:
-    steps = 0
 
     def read(offset: int, length: int) -> memoryview:
         assert 0 <= offset <= offset + length <= len(data), "only what is there is read"
         return memoryview(data)[offset : offset + length]
 
-    for member in tar.members("t.tar", len(data), read):
-        steps += 1
+    for steps, member in enumerate(tar.members("t.tar", len(data), read), 1):
         assert 0 <= member.start < member.offset <= len(data)
         assert steps <= len(data) // 512, "each member has a header of its own"
         assert member.odd or member.offset + member.size <= len(data)
@@ -337,7 +335,13 @@ TARGETS: Final = (
     Target("tar", accepts(_tar, BadRequest), _tar_seeds, _tar_repair, share=10),
     Target("npy", accepts(_npy, BadRequest), _npy_seeds, share=20),
     Target("webdataset", lazily(partial(_indexed, "t.tar", "webdataset")), _tar_seeds, _tar_repair, share=1),
-    Target("parquet", lazily(partial(_indexed, "t.parquet", "parquet")), _parquet_seeds, share=1, memory_bytes_max=256 * MIB),
+    Target(
+        "parquet",
+        lazily(partial(_indexed, "t.parquet", "parquet")),
+        _parquet_seeds,
+        share=1,
+        memory_bytes_max=256 * MIB,
+    ),
     Target("parquet-origin", lazily(_parquet_origin), _parquet_seeds, share=3, memory_bytes_max=256 * MIB),
     Target(
         "web-answer",

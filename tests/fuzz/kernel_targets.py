@@ -1,4 +1,4 @@
-"""Fuzz targets of the kernel: the formats, the messages of the protocol in both directions, and text that names things."""
+"""Fuzz targets of the kernel: the formats, the messages of the protocol in both directions, and names in text."""
 
 from __future__ import annotations
 
@@ -318,7 +318,12 @@ TARGETS: Final = (
         ],
         share=100,
     ),
-    Target("needs-report", accepts(_needs_report, BadRequest), lambda: [_report(), _report(ordered=True, soon=())], share=40),
+    Target(
+        "needs-report",
+        accepts(_needs_report, BadRequest),
+        lambda: [_report(), _report(ordered=True, soon=())],
+        share=40,
+    ),
     Target(
         "needs-answer",
         accepts(_needs_answer, BadRequest),

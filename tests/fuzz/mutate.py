@@ -13,7 +13,17 @@ from typing import Final
 
 POOL_MAX: Final = 256  # of mutated messages that were accepted, and are mutated further
 _EDGES: Final = (0, 1, 2, 7, 8, 63, 64, 127, 128, 255, 256, 4095, 4096, 32767, 65535, 65536, 65537, 1 << 20, 1 << 24)
-_WIDE: Final = (*_EDGES, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 47), (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+_WIDE: Final = (
+    *_EDGES,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    (1 << 47),
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
 _TEXT: Final = (
     *(b"-1", b"0", b"1e999", b"NaN", b"-0", b"1.5", b"9" * 30, b"9" * 5000, b"null", b"true", b'""', b"[]", b"{}"),
     *(b"../", b"..%2f", b"%00", b"\0", b"\r\n", b"\xff\xfe", b"\xed\xa0\x80", b"\\ud800", b"[" * 200, b"{" * 200, b'"'),

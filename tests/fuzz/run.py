@@ -75,13 +75,13 @@ def try_messages(
 ) -> Outcome:
     """Try the corpus, then mutations of it, until so many messages or seconds; stop at the first finding."""
     outcome, slot = Outcome(target.name), slot or Slot()
-    began = time.monotonic()
     corpus = target.corpus()
     mutator = Mutator(corpus, seed, INPUT_BYTES_MAX)
     target.fuzz_one(corpus[0] if corpus else b"")  # which imports what it needs
     gc.collect()
+    began = time.monotonic()
     fds, waiting, warm_bytes, batches = _open_fds(), list(corpus), 0, 0
-    while not outcome.findings and outcome.messages < messages and time.monotonic() - began < seconds:
+    while not outcome.findings and outcome.messages < messages and (waiting or time.monotonic() - began < seconds):
         _reset_peak()
         before = _memory("VmRSS")
         batch = [waiting.pop() if waiting else _repaired(target, mutator.next()) for _ in range(min(BATCH, messages))]
@@ -152,7 +152,7 @@ def _reset_peak() -> None:
 
 
 def _open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
 # -- apart ------------------------------------------------------------------------------------------------------------

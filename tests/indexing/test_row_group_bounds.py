@@ -30,6 +30,7 @@ def bound() -> Iterator[None]:
     row_groups.forget()
 
 
+@pytest.mark.fault("S12")
 def test_a_small_file_that_decodes_to_a_huge_row_group_is_refused_and_not_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

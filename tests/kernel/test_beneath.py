@@ -74,6 +74,7 @@ def test_links_inside_are_followed(tree: Path, way: str, path: str) -> None:
     assert content(tree.parent / "alias", path, WAYS[way]) == b"fine", "the folder itself may be a link"
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     "path",
@@ -106,6 +107,7 @@ def test_a_kernel_without_the_call_is_no_hindrance(tree: Path, monkeypatch: pyte
         content(tree, "out/f", Beneath.open)
 
 
+@pytest.mark.fault("S6")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_folder_that_is_exchanged_for_a_link_meanwhile_never_leads_out(tree: Path, way: str) -> None:
     (tree / "real").mkdir()
@@ -137,6 +139,7 @@ PARTS = st.lists(st.sampled_from(["a", "b", "c", "..", "."]), min_size=1, max_si
 LINKS = st.dictionaries(st.tuples(NAMES, NAMES).map("/".join), st.tuples(st.booleans(), PARTS), max_size=5)
 
 
+@pytest.mark.fault("S6")
 @settings(max_examples=150, deadline=None)
 @given(LINKS, PARTS)
 def test_whatever_links_there_are_both_ways_agree_and_stay_inside(

@@ -191,6 +191,7 @@ def field0_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header["fields"][0].update(changes)
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -235,6 +236,7 @@ def test_an_array_that_no_indexer_writes_is_refused(tmp_path: Path, changes: dic
     assert says in str(error)
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("place", [b'"skip":8', b'"shape":[3,2]'])
 def test_a_number_of_more_digits_than_python_writes_is_refused(tmp_path: Path, place: bytes) -> None:
     write_manifest(tmp_path / "good.quiver", parts_of_arrays())
@@ -296,6 +298,7 @@ def test_a_missing_manifest_says_how_to_make_one(tmp_path: Path) -> None:
     assert "quiver index" in str(refused(tmp_path / "none.quiver"))
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize(
     "content", [b"", b"x", b"ARROW1\0\0", b"\0" * 5000, b"ARROW1\0\0" + b"\xff" * 5000 + b"ARROW1"]
 )
@@ -326,6 +329,7 @@ def test_an_arrow_file_of_somebody_else_is_refused(tmp_path: Path) -> None:
     assert "not a manifest" in str(refused(tmp_path / "m.quiver"))
 
 
+@pytest.mark.fault("S7")
 @in_folder
 @given(st.data())
 def test_a_manifest_cut_short_anywhere_is_refused(tmp_path: Path, draw: st.DataObject) -> None:
@@ -335,6 +339,7 @@ def test_a_manifest_cut_short_anywhere_is_refused(tmp_path: Path, draw: st.DataO
     refused(path)
 
 
+@pytest.mark.fault("S7")
 @settings(in_folder, max_examples=300)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 255)), min_size=1, max_size=3), st.booleans())
 def test_a_manifest_with_wrong_bytes_is_refused_or_consistent(
@@ -367,6 +372,7 @@ def header_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda header: header.update(changes)
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -410,6 +416,7 @@ def test_a_header_that_no_indexer_writes_is_refused(tmp_path: Path, changes: dic
     assert isinstance(error, Misconfigured) == (says == "newer")
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("raw", [b"", b"[]", b"null", b"\xff", b"[" * 100_000, b'{"format": 1e999}'])
 def test_a_header_that_is_not_a_json_object_is_refused(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "m.quiver"
@@ -443,6 +450,7 @@ WRONG: dict[str, Callable[[ManifestParts], ManifestParts]] = {
 }
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("change", WRONG.values(), ids=list(WRONG))
 def test_tables_that_do_not_add_up_are_refused(
     tmp_path: Path, change: Callable[[ManifestParts], ManifestParts]
@@ -451,6 +459,7 @@ def test_tables_that_do_not_add_up_are_refused(
     assert isinstance(refused(tmp_path / "m.quiver"), BadRequest)
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("length", [1, 70, 1 << 20])
 def test_an_error_repeats_little_of_a_key_that_is_there_twice(tmp_path: Path, length: int) -> None:
     keys = pa.array(["\1" * length] * 30, pa.large_utf8())
@@ -460,6 +469,7 @@ def test_an_error_repeats_little_of_a_key_that_is_there_twice(tmp_path: Path, le
     assert len(message) < 1000
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -515,12 +525,14 @@ def with_column(source: Path, target: Path, table: str, column: str, change: Cal
     return target
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize(("table", "column", "change"), COLUMNS.values(), ids=list(COLUMNS))
 def test_columns_that_lie_are_refused(tmp_path: Path, table: str, column: str, change: Callable[[Any], Any]) -> None:
     error = refused(with_column(golden.MANIFEST, tmp_path / "m.quiver", table, column, change))
     assert isinstance(error, BadRequest)
 
 
+@pytest.mark.fault("S7")
 def test_string_offsets_that_lie_are_refused(tmp_path: Path) -> None:
     whole = golden.MANIFEST.read_bytes()
     offsets = (np.arange(41, dtype=np.int64) * 9).tobytes()  # of forty keys of nine bytes
@@ -533,6 +545,7 @@ def test_string_offsets_that_lie_are_refused(tmp_path: Path) -> None:
         refused(tmp_path / "m.quiver")
 
 
+@pytest.mark.fault("S7")
 def test_keys_that_are_no_text_are_refused(tmp_path: Path) -> None:
     whole = golden.MANIFEST.read_bytes()
     assert whole.count(b"sample-17") == 1
@@ -540,7 +553,9 @@ def test_keys_that_are_no_text_are_refused(tmp_path: Path) -> None:
     refused(tmp_path / "m.quiver")
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
+@pytest.mark.fault("S12")
 def test_a_compressed_manifest_is_refused_before_it_is_unpacked(tmp_path: Path, codec: str) -> None:
     """A few kilobytes can unpack to any size: what is mapped is what is read."""
     batch = pa.ipc.open_file(str(golden.MANIFEST)).get_batch(0)

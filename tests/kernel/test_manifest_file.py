@@ -90,6 +90,7 @@ def test_what_arrow_itself_writes_of_a_manifest_is_opened(tmp_path: Path) -> Non
     assert same(Manifest.open(write(tmp_path / "m.quiver", golden_batch())), Manifest.open(golden.MANIFEST))
 
 
+@pytest.mark.fault("S7")
 @pytest.mark.parametrize("codec", ["zstd", "lz4"])
 def test_a_manifest_compressed_in_the_older_way_is_refused_before_it_is_unpacked(tmp_path: Path, codec: str) -> None:
     """Until V5, what says that a record batch is compressed was metadata of its message."""
@@ -116,6 +117,7 @@ def with_fields(batch: pa.RecordBatch, change: Callable[[pa.Field[Any]], pa.Fiel
     return pa.RecordBatch.from_arrays(batch.columns, schema=schema)
 
 
+@pytest.mark.fault("S7")
 def test_metadata_that_no_writer_of_manifests_writes_is_refused(tmp_path: Path) -> None:
     batch, path = golden_batch(), tmp_path / "m.quiver"
     assert "custom metadata" in refused(write(path, batch, message={"a": "b"}))
@@ -134,6 +136,7 @@ def test_a_dictionary_is_refused(tmp_path: Path) -> None:
     assert "dictionary" in refused(write(tmp_path / "m.quiver", batch))
 
 
+@pytest.mark.fault("S7")
 def test_a_schema_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     kind: pa.DataType = pa.int8()
     for _ in range(20):
@@ -148,6 +151,7 @@ def test_a_schema_that_is_nested_without_end_is_refused(tmp_path: Path) -> None:
     assert "more than 1024 fields" in refused(write(tmp_path / "m.quiver", wide))
 
 
+@pytest.mark.fault("S7")
 def test_a_header_that_is_larger_than_any_is_refused_before_it_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,6 +176,7 @@ def test_what_follows_or_comes_between_is_refused(tmp_path: Path) -> None:
         refused(path)
 
 
+@pytest.mark.fault("S7")
 def test_buffers_and_rows_that_are_not_those_of_the_columns_are_refused(tmp_path: Path) -> None:
     whole, path = bytearray(golden.MANIFEST.read_bytes()), tmp_path / "m.quiver"
     frame = take_apart(memoryview(bytes(whole)))
@@ -233,6 +238,7 @@ def test_the_chunk_that_is_damaged_is_named(tmp_path: Path, monkeypatch: pytest.
         assert f"chunk {number} of {chunks} does not match" in refused(tmp_path / "m.quiver")
 
 
+@pytest.mark.fault("S7")
 def test_checksums_that_are_not_those_of_the_file_are_refused(tmp_path: Path) -> None:
     batch = golden_batch()
     header = batch.schema.metadata[METADATA_KEY]
@@ -308,6 +314,7 @@ def mutated(whole: bytes, changes: list[Change], span: int) -> bytes:
 fuzzed = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=250, deadline=None)
 
 
+@pytest.mark.fault("S7")
 @fuzzed
 @given(changes_of_bytes, st.booleans())
 def test_a_manifest_with_checksums_is_refused_or_says_the_same(
@@ -322,6 +329,7 @@ def test_a_manifest_with_checksums_is_refused_or_says_the_same(
     assert same(manifest, Manifest.open(golden.CHECKED))
 
 
+@pytest.mark.fault("S7")
 @fuzzed
 @given(changes_of_bytes)
 def test_no_metadata_makes_a_reader_take_memory(tmp_path: Path, changes: list[Change]) -> None:

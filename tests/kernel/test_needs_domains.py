@@ -72,7 +72,7 @@ def test_no_file_is_evicted_that_any_domain_needs_and_an_evicted_one_is_gone_for
     needs = board([0, 1], {0: [0, 1], 1: [0, 1]})
     tell(needs, 0, 1, [255, 0, 0], ahead_bytes=9.0)
     tell(needs, 1, 2, [0, 0, 255])
-    assert needs.needed_of(shards(range(4))).tolist() == [1, 0, 1, -1]
+    assert needs.needed_of(shards(range(4))).tolist() == [1, 0, 0, -1]
     shelf = shelf_of(needs, [0, 1])
     situation = Situation(now=0.0, free_bytes=0.0, fetches_max=1, origin=FAST, shelf=lambda: shelf)
     (decision,) = decide(needs, situation)
@@ -81,6 +81,19 @@ def test_no_file_is_evicted_that_any_domain_needs_and_an_evicted_one_is_gone_for
     assert needs.present().tolist() == [True, False, False, True, False, False]
     needs.end(decision.recipe)
     assert needs.present().tolist() == [True, True, False, True, True, False]
+
+
+@pytest.mark.fault("S8")
+def test_a_domain_neither_pins_nor_frees_what_it_only_names() -> None:
+    needs = board([0, 1], {0: [0]})
+    tell(needs, 1, 1, [255, 0, 0])
+    tell(needs, 0, 2, [0, 0, 0])
+    assert needs.needed_of(shards([0])).tolist() == [0], "the other one's need does not keep it"
+    alone = board([1], {})
+    tell(alone, 1, 1, [0, 0, 0])
+    assert alone.needed_of(shards([0])).tolist() == [-1], "and its word that nobody needs it does not count"
+    alone.arrived(name(1, shard(0)))
+    assert alone.needed_of(shards([0])).tolist() == [0]
 
 
 @pytest.mark.fault("S8")
@@ -118,7 +131,13 @@ def test_domains_come_and_go_and_the_others_stay_as_they_are(steps: list[tuple[i
             assert seen == [int(each == at) for at in range(3)]
             slots = [needs.shards[name(each, shard(at))] for at in range(3)]
             assert [needs.file_of(slot) for slot in slots] == [shard(at) for at in range(3)]
-        assert needs.needed_of(shards([0, 1])).tolist() == ([1, 0] if here else [-1, -1])
+        assert needs.needed_of(shards([0, 1])).tolist() == said(here)
+
+
+def said(here: dict[int, bool]) -> list[int]:
+    """Return whether the first and second shard are needed: all need the first one, and each holds its own."""
+    first = 1 if 0 in here else -1
+    return [first, 0 if 0 in here or 1 in here else -1]
 
 
 def test_a_decision_s_bytes_are_counted_once_whatever_its_file_is_called() -> None:

@@ -33,6 +33,7 @@ def test_what_was_encoded_verifies(parts: list[bytes]) -> None:
     assert bytes(verified(digest, data, "test").data) == data
 
 
+@pytest.mark.fault("S1")
 @given(samples, st.data())
 def test_any_flipped_bit_is_found_and_a_sample_that_has_it_is_named(parts: list[bytes], draw: st.DataObject) -> None:
     digest, data = make_shard(parts)
@@ -49,6 +50,7 @@ def test_any_flipped_bit_is_found_and_a_sample_that_has_it_is_named(parts: list[
             assert caught.value.positions == (number,)
 
 
+@pytest.mark.fault("S1")
 @given(samples, st.data())
 def test_any_truncation_and_any_extension_is_found(parts: list[bytes], draw: st.DataObject) -> None:
     digest, data = make_shard(parts)
@@ -60,12 +62,14 @@ def test_any_truncation_and_any_extension_is_found(parts: list[bytes], draw: st.
             verified(digest, wrong, "test")
 
 
+@pytest.mark.fault("S1")
 @given(st.binary(max_size=300))
 def test_garbage_is_no_shard(data: bytes) -> None:
     with pytest.raises(Corrupt):
         verified(Digest.of(b"some other"), data, "test")
 
 
+@pytest.mark.fault("S1")
 @settings(max_examples=30)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
 def test_a_table_that_hashes_right_and_lies_is_refused(first: int, second: int) -> None:

@@ -36,12 +36,14 @@ HOSTILE = {
 }
 
 
+@pytest.mark.fault("S2")
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=list(HOSTILE))
 def test_what_is_not_64_lower_case_digits_is_no_digest(text: str) -> None:
     with pytest.raises(BadRequest, match="64 lower-case"):
         Digest.parse(text)
 
 
+@pytest.mark.fault("S2")
 @given(st.text(max_size=80))
 def test_any_text_is_a_digest_or_refused(text: str) -> None:
     try:
@@ -57,6 +59,7 @@ def test_a_digest_survives_its_text_form(raw: bytes) -> None:
     assert hash(digest) == hash(raw)
 
 
+@pytest.mark.fault("S2")
 @given(st.binary(max_size=64).filter(lambda raw: len(raw) != 32))
 def test_other_than_32_bytes_are_no_digest(raw: bytes) -> None:
     with pytest.raises(BadRequest, match="32 bytes"):

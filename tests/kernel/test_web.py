@@ -115,7 +115,7 @@ def test_a_connection_that_the_server_closed_meanwhile_is_replaced_at_once() -> 
         origin.close()
 
 
-@pytest.mark.fault("O3")
+@pytest.mark.fault("O3", "S6")
 @pytest.mark.parametrize(
     ("answer", "kind", "says"),
     [

@@ -97,11 +97,13 @@ def head(shards: int, ranges: int, wait_ms: int = 0) -> bytes:
     ],
     ids=["counts", "shards", "no shard", "other shard", "one too long", "too long together", "overflow", "magic"],
 )
+@pytest.mark.fault("S4")
 def test_a_request_that_breaks_a_limit_is_refused(body: bytes) -> None:
     with pytest.raises(BadRequest):
         ReadRequest.decode(body)
 
 
+@pytest.mark.fault("S4")
 def test_the_largest_request_allowed_is_decoded_in_little_memory() -> None:
     ranges = np.zeros(RANGES_MAX, RANGE)
     shards = tuple(Digest.of(b"%d" % number) for number in range(RANGES_MAX))
@@ -190,6 +192,7 @@ def body_of(shards: object, **other: object) -> bytes:
         "huge bytes",
     ],
 )
+@pytest.mark.fault("S4")
 def test_a_request_about_shards_that_breaks_a_limit_is_refused(kind: type[FillRequest], body: bytes) -> None:
     with pytest.raises(BadRequest):
         kind.decode(body)

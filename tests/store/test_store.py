@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -621,6 +622,53 @@ def test_a_store_that_cannot_be_made_says_where(tmp_path: Path, shared: bool) ->
     (tmp_path / "file").touch()
     with pytest.raises(DiskFailed, match=r"file/store.*another folder"):
         Store.open(tmp_path / "file" / "store", MIB, shared=shared)
+
+
+@pytest.mark.fault("C3")
+@pytest.mark.parametrize(
+    "names", [["."], ["tmp"], ["shards"], ["shards", "quarantine"], ["owner", "tmp"]], ids="+".join
+)
+def test_folders_that_somebody_deletes_are_made_again_and_filled(store: Store[Any], names: list[str]) -> None:
+    kept, data = shard_of(1)
+    store.put(Kind.SHARD, kept, data)
+    for name in names:
+        path = store.root / name
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    is_lost = not file_of(store.root, Kind.SHARD, kept).exists()
+    assert store.lacking(1000) == 0
+    store.put(Kind.SHARD, *shard_of(2))
+    assert resident(store) == {shard_of(2)[0]} | (set() if is_lost else {kept})
+    assert store.resident_bytes() == on_disk(store)
+    if is_lost:
+        with pytest.raises(NotFound):
+            store.open_file(Kind.SHARD, kept)
+    store.put(Kind.SHARD, kept, data)
+    store.check(kept)
+    with pytest.raises(Misconfigured):
+        Store.open(store.root, MIB, shared=False)  # it is still owned
+
+
+@pytest.mark.fault("C3")
+def test_a_folder_that_another_daemon_took_after_it_was_deleted_is_left_to_it(tmp_path: Path) -> None:
+    with contextlib.closing(Store.open(tmp_path / "s", MIB, shared=False)) as store:
+        store.put(Kind.SHARD, *shard_of(1))
+        shutil.rmtree(store.root)
+        with contextlib.closing(Store.open(tmp_path / "s", MIB, shared=False)) as other:
+            shutil.rmtree(store.root / "tmp")
+            with pytest.raises(DiskFailed, match="in use by another daemon"):
+                store.put(Kind.SHARD, *shard_of(2))
+            other.put(Kind.SHARD, *shard_of(3))
+
+
+@pytest.mark.fault("C3", "C4")
+def test_folders_are_not_made_on_another_disk_than_they_were_on(
+    store: Store[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(store.root / "tmp")
+    monkeypatch.setattr(store._folders, "_device", store.root.stat().st_dev + 1)  # as if that had been mounted here
+    with pytest.raises(DiskFailed, match="not mounted"):
+        store.put(Kind.SHARD, *shard_of(1))
+    assert not (store.root / "tmp").exists()
 
 
 def test_threads_put_read_and_drop_without_losing_count(store: Store) -> None:

@@ -92,6 +92,7 @@ MESSAGES: Final[dict[str, bytes]] = {
     "an upload that is refused": b"PUT /v1/shards/zz HTTP/1.1\r\n" + H + LENGTH + END + HIDDEN,
     "an upload of other bytes": f"PUT /v1/shards/{CANARY} HTTP/1.1\r\n".encode() + H + LENGTH + END + HIDDEN,
     "Expect: 100-continue": READ + LENGTH + b"Expect: 100-continue\r\n" + END + HIDDEN,
+    "Expect: no text": READ + LENGTH + b"Expect: \x80\xff\r\n" + END + HIDDEN,
     "Expect: nonsense": READ + LENGTH + b"Expect: a miracle\r\n" + END + HIDDEN,
     # the request line
     "lines that end in LF": b"GET /healthz HTTP/1.1\nHost: x\n\n",

@@ -28,10 +28,10 @@ CAPACITY_BYTES = 256 << 20
 def in_process(
     where: Path,
     put: dict[Digest, bytes] | None = None,
-    *,
     send_bytes: int = 0,
     held_max: Mapping[Resource, int] | None = None,
     made: Callable[[Node], object] = lambda _: None,
+    *,
     domain: Domain = SINGLE,
     tls: Credentials | None = None,
 ) -> Iterator[tuple[str, int]]:

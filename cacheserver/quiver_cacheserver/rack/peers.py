@@ -41,10 +41,10 @@ class RackPeers:
 
     def __init__(self, registry: Registry, name: str, url: str) -> None:
         self._registry = registry
-        self.accept_us = True  # not if they demand tokens and this daemon has no certificate to show
         self._name, self._url = name, url
         # With it: speak TLS with the other members, who must be those that the ring names, and ignore those without.
         self.tls: Credentials | None = None
+        self.asks = True  # False: the others require a token, and only a certificate shows that this is a daemon
         self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
         self._backoffs: dict[str, Backoff] = {}  # of peers that failed, by URL
         self._lock = threading.Lock()
@@ -90,7 +90,7 @@ class RackPeers:
             peer.close()
 
     def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
-        for member in members if self.accept_us else ():
+        for member in members if self.asks else ():
             url = member.url
             if member.id == self._name or url == self._url or url.startswith("https:") != (self.tls is not None):
                 continue

@@ -23,7 +23,6 @@ from quiver.domain import SINGLE, Domain
 from quiver.lookup import DigestRows, as_rows
 from quiver.residency import Candidates, Decision, Needs, OnBehalf, Shelf
 from quiver.residency.eviction import IDLE_SECONDS
-from quiver.residency.needs import named
 from quiver.store import Evict, Kind, MemoryInventory, Store, Writing
 from quiver.store.table import FileListing
 from quiver_cacheserver.budget import Budgets, Cost
@@ -62,7 +61,7 @@ class Rooms:
         self._opened = opened
         self._budgets = budgets
         self._counters = counters
-        self._looked_up = _LookedUp(needs.shown[0], (), np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
+        self._looked_up = _LookedUp(needs.shown.shards, (), np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
         self._lock = threading.Lock()  # held while room is decided on and reserved, never while data is moved
 
     def check(self, kind: Kind, digest: Digest, size_bytes: int, client: str = "", domain: Domain = SINGLE) -> None:
@@ -127,22 +126,17 @@ class Rooms:
 
     def _needed(self, held: FileListing) -> npt.NDArray[np.int8]:
         """Return ``Needs.needed_of``, looking up only files that are new since the last call."""
-        shards, counts, keys = self._needs.shown
-        before = self._looked_up
-        slots = np.full((len(held.stamps), len(keys)), -1, np.int64)
+        shown, before = self._needs.shown, self._looked_up
+        slots = np.full((len(held.stamps), len(shown.keys)), -1, np.int64)
         new = np.ones(len(slots), bool)
-        if before.shards is shards and before.keys is keys and len(before.stamps):
+        if before.shards is shown.shards and before.keys is shown.keys and len(before.stamps):
             at = np.minimum(np.searchsorted(before.stamps, held.stamps), len(before.stamps) - 1)
             new = before.stamps[at] != held.stamps
             slots[~new] = before.slots[at[~new]]
-        for number, key in enumerate(keys):
-            slots[new, number] = shards.rows_of(named(held.digests[new], key))
+        slots[new] = shown.slots_of(held.digests[new])
         order = np.argsort(held.stamps)
-        self._looked_up = _LookedUp(shards, keys, held.stamps[order], slots[order])
-        if not len(counts):
-            return np.full(len(slots), -1, np.int8)
-        needed: npt.NDArray[np.int8] = np.where(slots < 0, -1, counts[slots] > 0).max(axis=1).astype(np.int8)
-        return needed
+        self._looked_up = _LookedUp(shown.shards, shown.keys, held.stamps[order], slots[order])
+        return shown.needed(slots)
 
     def on_behalf(self, client: str) -> OnBehalf:
         """Return on whose behalf room is made for a client. One that had too much evicted may only replace its own."""

@@ -10,7 +10,7 @@ from http import HTTPStatus
 from typing import Final, NamedTuple
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
@@ -64,14 +64,15 @@ def make_app(node: Node) -> web.Application:
     for route in _routes(node, streams, sender, reading):
         handler = _guarded(node, route)
         if route.method == "GET":
-            app.router.add_get(route.path, handler)  # and HEAD
+            app.router.add_get(route.path, handler, expect_handler=_continue)  # and HEAD
         else:
-            app.router.add_route(route.method, route.path, handler)
+            app.router.add_route(route.method, route.path, handler, expect_handler=_continue)
 
-    async def end_streams(_: web.Application) -> None:
+    async def end_answers(_: web.Application) -> None:
         streams.close()
+        poller.end_all()  # and answers by HTTP
 
-    app.on_shutdown.append(end_streams)
+    app.on_shutdown.append(end_answers)
     app.cleanup_ctx.append(partial(_polling, poller))
     return app
 
@@ -182,6 +183,15 @@ def _of(route: Callable[[web.Request, Kind], Awaitable[web.StreamResponse]], kin
         return await route(request, kind)
 
     return handle
+
+
+async def _continue(request: web.Request) -> None:
+    """Answer ``Expect``. aiohttp's own handler repeats the header in an answer, also where it cannot be encoded."""
+    if request.headers["Expect"].lower() != "100-continue":
+        raise web.HTTPExpectationFailed
+    if request.version == HttpVersion11:
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # this was not the answer
 
 
 @web.middleware

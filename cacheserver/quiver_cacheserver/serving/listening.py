@@ -22,6 +22,7 @@ import os
 import resource
 import socket
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
@@ -32,6 +33,7 @@ from quiver_cacheserver.budget import Budgets, Cost, Resource, address_of
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.app import POLLER, make_app
+from quiver_cacheserver.serving.heads import HEADERS_MAX, LINE_BYTES_MAX, Heads
 from quiver_cacheserver.serving.poller import READABLE
 from quiver_cacheserver.serving.requests import ANSWER_SECONDS, Timed
 from quiver_cacheserver.serving.tls import Handshake, TlsTransport
@@ -44,14 +46,15 @@ SWEEP_SECONDS: Final = 1.0
 ACCEPTED_MAX: Final = 64  # in one go; then the connections that are open have their turn
 PAUSE_SECONDS: Final = 0.1  # without descriptors; idle connections are closed meanwhile
 CLOSED_SHARE: Final = 16  # of an address's connections are closed at a time, to amortize the search for them
-SHUTDOWN_SECONDS: Final = 5.0
+SHUTDOWN_SECONDS: Final = 1.0  # after the drain, which was the time to finish; aiohttp waits so long twice
+MAPPINGS_MAX: Final = 65530  # Linux's default
 NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class ClientConnection(Timed):
     """One connection. Belongs to the event loop."""
 
-    __slots__ = ("_arriving", "_held", "_idle", "_listening")
+    __slots__ = ("_arriving", "_heads", "_held", "_idle", "_listening")
 
     def __init__(self, listening: Listening, server: web.Server, address: str, identity: Identity = NOBODY) -> None:
         super().__init__(
@@ -59,11 +62,15 @@ class ClientConnection(Timed):
             loop=asyncio.get_running_loop(),
             keepalive_timeout=IDLE_SECONDS,
             access_log=None,  # type: ignore[arg-type]  # as AppRunner passes it on for none
+            max_line_size=LINE_BYTES_MAX,
+            max_field_size=LINE_BYTES_MAX,
+            max_headers=HEADERS_MAX,
             auto_decompress=False,  # an upload is bytes with a name, never something to unpack
         )
         self.address = address
         self.identity = identity
         self._listening = listening
+        self._heads = Heads(listening.budgets, address)
         self._held = True  # of the budget: ``Listening`` took it
         self._arriving = True
         self._idle = False
@@ -82,7 +89,14 @@ class ClientConnection(Timed):
         if self._idle:
             self._idle = False
             self.deadline = self._loop.time() + HEAD_SECONDS
+        if self._heads.is_over:
+            return
+        before, was_in_head = self._request_count, self._heads.in_head
         super().data_received(data)
+        begun = self._request_count - before
+        if not self._heads.receive(len(data), begun, self._messages, was_in_head=was_in_head):
+            self._listening.count_closed("head")
+            self.end()
 
     def begin(self) -> None:
         self._idle = False
@@ -92,6 +106,7 @@ class ClientConnection(Timed):
     def log_access(self, *_: object) -> None:
         """An answer was sent: the one place where aiohttp says so."""
         self._arrived()  # malformed requests too, which were refused
+        self._heads.answered()
         self._idle = True
         self.deadline = self._loop.time() + IDLE_SECONDS
 
@@ -108,6 +123,7 @@ class ClientConnection(Timed):
 
     def _give_back(self) -> None:
         self._arrived()
+        self._heads.release()
         if self._held:
             self._held = False
             self._listening.lost(self)
@@ -132,8 +148,11 @@ class Listening:
         self._spare = -1  # a spare descriptor, closed to accept and refuse a client when none is left
         # The rest is for shards.
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        for what, share in ((Resource.CONNECTIONS, 2), (Resource.ARRIVING, 4), (Resource.STREAMS, 4)):
-            self.budgets.held_max[what] = min(self.budgets.held_max[what], descriptors // share)
+        shares = {Resource.CONNECTIONS: 2, Resource.ARRIVING: 4, Resource.STREAMS: 4, Resource.OPEN_FILES: 4}
+        held_max = self.budgets.held_max
+        for what, share in shares.items():
+            held_max[what] = min(held_max[what], descriptors // share)
+        held_max[Resource.OPEN_FILES] = min(held_max[Resource.OPEN_FILES], _mappings_max() // 2)
 
     async def __aenter__(self) -> Self:
         await self._runner.setup()
@@ -152,6 +171,8 @@ class Listening:
         self._poller.end_all(Handshake)
         assert self._sweeping is not None
         self._sweeping.cancel()
+        for connection in [each for its in self._connections.values() for each in its]:
+            connection.end()  # drained: who has not taken an answer by now does not take it
         try:
             await self._runner.cleanup()
             await self._group.__aexit__(None, None, None)
@@ -296,6 +317,9 @@ class Listening:
             del self._connections[connection.address]
         self.budgets.release(connection.address, Resource.CONNECTIONS)
 
+    def count_closed(self, why: str) -> None:
+        self._counters.connections_closed[why] += 1
+
     async def _sweep(self) -> None:
         """Close connections that are past their deadlines, until cancelled."""
         loop = asyncio.get_running_loop()
@@ -304,8 +328,16 @@ class Listening:
             now = loop.time()
             late = [each for its in self._connections.values() for each in its if each.deadline < now]
             for connection in late:
-                self._counters.connections_closed["idle" if connection.idle else "late"] += 1
+                self.count_closed("idle" if connection.idle else "late")
                 connection.end()
+
+
+def _mappings_max() -> int:
+    """Return how many mappings the kernel allows a process: of each file that is sent there is one."""
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return MAPPINGS_MAX
 
 
 def _spare() -> int:

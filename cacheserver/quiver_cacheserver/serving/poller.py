@@ -131,11 +131,11 @@ class Poller:
         with self._lock:
             _shut_down(channel)
 
-    def end_all(self, kind: type[Channel]) -> None:
-        """Make all channels of a kind end."""
+    def end_all(self, kind: type[Channel] | None = None) -> None:
+        """Make all channels end, or all of a kind."""
         with self._lock:
             for channel in self._channels.values():
-                if isinstance(channel, kind):
+                if kind is None or isinstance(channel, kind):
                     _shut_down(channel)
 
     def sweep(self) -> None:

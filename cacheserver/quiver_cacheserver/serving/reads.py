@@ -89,15 +89,16 @@ def unpacked(node: Node, body: Bytes, client: str) -> ReadRequest:
     return ReadRequest.decode(body)
 
 
-def at_hand(node: Node, asked: ReadRequest, caller: Caller) -> ReadAnswer | None:
+def at_hand(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer | None:
     """In a thread: answer a read if all its shards are resident and verified; else ``None``: the loop must."""
-    if asked.flags or not _all_resident(node, asked, caller.scope):
+    if asked.flags or not _all_resident(node, asked, turn.caller.scope):
         return None
     read_from = _read_from(asked)
+    turn.hold_files(len(read_from) - read_from.count(None))
     files = _open_all(node, read_from)
     if files.count(None) > read_from.count(None):
         return None
-    node.holders.read(asked.shards, caller.budget)
+    node.holders.read(asked.shards, turn.client)
     return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
 
 
@@ -124,6 +125,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
                 await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client, domain))
             listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client, domain)
     loop = asyncio.get_running_loop()
+    turn.hold_files(int(np.count_nonzero(np.bincount(asked.ranges["shard"]))))
     opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked, domain)
     files = opened[1]
     if listed is None and None in files:  # a shard was evicted meanwhile, or has no range

@@ -250,7 +250,7 @@ class Stream(Channel):
             turn.begin()
             self._turn = turn
             asked = unpacked(node, memoryview(received)[SIZE.size : size], self.client)
-            answer = at_hand(node, asked, self.caller)
+            answer = at_hand(node, asked, turn)
         except QuiverError as error:
             return self._refuse(error)
         if answer is None:

@@ -82,6 +82,7 @@ class Turn:
         self._places = places
         self._counters = counters
         self._held = False
+        self._files = 0
 
     def begin(self) -> None:
         """Take a place among the reads that are answered. Raises ``OverCapacity`` if none is free."""
@@ -90,8 +91,19 @@ class Turn:
         self._held = True
         self._counters.add("reads_in_flight", 1)
 
+    def hold_files(self, count: int) -> None:
+        """Hold descriptors for this many files until the end, instead of those held before. Raises ``OverCapacity``."""
+        budgets = self._places.budgets
+        before, self._files = self._files, 0
+        if before:
+            budgets.release(self.client, Resource.OPEN_FILES, before)
+        if count and not budgets.hold(self.client, Resource.OPEN_FILES, count):
+            raise budgets.refusal(Resource.OPEN_FILES)
+        self._files = count
+
     def end(self) -> None:
         self._leave()
+        self.hold_files(0)
         self._counters.add("reads_in_flight", -1)
 
     def __enter__(self) -> Self:

@@ -43,6 +43,9 @@ class FillLocks:
         self._lock = forks.lock()
         self._held: set[LockedFile] = set()
         self._heartbeat_runs = False
+        self._make_folder()
+
+    def _make_folder(self) -> None:
         with contextlib.suppress(OSError):  # then fills run without locks
             self._folder.mkdir(exist_ok=True)
 
@@ -56,6 +59,7 @@ class FillLocks:
         try:
             file = LockedFile(open_lock(path))
         except OSError:
+            self._make_folder()  # for the next fill, if somebody deleted it
             yield
             return
         locked = False
