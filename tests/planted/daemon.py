@@ -130,7 +130,7 @@ BUGS: Final = (
         "cacheserver/quiver_cacheserver/rack/peers.py",
         "                if url in self._backoffs and self._backoffs[url].is_waiting:\n                    continue\n",
         "",
-        ("tests/daemon/test_peers.py::test_a_peer_that_failed_is_passed_over_until_it_delivers",),
+        ("tests/daemon/test_failed_peers.py::test_a_peer_that_failed_is_passed_over_until_it_delivers",),
     ),
     Planted(
         "a token that was verified never expires",
