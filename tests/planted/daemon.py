@@ -50,7 +50,7 @@ BUGS: Final = (
         "cacheserver/quiver_cacheserver/serving/transfers.py",
         "self._left_seconds += len(piece) / SLOWEST_BYTES_PER_SECOND - (time.monotonic() - began)",
         "self._left_seconds += len(piece) / SLOWEST_BYTES_PER_SECOND",
-        ("tests/daemon/test_limits.py::test_an_upload_that_drips_is_ended_and_reserves_nothing_before_its_first_part",),
+        ("tests/daemon/test_slow_uploads.py::test_an_upload_that_is_never_silent_and_too_slow_is_ended",),
     ),
     Planted(
         "one address may hold everything",
@@ -71,7 +71,7 @@ BUGS: Final = (
         "cacheserver/quiver_cacheserver/budget.py",
         "            self.used[what] -= amount\n            if left:",
         "            if left:",
-        ("tests/daemon/test_budget.py::test_what_is_released_is_had_again_and_refusals_are_counted",),
+        ("tests/daemon/test_budget.py::test_addresses_are_forgotten_unless_they_hold_something",),
     ),
     Planted(
         "shards are served unverified after a restart",

@@ -250,10 +250,10 @@ BUGS: Final = (
         ("tests/kernel/test_handoff.py::test_a_stranger_who_listens_under_a_path_of_roots_is_told_nothing",),
     ),
     Planted(
-        "a descriptor that is no shard's file is mapped",
+        "an answer about other shards than were asked for is believed",
         "quiver/transport/handoff.py",
-        "    if wrong:\n",
-        "    if wrong and not files:\n",
+        "            if len(answer.statuses) != len(entries):\n",
+        "            if len(answer.statuses) > 4 * len(entries) + 64:\n",
         ("tests/kernel/test_handoff.py::test_a_wrong_answer_is_an_error_and_leaves_no_descriptor_open",),
     ),
     Planted(
