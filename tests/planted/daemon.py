@@ -99,10 +99,7 @@ BUGS: Final = (
         "cacheserver/quiver_cacheserver/residency/rooms.py",
         "return free_bytes - max(reserved_bytes, promised_bytes)",
         "return free_bytes - reserved_bytes",
-        (
-            "tests/daemon/test_rooms.py::test_what_is_evicted_for_one_shard_gives_room_to_no_other",
-            "tests/daemon/test_rooms.py::test_what_a_decision_evicts_beyond_its_own_shard_is_free_once_it_is_evicted",
-        ),
+        ("tests/daemon/test_rooms.py::test_room_that_is_promised_to_what_is_coming_is_not_free",),
     ),
     Planted(
         "a read waits for its fill without a deadline",
