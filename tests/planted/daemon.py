@@ -105,15 +105,15 @@ BUGS: Final = (
         "a read waits for its fill without a deadline",
         "cacheserver/quiver_cacheserver/node.py",
         "await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0))",
-        "await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0) + 60)",
-        ("tests/daemon/test_unresponsive_origins.py::test_a_reader_falls_back_while_the_daemons_origin_fails",),
+        "await asyncio.wait(waiting, timeout=max(deadline - time.monotonic(), 0.0) + 15)",
+        ("tests/daemon/test_junk_manifests.py::test_a_fill_that_hangs_on_a_junk_manifest_s_origin_is_not_waited_for",),
     ),
     Planted(
         "a daemon reads any origin",
         "cacheserver/quiver_cacheserver/origins/allowed.py",
         "            if location.contains(base)\n",
         "            if location.contains(base) or base\n",
-        ("tests/daemon/test_origins.py::test_no_base_leads_out_of_a_folder",),
+        ("tests/daemon/test_hostile_uploads.py::test_no_address_but_those_allowed_is_even_connected_to",),
     ),
     Planted(
         "a chosen uploader that never comes is waited for",
