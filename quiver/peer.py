@@ -18,6 +18,7 @@ from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.token_source import NO_TOKEN, TokenSource
+from quiver.transport.attempt import Attempt
 from quiver.transport.connection import U8, Endpoint
 from quiver.transport.http import HttpVerbs
 from quiver.transport.liveness import PATIENT, Patience
@@ -26,6 +27,7 @@ from quiver.transport.tls import Credentials
 from quiver.wire import (
     JSON_BYTES_MAX,
     MSGPACK_TYPE,
+    RANGE,
     READ_TYPE,
     SHARD_TYPE,
     FillRequest,
@@ -90,14 +92,34 @@ class PeerClient:
         status: NodeStatus = decode_json(self._json("/v1/status"), NodeStatus, f"the status of {self.url}")
         return status
 
-    def read(self, request: ReadRequest) -> tuple[U8, U8]:
-        """Read ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back."""
-        return self._streams.read(request) or self._read_by_http(request)
+    def read(self, request: ReadRequest, attempt: Attempt | None = None) -> tuple[U8, U8]:
+        """Read ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back.
 
-    def _read_by_http(self, request: ReadRequest) -> tuple[U8, U8]:
+        ``attempt``: which another one may overtake; then the error says nothing about the daemon.
+        """
+        if attempt is None:
+            return self._streams.read(request) or self._read_by_http(request)
+        try:
+            return self._streams.read(request, attempt) or self._read_by_http(request, self._http.within(attempt))
+        finally:
+            attempt.release()
+
+    def resident(self, shards: tuple[Digest, ...], attempt: Attempt) -> U8:
+        """Return a ``RangeStatus`` per shard ``(n,)``, without the shards and without having them filled.
+
+        By HTTP, so that it is answered while reads on streams are not.
+        """
+        ranges = np.zeros(len(shards), RANGE)
+        ranges["shard"] = np.arange(len(shards))
+        try:
+            return self._read_by_http(ReadRequest(None, shards, ranges), self._http.within(attempt))[0]
+        finally:
+            attempt.release()
+
+    def _read_by_http(self, request: ReadRequest, http: HttpVerbs | None = None) -> tuple[U8, U8]:
         lengths = request.ranges["length"]
         count, wanted = len(lengths), int(lengths.sum())
-        answer = self._http.request(
+        answer = (http or self._http).request(
             "POST",
             "/v1/read",
             request.encode(),

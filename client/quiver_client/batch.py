@@ -45,6 +45,7 @@ class Batch:
         """``on_torn`` delivers samples again whose file was truncated after they were verified."""
         self.plan = plan
         self.verified = np.zeros(len(plan), bool)
+        self.is_retry = False  # all tiers were asked for it before, and the origin did not answer
         self._verify = verify
         self._lock = threading.Lock()
         self._buffers: list[Buffer] = []
@@ -99,6 +100,14 @@ class Batch:
         if not here.all():
             positions, which, offsets = positions[here], which[here], offsets[here]
         self._put(positions, list(shards.values()), which, offsets, trusted=True)
+
+    def adopt(self, positions: Positions, other: Batch) -> None:
+        """Put all samples of another batch, which are those at ``positions`` of this one."""
+        with self._lock:
+            self._trusted[positions] = other._trusted
+            self._at[positions] = other._at
+            self._in[positions] = len(self._buffers) + other._in
+            self._buffers += other._buffers
 
     def check(self) -> Positions:
         """Verify what was put since the last call; remove the samples that are wrong, and return their positions."""

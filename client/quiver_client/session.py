@@ -29,6 +29,7 @@ from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.origin_patience import OriginPatience, patience_seconds
 from quiver_client.origin_tier import OriginTier
 from quiver_client.rack.handoff_tier import HandoffTier
+from quiver_client.rack.hedging import Hedges
 from quiver_client.rack.members import Members
 from quiver_client.rack.needs import RackNeeds
 from quiver_client.rack.tier import RackTier
@@ -70,7 +71,7 @@ class Session:
         elif isinstance(cache, EmbeddedCache):
             self.tiers = (self._embedded(cache), direct)
         else:
-            self.tiers = (*self._rack(cache.urls, introduce), direct)
+            self.tiers = (*self._rack(cache.urls, introduce, direct), direct)
         process_exit.call_at_exit(self.stop_waiting, process_exit.Phase.LOOPS)
         process_exit.call_at_exit(self.close, process_exit.Phase.SESSIONS)
 
@@ -88,7 +89,7 @@ class Session:
         self._needs = needs
         return tier
 
-    def _rack(self, urls: tuple[str, ...], introduce: bool) -> tuple[Tier, Tier]:
+    def _rack(self, urls: tuple[str, ...], introduce: bool, direct: Tier) -> tuple[Tier, Tier]:
         members = Members(self.manifest, urls, self.stats)
         if introduce:
             with contextlib.ExitStack() as undo:
@@ -97,7 +98,8 @@ class Session:
                 undo.pop_all()
         uploads = ShardUploads(self.manifest, self.origin, self.stats)
         self._needs = lambda: RackNeeds(self.manifest, members, uploads, self.stats)
-        self._cache = rack = RackTier(self.manifest, members, uploads, self.stats)
+        hedges = Hedges(members, direct.fetch, self._verify, self.stats)
+        self._cache = rack = RackTier(self.manifest, members, uploads, hedges, self.stats)
         return HandoffTier(self.manifest, members, urls, self.stats), rack
 
     def _introduce(self, members: Members) -> None:
@@ -137,6 +139,7 @@ class Session:
             except Unavailable as error:
                 # Read from all tiers again: the cache may hold the samples by then.
                 self.patience.wait(waiting, error, lambda: self._described(batch))
+                batch.is_retry = True
         if waiting.backoff.failures:
             self.patience.answered()
 

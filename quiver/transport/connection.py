@@ -25,6 +25,7 @@ import numpy.typing as npt
 from quiver import forks
 from quiver.errors import BrokenOff, QuiverError, Unavailable
 from quiver.token_source import NO_TOKEN, TokenSource, warn_of_plain_text
+from quiver.transport.attempt import Attempt
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
 from quiver.transport.sockets import NotReady, is_ready, kernel_waits, receive_some, send_some, set_wait
@@ -82,6 +83,10 @@ class Connection:
 
     def close(self) -> None:
         self._socket.close()
+
+    def shut(self) -> None:
+        """End all waits on it, from another thread: its reads and writes fail from now on."""
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def begin(self, watch: Watch) -> None:
         """Begin an exchange. ``watch`` ends its waits."""
@@ -199,6 +204,7 @@ class Endpoint:
 
     ``tls``: for an ``https`` URL; by default the credentials of the environment. ``node``: which node's certificate it
     must have; if empty, that of any node that is valid for its host. ``token``: what to send it, to show who asks.
+    ``attempt``: that all exchanges are part of.
     """
 
     url: str
@@ -206,6 +212,7 @@ class Endpoint:
     tls: Credentials | None = None
     node: str = ""
     token: TokenSource = NO_TOKEN
+    attempt: Attempt | None = None
 
     @property
     def name(self) -> str:
@@ -232,6 +239,8 @@ class Endpoint:
 
     def connect(self) -> Connection:
         """Raises ``Unavailable``, and ``Misconfigured`` without an authority for an ``https`` URL."""
+        if self.attempt is not None and self.attempt.is_cancelled:
+            raise Unavailable(self.url, "was overtaken by another daemon")
         patience = self.patience
         try:
             sock = open_socket(self.url, patience.connect_seconds, patience.handshake_seconds, self.tls, self.node)
@@ -242,9 +251,11 @@ class Endpoint:
             raise Unavailable(self.url, why) from error
         return Connection(sock)
 
-    def vigil(self, extra_seconds: float = 0.0) -> Vigil:
-        """Return the watch of one exchange. ``extra_seconds``: see ``Vigil``."""
-        return Vigil(self.patience, self._is_alive, extra_seconds)
+    def begin(self, connection: Connection, extra_seconds: float = 0.0) -> None:
+        """Begin an exchange. ``extra_seconds``: see ``Vigil``."""
+        connection.begin(Vigil(self.patience, self._is_alive, extra_seconds, self.attempt))
+        if self.attempt is not None:
+            self.attempt.bind(connection)
 
     def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
         """Return the error for an exchange that failed."""

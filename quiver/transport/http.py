@@ -13,7 +13,7 @@ import http.client
 import io
 import re
 import ssl
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from email.message import Message
 from functools import partial
 from typing import Final
@@ -24,6 +24,7 @@ import numpy as np
 from quiver.digest import Bytes
 from quiver.errors import Corrupt, Unauthenticated, error_from
 from quiver.malformed import MALFORMED
+from quiver.transport.attempt import Attempt
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.wire import ErrorBody
 
@@ -110,6 +111,12 @@ class HttpVerbs:
     def close(self) -> None:
         self.dialogue.close()
 
+    def within(self, attempt: Attempt) -> HttpVerbs:
+        """Return the same verbs on the same connections, as part of an attempt."""
+        verbs = copy.copy(self)
+        verbs._endpoint = replace(self._endpoint, attempt=attempt)
+        return verbs
+
     def request(
         self,
         method: str,
@@ -142,7 +149,7 @@ class HttpVerbs:
     def _exchange(
         self, method: str, head: bytes, body: Bytes, size_bytes_max: int, wait_seconds: float, connection: Connection
     ) -> U8:
-        connection.begin(self._endpoint.vigil(wait_seconds))
+        self._endpoint.begin(connection, wait_seconds)
         try:
             answer, behind = self._asked(connection, head, body)
             size_bytes = answer.size_bytes

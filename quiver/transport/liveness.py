@@ -6,7 +6,8 @@ connection (``GET /healthz``). If the daemon does not answer it either, the clie
 instead of waiting for the full timeout.
 
 A ``Vigil`` ends a wait in three cases: silence; a failed health check; and slowness, when the transfer lags behind
-``SLOWEST_BYTES_PER_SECOND`` by more time than the daemon may be silent.
+the minimum rate by more time than the daemon may be silent. An ``Attempt`` that it is given adds what the request
+itself demands: when it is late, and when another daemon has overtaken it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
 from quiver.errors import Misconfigured
+from quiver.health import HEDGE_SECONDS_MIN
+from quiver.transport.attempt import Attempt
 from quiver.transport.sockets import NotReady, receive_some, send_some
 from quiver.transport.tls import Credentials, open_socket
 
@@ -33,6 +36,7 @@ class Patience(NamedTuple):
     suspect_seconds: float = 1.0  # of silence, after which a health check is sent
     alive_seconds: float = 1.0  # for the daemon to answer the health check
     handshake_seconds: float = 5.0  # of TLS, on a new connection
+    slowest_bytes_per_second: int = 0  # 0: ``SLOWEST_BYTES_PER_SECOND``
 
 
 PATIENT: Final = Patience()
@@ -54,12 +58,17 @@ class Vigil:
     """
 
     def __init__(
-        self, patience: Patience, is_alive: Callable[[socket.socket], bool], extra_seconds: float = 0.0
+        self,
+        patience: Patience,
+        is_alive: Callable[[socket.socket], bool],
+        extra_seconds: float = 0.0,
+        attempt: Attempt | None = None,
     ) -> None:
         """``is_alive`` does the health check; bytes on the socket that it is given end the check early.
 
         ``extra_seconds``: how much later the first byte of the answer may arrive, because the daemon waits for fills.
         """
+        self._attempt = attempt
         self._patience = patience
         self._is_alive = is_alive
         self._extra_seconds = extra_seconds
@@ -72,10 +81,14 @@ class Vigil:
     @property
     def first_wait_seconds(self) -> float:
         """How long to wait for a byte when an exchange begins: the same for every exchange."""
-        return min(self._patience.suspect_seconds, self._patience.silence_seconds)
+        usual = min(self._patience.suspect_seconds, self._patience.silence_seconds)
+        return usual if self._attempt is None else min(usual, HEDGE_SECONDS_MIN)
 
     def wait_seconds(self) -> float:
-        return max(min(self._check_at, self._silent_until, self._due_at) - time.monotonic(), 0.001)
+        due_at = min(self._check_at, self._silent_until, self._due_at)
+        if self._attempt is not None:
+            due_at = min(due_at, self._attempt.due_at)
+        return max(due_at - time.monotonic(), 0.001)
 
     def asked(self) -> None:
         """Record that the whole request was sent: the time for the answer begins."""
@@ -92,10 +105,15 @@ class Vigil:
             self._is_answering, self._extra_seconds = True, 0.0
             self._begin(now)
         self._moved(count, now)
+        if self._attempt is not None:
+            self._attempt.heard(count, now)
 
     def check_rate(self) -> None:
-        """Raise ``TimeoutError`` if the daemon sends or accepts bytes below the minimum rate."""
-        if time.monotonic() >= self._due_at:
+        """Raise ``TimeoutError`` below the minimum rate, and past the limit of the attempt."""
+        now = time.monotonic()
+        if self._attempt is not None and now >= self._attempt.due_at:
+            self._attempt.check(now)
+        if now >= self._due_at:
             raise TimeoutError("answers too slowly" if self._is_answering else "takes the request too slowly")
 
     def check(self, sock: socket.socket) -> None:
@@ -115,7 +133,7 @@ class Vigil:
         self._moved(0, now)
 
     def _moved(self, count: int, now: float) -> None:
-        self._due_at += count / SLOWEST_BYTES_PER_SECOND
+        self._due_at += count / (self._patience.slowest_bytes_per_second or SLOWEST_BYTES_PER_SECOND)
         self._silent_until = now + self._patience.silence_seconds + self._extra_seconds
         self._interval_seconds = self._patience.suspect_seconds
         self._check_at = now + self._interval_seconds

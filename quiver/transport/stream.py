@@ -24,6 +24,7 @@ from quiver import forks
 from quiver.backoff import Backoff
 from quiver.errors import Corrupt, OverCapacity, QuiverError, Unauthenticated, answer_of, error_from
 from quiver.malformed import MALFORMED
+from quiver.transport.attempt import Attempt
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.transport.http import Head, receive_head, tokens
 from quiver.transport.idle import Idle
@@ -90,7 +91,7 @@ class ReadStreams:
     def close(self) -> None:
         self.dialogue.close()
 
-    def read(self, request: ReadRequest) -> tuple[U8, U8] | None:
+    def read(self, request: ReadRequest, attempt: Attempt | None = None) -> tuple[U8, U8] | None:
         """Read ranges. Return a ``RangeStatus`` per range and the bytes of those present, back to back.
 
         Returns ``None`` if the caller has to use HTTP for now. Raises the daemon's refusal, ``Corrupt`` for a malformed
@@ -103,7 +104,8 @@ class ReadStreams:
         if self.no_stream.is_waiting and not self.idle.kept:
             return None
         try:
-            return self.dialogue.run(self._opened, partial(read_on, self._endpoint, request))
+            endpoint = self._endpoint if attempt is None else replace(self._endpoint, attempt=attempt)
+            return self.dialogue.run(partial(self._opened, endpoint), partial(read_on, endpoint, request))
         except Unauthenticated:  # by HTTP the daemon tells whether the current token is refused, too
             self.idle.clear()
             return None
@@ -115,8 +117,8 @@ class ReadStreams:
                     self.no_stream.fail()
             return None
 
-    def _opened(self) -> Connection:
-        connection = open_stream(self._endpoint)
+    def _opened(self, endpoint: Endpoint) -> Connection:
+        connection = open_stream(endpoint)
         with self._lock:
             self.no_stream.succeed()
         return connection
@@ -144,7 +146,7 @@ def open_stream(endpoint: Endpoint) -> Connection:
 
 def _upgrade(connection: Connection, endpoint: Endpoint) -> None:
     patience = endpoint.patience._replace(silence_seconds=HANDSHAKE_SECONDS)
-    connection.begin(replace(endpoint, patience=patience).vigil())
+    replace(endpoint, patience=patience).begin(connection)
     upgrade = f"Host: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
     authorization = endpoint.authorization(endpoint.token.token())
     connection.send(f"GET {PATH} HTTP/1.1\r\n{upgrade}{authorization}\r\n".encode())
@@ -166,7 +168,7 @@ def read_on(endpoint: Endpoint, request: ReadRequest, connection: Connection) ->
     lengths = request.ranges["length"]
     count, wanted = len(lengths), int(lengths.sum())
     body = request.encode()
-    connection.begin(endpoint.vigil(request.wait_ms / 1000))
+    endpoint.begin(connection, request.wait_ms / 1000)
     connection.send(SIZE.pack(len(body)), body)
     # Nearly always every range is present. So memory for all of them is allocated before the size of the answer is
     # known, and one call receives the head, the statuses and the first bytes.

@@ -54,7 +54,7 @@ def test_a_batch_too_large_for_one_request_is_read_by_several(
 @pytest.fixture
 def members(small: Files, monkeypatch: pytest.MonkeyPatch) -> Members:
     """Of a daemon that is probed at once when it does not respond."""
-    monkeypatch.setattr(members_module, "UNRESPONSIVE_SECONDS", members_module.PROBE_SECONDS / 4)
+    monkeypatch.setattr(members_module, "UNRESPONSIVE_SECONDS", 0.0)
     return Members(small.opened(), [URL], Stats())
 
 
@@ -63,7 +63,7 @@ def test_a_daemon_that_does_not_respond_is_left_alone_until_it_answers(members: 
     members.mark_unresponsive(URL)
     members.mark_unresponsive(URL)  # by another thread, which met the same failure
     assert [members.is_unresponsive(URL) for _ in range(3)] == [True] * 3, "a predicate changes nothing"
-    assert members._backoffs[URL].failures == 1
+    assert members.health.failures(URL) == 1
     members.answered(URL)
     assert not members.is_unresponsive(URL)
 

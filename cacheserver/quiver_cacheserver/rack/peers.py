@@ -1,24 +1,28 @@
 """Clients of the other daemons of the rack: which peers may hold a shard, which should, and which are unresponsive.
 
-The ring is a hint of where to look first. A peer that does not answer is not asked again until its backoff has passed.
+The ring is a hint of where to look first. A peer that does not answer, or is much slower than the others, is not asked
+until a probe in the background succeeds (``quiver.health``): a grey peer costs one fill a second, not each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import numpy as np
 
-from quiver.backoff import Backoff
 from quiver.digest import Digest
 from quiver.domain import SINGLE, Domain
 from quiver.errors import OverCapacity, QuiverError
+from quiver.health import Health
 from quiver.peer import PeerClient
 from quiver.ring import Member
-from quiver.transport.liveness import IN_RACK
+from quiver.transport.liveness import IN_RACK, is_alive
 from quiver.transport.tls import Credentials
 from quiver_cacheserver.rack.registry import Registry
 
@@ -27,13 +31,16 @@ log = logging.getLogger(__name__)
 RUNNERS_UP: Final = 2  # after a join the previous owner is the runner-up
 DRAINING_ASKED_MAX: Final = 4
 MANIFEST_ASKED_MAX: Final = 4  # the first owners, where clients put it: a forged digest must not cost the whole rack
-# A peer either has a shard resident or says at once that it has not. One that is alive and silent for this long is
-# overloaded, and a reader waits here meanwhile. It is then skipped, for longer after each failure in a row. The client
-# may have spent its own patience on an unresponsive owner already, so this one is shorter: together they stay below a
-# second.
-PATIENCE: Final = IN_RACK._replace(silence_seconds=2.0, suspect_seconds=0.1, alive_seconds=0.25, handshake_seconds=0.5)
-PAUSE_SECONDS: Final = 5.0
-PAUSE_SECONDS_MAX: Final = 60.0
+# A peer either has a shard resident or says at once that it has not, and sends it at the speed of the rack. A reader
+# waits here meanwhile, and may have spent its own patience on an unresponsive owner already: together they stay below a
+# second. The origin is as fast as the minimum rate.
+PATIENCE: Final = IN_RACK._replace(
+    silence_seconds=0.6,
+    suspect_seconds=0.1,
+    alive_seconds=0.25,
+    handshake_seconds=0.5,
+    slowest_bytes_per_second=8 << 20,
+)
 
 
 class RackPeers:
@@ -46,7 +53,8 @@ class RackPeers:
         self.tls: Credentials | None = None
         self.asks = True  # False: the others require a token, and only a certificate shows that this is a daemon
         self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
-        self._backoffs: dict[str, Backoff] = {}  # of peers that failed, by URL
+        self._health = Health()
+        self._prober = ThreadPoolExecutor(1, thread_name_prefix="quiver-probe")
         self._lock = threading.Lock()
 
     def holders(self, digest: Digest, domain: Domain = SINGLE) -> Iterator[PeerClient]:
@@ -75,17 +83,18 @@ class RackPeers:
         if isinstance(error, OverCapacity):
             return
         with self._lock:
-            backoff = self._backoffs.setdefault(peer.url, Backoff(PAUSE_SECONDS, PAUSE_SECONDS_MAX))
-            if not backoff.is_waiting:  # another thread may have met the same failure
-                backoff.fail()
+            self._health.failed(peer.url, time.monotonic())
         log.info("peer passed over: %s", error)
 
-    def delivered(self, peer: PeerClient) -> None:
-        """Forget the failures of a peer: it delivered."""
+    def delivered(self, peer: PeerClient, size_bytes: int, seconds: float) -> None:
+        """Record that a peer delivered a shard, and how long that took."""
+        now = time.monotonic()
         with self._lock:
-            self._backoffs.pop(peer.url, None)
+            self._health.recovered(peer.url, now)
+            self._health.answered(peer.url, seconds, size_bytes, now)
 
     def close(self) -> None:
+        self._prober.shutdown(wait=False, cancel_futures=True)
         for peer in self._peers.values():
             peer.close()
 
@@ -96,9 +105,21 @@ class RackPeers:
                 continue
             key = url, member.certified_id
             with self._lock:
-                if url in self._backoffs and self._backoffs[url].is_waiting:
+                if self._health.is_avoided(url):
+                    self._probe()
                     continue
                 if key not in self._peers:
                     self._peers[key] = PeerClient(url, patience=PATIENCE, tls=self.tls, node=member.certified_id)
                 peer = self._peers[key]
             yield peer.acting_for(domain)
+
+    def _probe(self) -> None:
+        """Begin to probe the peers whose pause has ended, under the lock."""
+        for url in self._health.begin_probes(time.monotonic()):
+            with contextlib.suppress(RuntimeError):  # this daemon ends
+                self._prober.submit(self._probed, url)
+
+    def _probed(self, url: str) -> None:
+        good = is_alive(url, PATIENCE.alive_seconds, tls=self.tls)
+        with self._lock:
+            self._health.probed(url, good=good, now=time.monotonic())

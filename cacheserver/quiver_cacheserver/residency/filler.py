@@ -74,7 +74,7 @@ class Filler:
         except QuiverError as error:
             self._sources.failed(manifest, error)
             raise
-        where = self._sources.gave(source)
+        where = self._sources.gave(source, size_bytes)
         self._admitted(digest, Admission(where, client, domain, is_new))
         return where
 

@@ -14,21 +14,31 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver import forks
-from quiver.backoff import Backoff
-from quiver.errors import Forbidden, Misconfigured, QuiverError, Unauthenticated, Unavailable
+from quiver.digest import Digest
+from quiver.errors import (
+    Forbidden,
+    Misconfigured,
+    OverCapacity,
+    QuiverError,
+    Unauthenticated,
+    Unavailable,
+)
 from quiver.expiring import Expiring
 from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.ring import Ring
 from quiver.token_source import TokenSource
+from quiver.transport.attempt import Attempt
 from quiver.transport.liveness import IN_RACK, is_alive
+from quiver.wire import RANGE, ReadRequest
+from quiver_client.rack.health import RackHealth
 from quiver_client.stats import Stats
 
 RING_SECONDS: Final = 5.0  # half of the lease's TTL: a dead daemon is off this ring within one and a half TTLs
-UNRESPONSIVE_SECONDS: Final = 5.0  # how long a daemon that did not answer is avoided; doubled at each failure
-UNRESPONSIVE_SECONDS_MAX: Final = 60.0
-PROBE_SECONDS: Final = 1.0  # before that pause ends, a health check finds out whether the daemon is back
+UNRESPONSIVE_SECONDS: Final = 1.0  # before a daemon that is avoided is probed; doubled each time, up to ten seconds
+PROBE_SECONDS: Final = 1.0  # that a read by which a daemon is probed may take
+PROBE_BYTES: Final = 256 << 10  # of such a read: enough to tell a slow daemon from others
 RUNNERS_UP: Final = 2
 FAULTS_SECONDS: Final = 10.0  # between two requests for the faults of one daemon
 FAULTS_MAX: Final = 64
@@ -49,8 +59,7 @@ class Members:
         self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
         self._only_tls = any(url.startswith("https:") for url in seeds)  # a ring must not lead to an unprotected daemon
         self._failure: QuiverError | None = None  # why the last daemon that was asked for the ring gave none
-        self._backoffs: dict[str, Backoff] = {}  # by URL, of daemons that did not answer the last request
-        self._probing: set[str] = set()
+        self.health = RackHealth(manifest.shard_count, UNRESPONSIVE_SECONDS)
         self._asked_at = -RING_SECONDS  # when the ring was asked for
         self._asked_for_faults: Expiring[str, None] = Expiring()
         self._faults: set[str] = set()  # those that were logged
@@ -68,6 +77,10 @@ class Members:
             if (url, node) not in self._peers:
                 self._peers[url, node] = PeerClient(url, patience=IN_RACK, node=node, token=self.token)
             return self._peers[url, node]
+
+    def digests(self, shards: npt.NDArray[np.int64]) -> tuple[Digest, ...]:
+        """Return the names of shards."""
+        return Digest.many(self._manifest.tables.shard_digests[shards].tobytes())
 
     # -- the ring -----------------------------------------------------------------------------------------------------
 
@@ -132,6 +145,7 @@ class Members:
         width = (ring.replicas if ring else 1) + RUNNERS_UP
         urls = tuple(member.url for member in ring.members) if ring else self._seeds
         self._certified = {member.url: member.certified_id for member in ring.members} if ring else {}
+        self.health.retain((*urls, *self._seeds))
         # Replaced as one value: no thread may see the ranks of one ring with the members of another.
         self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
@@ -147,44 +161,57 @@ class Members:
     # -- which daemons respond ----------------------------------------------------------------------------------------
 
     def is_unresponsive(self, url: str) -> bool:
-        """Whether a daemon failed to answer so recently that it is avoided."""
-        backoff = self._backoffs.get(url)
-        return backoff is not None and backoff.is_waiting
+        """Whether a daemon is avoided because it did not answer."""
+        return self.health.is_silent(url)
+
+    def is_avoided(self, url: str) -> bool:
+        """Whether no samples are to be read from a daemon: it did not answer, or is much slower than the others."""
+        return self.health.is_avoided(url)
 
     def mark_unresponsive(self, url: str) -> None:
-        """Avoid a daemon for a while, and for longer after each failure in a row."""
-        with self._lock:
-            backoff = self._backoffs.setdefault(url, Backoff(UNRESPONSIVE_SECONDS, UNRESPONSIVE_SECONDS_MAX))
-            if not backoff.is_waiting:  # else another thread has counted this failure
-                backoff.fail()
+        """Avoid a daemon until a probe succeeds."""
+        self.health.failed(url)
 
     def answered(self, url: str) -> None:
         """Forget that a daemon did not respond."""
-        self._backoffs.pop(url, None)
+        self.health.recovered(url)
 
     def begin_probes(self) -> list[str]:
-        """Return the daemons for which to call ``probe``: their pause ends soon, and no thread probes them yet."""
-        with self._lock:
-            due = [url for url, it in self._backoffs.items() if it.left_seconds < PROBE_SECONDS]
-            found = [url for url in due if url not in self._probing]
-            self._probing.update(found)
-        return found
+        """Return the daemons for which to call ``probe``: their pause has ended, and no thread probes them yet."""
+        return self.health.begin_probes()
 
     def lives(self, url: str) -> bool:
         """Whether a daemon answers a health check now."""
         return is_alive(url, IN_RACK.alive_seconds)
 
     def probe(self, url: str) -> None:
-        """Find out whether an unresponsive daemon is back. Blocks for a moment: do not call it on the batch path."""
+        """Find out whether an avoided daemon is back. Blocks for a moment: do not call it on the batch path."""
+        good = False
         try:
-            if self.lives(url):
-                self.answered(url)
-            else:
-                backoff = self._backoffs.get(url)
-                if backoff is not None:
-                    backoff.fail()
+            good = self.lives(url) and self._reads_well(url)
         finally:
-            self._probing.discard(url)
+            self.health.probed(url, good=good)
+
+    def _reads_well(self, url: str) -> bool:
+        """Read something that a daemon delivered before, if it did; return whether that takes no longer than usual.
+
+        A daemon may answer health checks and nothing else.
+        """
+        shard = self.health.delivered_shard(url)
+        if shard is None:
+            return True
+        ranges = np.zeros(1, RANGE)
+        ranges["length"] = size_bytes = min(int(self._manifest.tables.shard_sizes[shard]), PROBE_BYTES)
+        begun = time.monotonic()
+        try:
+            request = ReadRequest(None, self.digests(np.asarray([shard])), ranges)  # it fills nothing
+            statuses, _ = self.peer(url).read(request, Attempt(limit_seconds=PROBE_SECONDS))
+        except OverCapacity:
+            return True  # the daemon says itself when to come back
+        except QuiverError:
+            return False
+        self._stats.add("bytes_hedged", size_bytes)
+        return bool(statuses[0]) or not self.health.is_slow(time.monotonic() - begun, size_bytes)
 
     def warn_of_faults(self, peer: PeerClient) -> None:
         """Ask a daemon that does not fill what keeps it from caching, and log a warning for each new fault.

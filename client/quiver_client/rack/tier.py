@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from quiver import forks
 from quiver.backoff import Backoff
-from quiver.digest import Bytes, Digest
+from quiver.digest import Bytes
 from quiver.errors import (
     BrokenOff,
     Corrupt,
@@ -33,11 +34,14 @@ from quiver.errors import (
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.plan import Ints
-from quiver.wire import RANGE, RANGES_MAX, RECHECK, FillRequest, RangeStatus, ReadRequest, RecheckRequest
+from quiver.transport.attempt import Attempt
+from quiver.wire import RANGES_MAX, RECHECK, FillRequest, RangeStatus, ReadRequest, RecheckRequest
 from quiver_client import process_exit
 from quiver_client.batch import Batch, Positions
 from quiver_client.buffers import Buffer
+from quiver_client.rack.hedging import Hedges
 from quiver_client.rack.members import Members
+from quiver_client.rack.peer_read import PeerRead
 from quiver_client.rack.uploads import ShardUploads
 from quiver_client.stats import Stats
 from quiver_client.thread_pool import ThreadPool
@@ -49,22 +53,6 @@ PAUSE_SECONDS_MAX: Final = 0.5
 RETRY_SECONDS_MAX: Final = 1.0
 REQUESTS_AT_ONCE: Final = 16
 READ_BYTES_MAX: Final = 256 << 20  # per request; a huge batch is split
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _PeerPart:
-    """One request to one daemon: the samples at ``positions``, which lie in ``shards[which]``.
-
-    Of each the bytes from ``offsets`` on, ``sizes`` of them, in which the chosen fields begin after ``inside``.
-    """
-
-    peer: PeerClient
-    positions: Positions
-    shards: Ints
-    which: Ints
-    offsets: Ints
-    sizes: Ints
-    inside: Ints
 
 
 @dataclass(slots=True)
@@ -108,10 +96,13 @@ class RackTier:
 
     name = "rack"
 
-    def __init__(self, manifest: Manifest, members: Members, uploads: ShardUploads, stats: Stats) -> None:
+    def __init__(
+        self, manifest: Manifest, members: Members, uploads: ShardUploads, hedges: Hedges, stats: Stats
+    ) -> None:
         self._manifest = manifest
         self._members = members
         self._uploads = uploads
+        self._hedges = hedges
         self._stats = stats
         self._pool = ThreadPool(REQUESTS_AT_ONCE, "quiver-rack")
         self._suspects: set[int] = set()  # shards with wrong bytes, for the next daemon that answers to verify
@@ -171,11 +162,12 @@ class RackTier:
 
     def close(self) -> None:
         self._closing.set()
+        self._hedges.close()
         self._pool.shutdown(cancel_futures=True)
         self._members.close()
 
     def _refresh_members(self) -> None:
-        """Refresh the ring and probe unresponsive daemons, in threads: a dead daemon must not hold up a batch."""
+        """Refresh the ring and probe avoided daemons, in threads: a dead daemon must not hold up a batch."""
         if self._members.is_stale:
             if self._members.knows_ring:
                 self._pool.submit(self._members.refresh)
@@ -197,7 +189,7 @@ class RackTier:
 
     # -- choosing daemons ---------------------------------------------------------------------------------------------
 
-    def _parts(self, state: _Fetch, positions: Positions) -> list[_PeerPart]:
+    def _parts(self, state: _Fetch, positions: Positions) -> list[PeerRead]:
         """Group positions by the best daemon not yet tried for their shard, split into requests of bounded size."""
         plan = state.batch.plan
         shards, which = plan.by_shard(positions)
@@ -210,21 +202,15 @@ class RackTier:
             numbers[owned] = np.arange(len(owned))
             run = np.flatnonzero(peer_of == at)
             peer, its_shards = self._members.peer(urls[at]), shards[owned]
-            offsets, sizes, inside = _extents(state.batch, positions[run], peer)
-            pieces = _cut(np.arange(len(run)), sizes)
-            if len(pieces) == 1:
-                parts.append(_PeerPart(peer, positions[run], its_shards, numbers[which[run]], offsets, sizes, inside))
-                continue
-            for piece in pieces:
-                named, of_named = np.unique(which[run[piece]], return_inverse=True)
-                extents = offsets[piece], sizes[piece], inside[piece]
-                parts.append(_PeerPart(peer, positions[run[piece]], shards[named], of_named, *extents))
+            part = PeerRead.of(state.batch, peer, positions[run], its_shards, numbers[which[run]])
+            parts += part.pieces(shards, which[run], _cut(np.arange(len(run)), part.sizes))
         return parts
 
     def _choose(self, state: _Fetch, shards: Ints) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
         """Return for each of these distinct shards the daemon to ask, as a position in the URLs; -1: the origin."""
         rows, urls = self._members.choices(shards)
-        down = np.asarray([self._members.is_unresponsive(url) for url in urls], bool)
+        # While the origin does not answer either, all daemons are asked: a slow one is better than none.
+        down = np.asarray([not state.batch.is_retry and self._members.is_avoided(url) for url in urls], bool)
         if not (state.tried or down.any() or (rows[:, 0] < 0).any()):
             return rows[:, 0], urls
         usable = (rows >= 0) & ~down[rows]
@@ -241,9 +227,19 @@ class RackTier:
         state.left_to_origin.update(shards[peers < 0].tolist())
         return peers, urls
 
+    def _others(self, state: _Fetch, late: PeerClient, shards: Ints) -> list[list[str]]:
+        """Return for each shard the daemons to ask in place of one that is late, best first."""
+        rows, urls = self._members.choices(shards)
+        usable = [url != late.url and not self._members.is_avoided(url) for url in urls]
+        tried = [state.tried.get(shard, set()) for shard in shards.tolist()]
+        return [
+            [urls[at] for at in row if at >= 0 and usable[at] and urls[at] not in seen]
+            for row, seen in zip(rows.tolist(), tried, strict=True)
+        ]
+
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _ask_all(self, state: _Fetch, parts: list[_PeerPart]) -> None:
+    def _ask_all(self, state: _Fetch, parts: list[PeerRead]) -> None:
         """Send all requests at once, the last by this thread."""
         if not parts:
             return
@@ -252,19 +248,19 @@ class RackTier:
         for other in others:
             other.result()
 
-    def _ask(self, state: _Fetch, part: _PeerPart) -> None:
+    def _ask(self, state: _Fetch, part: PeerRead) -> None:
         peer, shards = part.peer, part.shards
+        displaced = not (state.fallbacks | state.tried.keys()).isdisjoint(shards.tolist())
+        race = self._hedges.race(state.batch, part, partial(self._others, state, peer), displaced=displaced)
         suspects = self._suspects.intersection(shards.tolist()) if self._suspects else set()
         try:
             flags = self._recheck(peer, suspects) if suspects else 0
-            statuses, data = self._request(part, flags)
-        except OverCapacity as error:  # overloaded, not broken: a runner-up would have to fill what this one holds
-            state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
-            state.waiting_on.update(dict.fromkeys(shards.tolist(), peer.url))
-            self._stats.add("overloads")
-            return
+            statuses, data = self._request(part, flags, race.attempt)
         except QuiverError as error:
-            self._pass_over(state, peer, shards, error)
+            if race.end():
+                self._failed(state, part, error)
+            return
+        if not race.end():  # the hedge delivered the samples
             return
         if suspects:
             with self._lock:
@@ -273,13 +269,14 @@ class RackTier:
         self._members.answered(peer.url)
         absent = np.flatnonzero(statuses != RangeStatus.PRESENT)
         if not len(absent):
-            _put(state.batch, part, data)
+            part.put(state.batch, data)
             state.received(peer, shards)
+            self._members.health.answered(peer.url, shards, race.seconds, len(data))
             return
         self._stats.add("misses_rack", len(absent))
         present = statuses == RangeStatus.PRESENT
         if present.any():
-            _put(state.batch, part, data, present)
+            part.put(state.batch, data, present)
             state.received(peer, shards[np.unique(part.which[present])])
         missing = shards[part.which[absent]].tolist()
         for shard, status in dict(zip(missing, statuses[absent].tolist(), strict=True)).items():
@@ -293,20 +290,31 @@ class RackTier:
             return RECHECK
         return 0
 
-    def _request(self, part: _PeerPart, flags: int) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    def _failed(self, state: _Fetch, part: PeerRead, error: QuiverError) -> None:
+        """Act on a request that failed."""
+        if not isinstance(error, OverCapacity):
+            self._pass_over(state, part.peer, part.shards, error)
+            return
+        # The daemon is overloaded, not broken: a runner-up would have to fill what this one holds.
+        state.retry_at = time.monotonic() + min(error.retry_after_seconds, RETRY_SECONDS_MAX)
+        state.waiting_on.update(dict.fromkeys(part.shards.tolist(), part.peer.url))
+        self._stats.add("overloads")
+
+    def _request(
+        self, part: PeerRead, flags: int, attempt: Attempt
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
         """Return a ``RangeStatus`` per position, and the bytes of those present, back to back."""
-        names = Digest.many(self._manifest.tables.shard_digests[part.shards].tobytes())
-        ranges = np.zeros(len(part.positions), RANGE)
-        ranges["length"] = part.sizes
+        names = self._members.digests(part.shards)
+        ranges = part.ranges()
         if not ranges["length"].any():  # shards are to be filled, and nothing of them is wanted
             with contextlib.suppress(NotFound):  # without the verb; a read of nothing fills as well
                 statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
                 return statuses[part.which], np.empty(0, np.uint8)
-        ranges["shard"], ranges["offset"] = part.which, part.offsets
-        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags))
+        return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags), attempt)
 
     def _absent(self, state: _Fetch, peer: PeerClient, shard: int, status: int) -> None:
         """Act on the status of a shard that is absent. ``FILLING`` needs no action: the next round requests it."""
+        self._members.health.absent(peer.url, shard)
         if status in (RangeStatus.UPLOAD, RangeStatus.FAILED):
             self._members.warn_of_faults(peer)
         if status in (RangeStatus.NO_ROOM, RangeStatus.FAILED):
@@ -358,30 +366,6 @@ class RackTier:
         if refused or silent:
             self._members.mark_unresponsive(peer.url)
         self._stats.warn(f"peer {peer.url}", f"passing over a daemon: {error}")
-
-
-def _extents(batch: Batch, positions: Positions, peer: PeerClient) -> tuple[Ints, Ints, Ints]:
-    """Return for each sample where to read in its shard, how much, and at which byte of that the chosen fields begin.
-
-    Of a daemon that is not authenticated the whole sample is read, since only its BLAKE3 is worth anything.
-    """
-    plan = batch.plan
-    if not batch.wants_whole(trusted=peer.is_authenticated) or not plan.sizes[positions].any():
-        return plan.offsets[positions], plan.sizes[positions], np.zeros(len(positions), np.int64)
-    inside = batch.inside(positions)
-    sizes = plan.manifest.blob_sizes(plan.blobs[positions]).astype(np.int64)
-    return plan.offsets[positions] - inside, sizes, inside
-
-
-def _put(
-    batch: Batch, part: _PeerPart, data: npt.NDArray[np.uint8], present: npt.NDArray[np.bool_] | None = None
-) -> None:
-    """Put an answer: the bytes of the samples, or of those that are present, back to back."""
-    positions, sizes, inside = part.positions, part.sizes, part.inside
-    if present is not None:
-        positions, sizes, inside = positions[present], sizes[present], inside[present]
-    offsets = np.cumsum(sizes) - sizes + inside
-    batch.put(positions, Buffer.of(data), offsets, trusted=part.peer.is_authenticated)
 
 
 def _cut(positions: Positions, sizes: Ints) -> list[Positions]:
