@@ -125,7 +125,7 @@ BUGS: Final = (
     Planted(
         "a peer that failed is asked at once again",
         "cacheserver/quiver_cacheserver/rack/peers.py",
-        "                if url in self._backoffs and self._backoffs[url].is_waiting:\n                    continue\n",
+        "                if self._health.is_avoided(url):\n                    self._probe()\n                    continue\n",
         "",
         ("tests/daemon/test_failed_peers.py::test_a_peer_that_failed_is_passed_over_until_it_delivers",),
     ),
@@ -148,7 +148,7 @@ BUGS: Final = (
         "cacheserver/quiver_cacheserver/access/rights.py",
         '"POST /v1/needs": Right.FILL,',
         '"POST /v1/needs": Right.READ,',
-        ("tests/daemon/test_access.py::test_a_token_may_do_what_its_rights_say_and_nothing_else",),
+        ("tests/daemon/test_rights.py::test_what_makes_a_daemon_fetch_store_or_evict_requires_the_right_to_fill",),
     ),
     Planted(
         "a right of the table is not asked for",

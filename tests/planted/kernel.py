@@ -277,4 +277,34 @@ BUGS: Final = (
         "return domain is None or self._domains[kind].get(digest, UNRECORDED) is not None",
         ("tests/daemon/test_domains.py::test_what_is_foreign_is_answered_as_what_nobody_has",),
     ),
+    Planted(
+        "hedges transfer as much as they like",
+        "quiver/health.py",
+        "        if size_bytes > self._left_bytes:\n            return False\n",
+        "",
+        ("tests/kernel/test_health.py::test_hedges_transfer_no_more_in_vain_than_their_share_and_the_burst",),
+    ),
+    Planted(
+        "a breaker never half-opens",
+        "quiver/health.py",
+        "            if lost or (peer.state is State.OPEN and not peer.backoff.is_waiting):\n",
+        "            if lost:\n",
+        (
+            "tests/kernel/test_health.py::test_an_avoided_peer_is_probed_once_after_a_pause_and_used_again_if_that_goes_well",
+        ),
+    ),
+    Planted(
+        "a breaker closes although its probe failed",
+        "quiver/health.py",
+        "        if good:\n            self._close(peer, now)\n",
+        "        if good or peer:\n            self._close(peer, now)\n",
+        ("tests/kernel/test_health.py::test_each_failed_probe_doubles_the_pause_up_to_a_limit",),
+    ),
+    Planted(
+        "a slow peer is never avoided",
+        "quiver/health.py",
+        "        if sum(peer.late) >= LATE_MAX:\n",
+        "        if sum(peer.late) > LATE_WINDOW:\n",
+        ("tests/kernel/test_health.py::test_a_peer_that_hedges_overtake_again_and_again_is_avoided",),
+    ),
 )
