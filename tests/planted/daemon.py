@@ -125,7 +125,8 @@ BUGS: Final = (
     Planted(
         "a peer that failed is asked at once again",
         "cacheserver/quiver_cacheserver/rack/peers.py",
-        "                if self._health.is_avoided(url):\n                    self._probe()\n                    continue\n",
+        "                if self._health.is_avoided(url):\n"
+        "                    self._probe()\n                    continue\n",
         "",
         ("tests/daemon/test_failed_peers.py::test_a_peer_that_failed_is_passed_over_until_it_delivers",),
     ),
