@@ -294,10 +294,10 @@ BUGS: Final = (
         ),
     ),
     Planted(
-        "a breaker closes although its probe failed",
+        "a failed probe is repeated at once",
         "quiver/health.py",
-        "        if good:\n            self._close(peer, now)\n",
-        "        if good or peer:\n            self._close(peer, now)\n",
+        "            peer.state, peer.changed_at = State.OPEN, now\n            peer.backoff.fail()\n",
+        "            peer.state, peer.changed_at = State.OPEN, now\n",
         ("tests/kernel/test_health.py::test_each_failed_probe_doubles_the_pause_up_to_a_limit",),
     ),
     Planted(

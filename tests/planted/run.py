@@ -130,6 +130,7 @@ class Copy:
         """Run tests; return pytest's exit status, and name and message of each that failed."""
         self._report.unlink(missing_ok=True)
         arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", f"--timeout={TEST_SECONDS_MAX}"]
+        arguments += ["-o", "timeout_func_only=true"]  # a fixture that takes long on a busy machine catches nothing
         arguments += [f"--junitxml={self._report}", *(["-x"] if first_only else []), *tests]
         return self._pytest(arguments), _failures(self._report)
 
