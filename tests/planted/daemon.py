@@ -109,11 +109,11 @@ BUGS: Final = (
         ("tests/daemon/test_junk_manifests.py::test_a_fill_that_hangs_on_a_junk_manifest_s_origin_is_not_waited_for",),
     ),
     Planted(
-        "a daemon reads any origin",
-        "cacheserver/quiver_cacheserver/origins/allowed.py",
-        "            if location.contains(base)\n",
-        "            if location.contains(base) or base\n",
-        ("tests/daemon/test_hostile_uploads.py::test_no_address_but_those_allowed_is_even_connected_to",),
+        "a prefix allows what only begins like it",
+        "quiver/location.py",
+        "            and other.names[: len(self.names)] == self.names\n",
+        '            and "/".join(other.names).startswith("/".join(self.names))\n',
+        ("tests/kernel/test_location.py::test_a_prefix_allows_at_a_slash_and_of_one_server",),
     ),
     Planted(
         "a chosen uploader that never comes is waited for",
