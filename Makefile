@@ -22,7 +22,7 @@ PROJECT := --no-deps --no-build-isolation -e .
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install check format test chaos faults soak fuzz demo bench imports audit sbom build constraints clean
+.PHONY: help install check format test chaos faults planted soak fuzz demo bench imports audit sbom build constraints clean simulate
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -67,6 +67,13 @@ fuzz: $(STAMP)  ## Fuzz every parser; SECONDS=3600 in all, shared by the targets
 	@$(PIP) install -c constraints.txt $$($(call REQUIREMENTS,fuzz)) \
 		|| echo "make: atheris cannot be installed here; fuzzing by mutation alone" >&2
 	$(BIN)/python -m tests.fuzz --guided --seconds $(SECONDS) $(FUZZ_ARGS)
+
+planted: $(STAMP)  ## Plant each of a list of bugs in a copy of the sources; a test must catch it
+	$(BIN)/python -m tests.planted
+
+SEEDS ?= 10000
+simulate: $(STAMP)  ## Simulate racks, jobs and faults under virtual time; SEEDS=10000
+	$(BIN)/python -m tests.simulation --seeds $(SEEDS) --jobs 2
 
 demo: $(STAMP)  ## Train a small network through etcd and three daemons, one of which is killed during training
 	@$(BIN)/python examples/demo.py

@@ -8,7 +8,7 @@ from quiver_client.loader.epoch import Epoch
 from tests.chaos.resume import attempt, dataset_in, main
 from tests.support.data import Files
 
-pytestmark = pytest.mark.fault("E1", "E2")
+pytestmark = pytest.mark.fault("E1")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,10 @@
-"""A loader under an adversary: a cache that hides shards, one that drips, and a job that stands still for an hour."""
+"""A loader under an adversary: a cache that hides shards or drips, an hour in which nothing happens, a dead worker."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -99,3 +102,23 @@ def test_a_job_that_stood_still_for_an_hour_goes_on(
     assert set(seen.values()) == {1}
     assert len(seen) == SAMPLES
     loader.close()
+
+
+@pytest.mark.fault("E2")
+def test_a_worker_that_is_killed_is_an_error_that_says_so_and_a_resumed_run_is_exact(keys: Dataset) -> None:
+    others = set(multiprocessing.active_children())
+    loader = DataLoader(keys, 10, shuffle=True, num_workers=2)
+    batches = iter(loader)
+    got = [key for _ in range(3) for key in next(batches)["__key__"]]
+    victim = next(child for child in multiprocessing.active_children() if child not in others)
+    os.kill(victim.pid or 0, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"worker.*(killed|exited)"):
+        got.extend(key for batch in batches for key in batch["__key__"])
+    state = loader.state_dict()
+    loader.close()
+    assert state["batches"] * 10 == len(got), "what the loop was given is what counts"
+    resumed = DataLoader(keys, 10, shuffle=True, num_workers=1)
+    resumed.load_state_dict(state)
+    got += [key for batch in resumed for key in batch["__key__"]]
+    resumed.close()
+    assert Counter(got) == Counter(keys.manifest.key(row) for row in range(SAMPLES))

@@ -82,7 +82,9 @@ def test_a_fill_that_hangs_on_a_junk_manifest_s_origin_is_not_waited_for(tmp_pat
             put_manifest(daemon, lie)
             put_manifest(daemon, small)
             shard = small.opened().shard_digest(0)
+            begun = time.monotonic()
             assert read(daemon, [shard], [(0, 0, 9)], lie.opened().digest, 500)[0] == [RangeStatus.FILLING]
+            assert time.monotonic() - begun < 10, "no read waits longer than it said"
             assert slow.held.acquire(timeout=5)
             begun = time.monotonic()
             statuses = read(daemon, [shard], [(0, 0, 9)], small.opened().digest, 20_000)[0]

@@ -114,6 +114,19 @@ def test_what_is_evicted_for_one_shard_gives_room_to_no_other(even: Files, node:
     assert resident(node, manifest) == {0, 1, 2, 5}
 
 
+def test_room_that_is_promised_to_what_is_coming_is_not_free(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1, 2)
+    node.store.drop(Kind.SHARD, manifest.shard_digest(3))
+    free_bytes = node.rooms.free_bytes()
+    node._needs.commit(decision_of(manifest, 4))
+    assert node.rooms.free_bytes() == free_bytes - SHARD_BYTES, "a second decision must not count on it"
+    with node.rooms.reserve(Kind.SHARD, manifest.shard_digest(4), SHARD_BYTES):
+        assert node.rooms.free_bytes() == free_bytes - SHARD_BYTES, "what is reserved was promised"
+    node._needs.end(decision_of(manifest, 4).recipe)
+    assert node.rooms.free_bytes() == free_bytes
+
+
 def test_a_decision_whose_room_came_free_meanwhile_evicts_nothing(even: Files, node: Node) -> None:
     manifest = even.opened()
     needed_by(node, manifest, 0, 1)

@@ -31,8 +31,8 @@ BUGS: Final = (
     Planted(
         "a dead daemon is asked for every batch",
         "client/quiver_client/rack/members.py",
-        "        return backoff is not None and backoff.is_waiting\n",
-        "        return backoff is not None and backoff.is_waiting and not url\n",
+        "        return self.health.is_avoided(url)\n",
+        "        return self.health.is_avoided(url) and not url\n",
         ("tests/client/test_faults.py::test_a_frozen_daemon_costs_one_bounded_stall",),
     ),
     Planted(

@@ -205,7 +205,7 @@ BUGS: Final = (
         "quiver/origin/local.py",
         '            raise Changed(full, "became shorter")\n',
         "            break\n",
-        ("tests/contract/test_sources.py::test_an_origin_that_changed_names_object_and_samples",),
+        ("tests/kernel/test_local_store.py::test_a_file_that_became_shorter_is_changed_wherever_it_ends",),
     ),
     Planted(
         "a link leads out of what an operator allows",
@@ -250,10 +250,10 @@ BUGS: Final = (
         ("tests/kernel/test_handoff.py::test_a_stranger_who_listens_under_a_path_of_roots_is_told_nothing",),
     ),
     Planted(
-        "descriptors of a malformed answer leak",
+        "an answer with fewer editions than files is believed",
         "quiver/transport/handoff.py",
-        "present != len(files):",
-        "present > len(files):",
+        "if len(answer.editions) != len(digests) or max(answer.statuses)",
+        "if max(answer.statuses)",
         ("tests/kernel/test_handoff.py::test_a_wrong_answer_is_an_error_and_leaves_no_descriptor_open",),
     ),
     Planted(
@@ -268,7 +268,7 @@ BUGS: Final = (
         "quiver/transport/tls.py",
         "            if not found:\n                raise TlsError(\"its certificate is not a node's",
         "            if found is None:\n                raise TlsError(\"its certificate is not a node's",
-        ("tests/daemon/test_tls.py::test_a_daemon_is_only_taken_for_the_node_that_its_certificate_names",),
+        ("tests/contract/test_tls_identity.py::test_a_clients_certificate_does_not_pass_for_a_daemons",),
     ),
     Planted(
         "what a domain has not shown to have is readable",
@@ -276,5 +276,35 @@ BUGS: Final = (
         "return domain is None or domain in self._domains[kind].get(digest, UNRECORDED)",
         "return domain is None or self._domains[kind].get(digest, UNRECORDED) is not None",
         ("tests/daemon/test_domains.py::test_what_is_foreign_is_answered_as_what_nobody_has",),
+    ),
+    Planted(
+        "hedges transfer as much as they like",
+        "quiver/health.py",
+        "        if size_bytes > self._left_bytes:\n            return False\n",
+        "",
+        ("tests/kernel/test_health.py::test_hedges_transfer_no_more_in_vain_than_their_share_and_the_burst",),
+    ),
+    Planted(
+        "a breaker never half-opens",
+        "quiver/health.py",
+        "            if lost or (peer.state is State.OPEN and not peer.backoff.is_waiting):\n",
+        "            if lost:\n",
+        (
+            "tests/kernel/test_health.py::test_an_avoided_peer_is_probed_once_after_a_pause_and_used_again_if_that_goes_well",
+        ),
+    ),
+    Planted(
+        "a failed probe is repeated at once",
+        "quiver/health.py",
+        "            peer.state, peer.changed_at = State.OPEN, now\n            peer.backoff.fail()\n",
+        "            peer.state, peer.changed_at = State.OPEN, now\n",
+        ("tests/kernel/test_health.py::test_each_failed_probe_doubles_the_pause_up_to_a_limit",),
+    ),
+    Planted(
+        "a slow peer is never avoided",
+        "quiver/health.py",
+        "        if sum(peer.late) >= LATE_MAX:\n",
+        "        if sum(peer.late) > LATE_WINDOW:\n",
+        ("tests/kernel/test_health.py::test_a_peer_that_hedges_overtake_again_and_again_is_avoided",),
     ),
 )

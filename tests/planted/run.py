@@ -75,8 +75,9 @@ class Copy:
             **os.environ,
             "PYTHONPATH": os.pathsep.join([*roots, *filter(None, [os.environ.get("PYTHONPATH")])]),
             "TMPDIR": str(folder / "tmp"),
+            "PLANTED_LOG": str(folder / "pytest.log"),
         }
-        self._report = folder / "report.xml"
+        self._report, self._log = folder / "report.xml", folder / "pytest.log"
         self._check_imports()
         self._zygote = subprocess.Popen(
             [sys.executable, "-m", "tests.planted.zygote"],
@@ -118,7 +119,7 @@ class Copy:
             _forget_compiled(target)
         seconds = time.monotonic() - began
         if code != 1 or not failures:
-            return Verdict(bug, False, f"no test failed (exit {code})", seconds)
+            return Verdict(bug, False, f"no test failed (exit {code}): {self._said()}", seconds)
         name, message = failures[0]
         wrong = next((kind for kind in NO_FAILURES if message.startswith(kind)), "")
         return Verdict(
@@ -129,6 +130,7 @@ class Copy:
         """Run tests; return pytest's exit status, and name and message of each that failed."""
         self._report.unlink(missing_ok=True)
         arguments = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--no-header", f"--timeout={TEST_SECONDS_MAX}"]
+        arguments += ["-o", "timeout_func_only=true"]  # a fixture that takes long on a busy machine catches nothing
         arguments += [f"--junitxml={self._report}", *(["-x"] if first_only else []), *tests]
         return self._pytest(arguments), _failures(self._report)
 
@@ -146,6 +148,11 @@ class Copy:
             return int(answers.readline())
         finally:
             timer.cancel()
+
+    def _said(self) -> str:
+        """Return the last line that pytest said."""
+        lines = self._log.read_text(errors="replace").split("\n") if self._log.exists() else []
+        return next((line for line in reversed(lines) if line.strip()), "nothing")[:200]
 
     def close(self) -> None:
         """End the zygote."""

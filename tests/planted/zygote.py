@@ -2,7 +2,7 @@
 
 It imports nothing of the sources, which differ from run to run, and no plugin of pytest, which would warn of that. A
 line on standard input is a list of arguments for pytest; the answers are two lines, the id of the process that runs it,
-which leads a group, and its exit status.
+which leads a group, and its exit status. What pytest says goes to the file ``$PLANTED_LOG``.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def _run(arguments: list[str]) -> None:
     code = 3
     try:
         os.setpgid(0, 0)
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for fd in (0, 1, 2):
-            os.dup2(nothing, fd)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        said = os.open(os.environ["PLANTED_LOG"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for fd, to in ((0, nothing), (1, said), (2, said)):
+            os.dup2(to, fd)
         import pytest
 
         sys.argv = ["pytest", *arguments]

@@ -33,7 +33,7 @@ def test_a_peer_that_failed_is_passed_over_until_it_delivers(peers: RackPeers, e
         failed = next(peer for peer in peers.holders(SHARD) if peer.url == "http://b:1")
         peers.failed(failed, error)  # type: ignore[arg-type]
         assert urls(peers) == {"http://c:1"}
-        peers.delivered(failed)
+        peers.delivered(failed, 1000, 0.001)
         assert urls(peers) == {"http://b:1", "http://c:1"}
 
 
