@@ -273,7 +273,8 @@ def lines(told: dict[str, Any], scale: Scale) -> Iterator[str]:
     )
     yield (
         f"  p50 {p99['abused_p50_ms']:.1f} and {p99['alone_p50_ms']:.1f} ms; the daemon takes"
-        f" {p99['abused_cpu']:.2f} and {p99['alone_cpu']:.2f} of a processor; the slow clients sent {p99['bytes_of_slow_clients']:,} bytes,"
+        f" {p99['abused_cpu']:.2f} and {p99['alone_cpu']:.2f} of a processor;"
+        f" the slow clients sent {p99['bytes_of_slow_clients']:,} bytes,"
         f" {p99['closed_and_connected_again']:,} connected again"
     )
     yield (
