@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bench.questions import connections, delivery, filling, scale, serving, stages
+from bench.questions import connections, delivery, durability, filling, scale, serving, stages
 from bench.questions.base import Question
 
 QUESTIONS: Final[dict[str, Question]] = {
@@ -14,6 +14,7 @@ QUESTIONS: Final[dict[str, Question]] = {
         *serving.QUESTIONS,
         *connections.QUESTIONS,
         *filling.QUESTIONS,
+        *durability.QUESTIONS,
         *scale.QUESTIONS,
         *stages.QUESTIONS,
     )

@@ -438,6 +438,7 @@ def test_the_oldest_idle_connections_of_an_address_make_room_for_its_next(tmp_pa
         assert metric(address, 'quiver_connections_closed_total{why="room"}') >= 8
 
 
+@pytest.mark.fault("C6")
 def test_a_daemon_without_descriptors_serves_on_and_accepts_again(tmp_path: Path) -> None:
     with Daemon(tmp_path / "data") as daemon, connected(daemon.address, HONEST) as old, contextlib.ExitStack() as stack:
         healthy = request("GET", "/healthz")

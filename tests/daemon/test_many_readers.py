@@ -109,6 +109,7 @@ def test_requests_that_are_sent_ahead_are_answered_in_order(tmp_path: Path) -> N
             assert rest_of(sock, 16 + 1 + size)[17:] == SMALL_DATA[at : at + size]
 
 
+@pytest.mark.fault("C6")
 def test_streams_without_descriptors_are_refused_and_the_daemon_serves_on(tmp_path: Path) -> None:
     """A stream is a descriptor of its own while it is handed over."""
     with Daemon(tmp_path / "data") as daemon, connected(daemon.address) as old, contextlib.ExitStack() as stack:
