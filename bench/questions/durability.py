@@ -1,8 +1,8 @@
 """What it costs that a shard is synced to the disk, and verified, before it is visible.
 
 One thread writes shards by the store's recipe, with and without each of the two steps, side by side. What was written
-is flushed between the rounds, outside of the measured time. Expected: on a disk, syncing costs most of what small shards
-take and little of what large ones take, as the disk's own throughput is the limit then; in memory both are free.
+is flushed between the rounds, outside of the measured time. Expected: on a disk, syncing costs most of what small
+shards take and little of what large ones take, whose limit is the disk's own throughput; in memory it is free.
 """
 
 from __future__ import annotations

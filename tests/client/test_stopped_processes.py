@@ -18,7 +18,9 @@ import pytest
 
 from quiver.errors import OverCapacity
 from quiver.store import Kind, Store, idle_of, put_with_room
+from quiver.store.locks import LOCK_SECONDS_MAX
 from quiver_client import Dataset
+from quiver_client.embedded.fill_locks import STALE_SECONDS
 from quiver_client.embedded.tier import EmbeddedTier
 from tests.store.test_store import shard_of
 from tests.support.data import Files
@@ -85,6 +87,11 @@ def timed(work: Callable[[], object]) -> float:
     begun = time.monotonic()
     work()
     return time.monotonic() - begun
+
+
+@pytest.mark.fault("C7")
+def test_what_is_waited_for_a_stopped_process_is_less_than_a_second_in_all() -> None:
+    assert LOCK_SECONDS_MAX + STALE_SECONDS < 1
 
 
 @pytest.mark.fault("C7")
