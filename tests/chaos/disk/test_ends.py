@@ -62,8 +62,9 @@ READER = """
     manifest, cache, workers = sys.argv[1:]
     dataset = Dataset(manifest, cache, fields=["image", "__key__"])
     loader = DataLoader(dataset, batch_size=8, shuffle=True, num_workers=int(workers))
-    for at, _ in enumerate(loader):
-        print(at, flush=True)
+    while True:
+        for at, _ in enumerate(loader):
+            print(at, flush=True)
 """
 
 
@@ -75,7 +76,7 @@ def test_a_worker_that_is_killed_is_an_error_that_says_so_and_a_resume_is_exact(
     cache = lone.url if kind == "rack" else f"file://{tmp_path}/cache?capacity=1GiB"
     running = Script(textwrap.dedent(KILLED), [files.manifest, cache], tmp_path / "log")
     try:
-        code = running.wait(90)
+        code = running.wait(110)
     finally:
         running.kill()
     lines = [json.loads(line) for line in running.lines()]
@@ -107,7 +108,7 @@ def test_a_signal_ends_a_training_process_at_once_and_leaves_no_other(
     with counting_origin(files.folder) as origin:
         remote = rebased(files, origin.url, tmp_path / "remote.quiver")
         cache = tmp_path / "cache"
-        arguments = [remote.manifest, f"file://{cache}?capacity=1GiB", workers]
+        arguments = [remote.manifest, f"file://{cache}?capacity=1MiB", workers]  # a third: it reads the origin for ever
         running = Script(textwrap.dedent(READER), arguments, tmp_path / "log")
         try:
             until(running.lines, 40)
@@ -119,11 +120,11 @@ def test_a_signal_ends_a_training_process_at_once_and_leaves_no_other(
             took = time.monotonic() - begun
             assert code in (-number, 1), "by the signal, or by KeyboardInterrupt"
             assert took < END_SECONDS_MAX
-            until(lambda: not members_of(running.pid), END_SECONDS_MAX, "orphans")
+            until(lambda: not members_of(running.pid), 20, "orphans")
         finally:
             running.kill()
             origin.open.set()
-    with contextlib.closing(Store.open(cache, 1 << 30, shared=True)) as store:
+    with contextlib.closing(Store.open(cache, 1 << 20, shared=True)) as store:
         assert store.resident_bytes() > 0
         assert not list((cache / "tmp").iterdir()), "what it was filling is swept by whoever comes next"
 
