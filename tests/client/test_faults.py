@@ -440,6 +440,7 @@ def test_an_origin_that_is_down_is_said_and_what_is_cached_trains_on(
         made.close()
 
 
+@pytest.mark.fault("C4")
 def test_a_disk_that_fails_leaves_the_epoch_exact(
     dataset: Make, small: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -454,6 +455,7 @@ def test_a_disk_that_fails_leaves_the_epoch_exact(
     assert "disk is full" in caplog.text
 
 
+@pytest.mark.fault("C2")
 def test_wrong_bytes_in_an_embedded_cache_are_found_and_mended(dataset: Make, small: Files, tmp_path: Path) -> None:
     cache = f"file://{tmp_path}/cache"
     first = dataset(small.manifest, cache, fields=FIELDS)
