@@ -21,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -66,6 +67,7 @@ class Hedges:
         self._origin = origin
         self._verify = verify
         self._stats = stats
+        self.deadlines = members.health.deadlines
         self._pool = ThreadPool(HEDGES_AT_ONCE, "quiver-hedge")
         self._running = 0
         self._lock = forks.lock()
@@ -136,8 +138,8 @@ class Hedges:
             wanted = wanted[has[late.which[wanted]]]
             if race.is_ended or not len(wanted):
                 continue
-            seconds = RUNNER_UP_SECONDS + self._members.health.late_after_seconds(url, late.shards, race.size_bytes)
-            attempt = Attempt(limit_seconds=seconds)
+            usual_seconds = self.deadlines(url, late.shards, race.size_bytes).late
+            attempt = Attempt(limit_seconds=RUNNER_UP_SECONDS + usual_seconds)
             race.hedged_by(attempt)
             with contextlib.suppress(QuiverError):  # the batch's own reads find out what is wrong with it
                 self._read(self._members.peer(url), late, scratch, wanted, attempt)
@@ -207,14 +209,9 @@ class Race:
         self._over: threading.Event | None = None
         self._lock = threading.Lock()
         self._begun_at = time.monotonic()
-        health = hedges._members.health
-        where = late.peer.url, late.shards, self.size_bytes
-        self.attempt = Attempt(
-            self.size_bytes,
-            late_seconds=health.late_after_seconds(*where, displaced=displaced),
-            on_late=lambda: hedges.begin(self),
-            limit_seconds=health.give_up_after_seconds(*where),
-        )
+        may = hedges.deadlines(late.peer.url, late.shards, self.size_bytes, displaced=displaced)
+        on_late = partial(hedges.begin, self)
+        self.attempt = Attempt(self.size_bytes, late_seconds=may.late, on_late=on_late, limit_seconds=may.limit)
 
     @property
     def seconds(self) -> float:
