@@ -43,7 +43,7 @@ HEDGES_AT_ONCE: Final = 4
 RUNNERS_UP_MAX: Final = 4  # daemons that one hedge asks, one after the other
 RUNNER_UP_SECONDS: Final = 0.25  # for each to begin its answer: it has the bytes, or says at once that it has not
 ASK_SECONDS: Final = IN_RACK.alive_seconds  # for the late daemon to say whether it has the shards
-ORIGIN_SECONDS: Final = 0.3  # that a daemon which has the shards is waited for before the origin is read
+ORIGIN_SECONDS: Final = 0.6  # that a daemon which says that it has the shards is waited for: it may be overloaded
 
 Origin = Callable[[Batch], None]
 """Reads the samples of a batch that are not verified yet from the origin."""
