@@ -63,6 +63,7 @@ def epoch(made: Dataset, files: Files, at_batch: Callable[[int], None] = lambda 
 FIELDS = ["image", "__key__"]
 
 
+@pytest.mark.fault("M1")
 def test_a_daemon_killed_in_an_epoch_costs_no_sample_and_no_error(
     dataset: Make, small: Files, own_rack: list[Daemon]
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_daemon_killed_in_an_epoch_costs_no_sample_and_no_error(
     assert stats["samples_rack"] > 60
 
 
+@pytest.mark.fault("M2")
 def test_when_all_daemons_die_the_epoch_ends_from_the_origin(
     dataset: Make, small: Files, own_rack: list[Daemon], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +94,7 @@ def test_when_all_daemons_die_the_epoch_ends_from_the_origin(
     assert 0 < len(caplog.records) < 12, "a dead rack must not flood a log"
 
 
+@pytest.mark.fault("M1")
 def test_a_frozen_daemon_costs_one_bounded_stall(
     dataset: Make, small: Files, own_rack: list[Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -483,6 +486,7 @@ def test_a_seed_that_is_dead_is_passed_over_for_the_next(dataset: Make, small: F
     assert made.stats()["samples_rack"] == 60
 
 
+@pytest.mark.fault("M1")
 def test_readers_in_threads_survive_a_death_together(dataset: Make, small: Files, own_rack: list[Daemon]) -> None:
     made = dataset(small.manifest, own_rack[0].url, fields=FIELDS)
     failures: list[BaseException] = []
