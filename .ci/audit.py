@@ -39,7 +39,7 @@ def audited(pins: list[str], seconds: float) -> tuple[list[dict[str, Any]], str]
 
 def main() -> int:
     pins = [line.strip() for line in CONSTRAINTS.read_text().splitlines() if "==" in line and not line.startswith("#")]
-    _, why = audited([pin for pin in pins if pin.startswith(f"{PROBE}==")], PROBE_SECONDS)
+    known, why = audited([pin for pin in pins if pin.startswith(f"{PROBE}==")], PROBE_SECONDS)
     if not why:
         known, why = audited(pins, AUDIT_SECONDS)
     vulnerable = [(each, flaw) for each in known for flaw in each["vulns"]]

@@ -29,6 +29,7 @@ SIZES: Final = ((110_000, 256, 256 << 20), (4_096, 1_024, 128 << 20))  # of samp
 CARRIERS: Final = ("stream", "HTTP")
 CHECKS: Final = 2_000
 VARIABLE: Final = "QUIVER_TOKEN"
+ROUNDS_MORE: Final = 4  # times as many are tried as are counted
 
 
 def measure(folder: Path, *, rounds: int, seconds: float, quick: bool = False) -> dict[str, list[dict[str, Any]]]:
@@ -114,10 +115,24 @@ def _rounds(
             stack.callback(datasets[name].close)
             for at in range(0, len(datasets[name]), batch_size):  # the daemon fills everything
                 datasets[name].__getitems__(range(at, min(at + batch_size, len(datasets[name]))))
-        for number in range(rounds):
+        for number in range(ROUNDS_MORE * rounds):
             batches = [rng.permutation(len(datasets["none"]))[:batch_size].tolist() for _ in range(16)]
-            for name in sorted(daemons, reverse=bool(number % 2)):
-                found[name].append(tls._round(datasets[name], batches, daemons[name][1].pid, seconds))
+            try:
+                took = {
+                    name: tls._round(datasets[name], batches, daemons[name][1].pid, seconds)
+                    for name in sorted(daemons, reverse=bool(number % 2))
+                }
+            except (
+                RuntimeError
+            ):  # on a busy machine a daemon may be passed over for a moment: that round does not count
+                time.sleep(2.0)
+                continue
+            for name, each in took.items():
+                found[name].append(each)
+            if len(found["none"]) == rounds:
+                break
+        else:
+            raise RuntimeError("this machine is too busy: in most rounds a daemon did not answer in time")
     ratios = [100 * mine[0] / none[0] for mine, none in zip(found["tokens"], found["none"], strict=True)]
     return [_row(name, took, median(ratios) if name == "tokens" else 100.0) for name, took in found.items()]
 

@@ -2,6 +2,7 @@
 
 ``app``           the table of routes, and the one place where errors become answers
 ``listening``     accepts connections; their deadlines until they are streams
+``tls``           the handshake, and HTTP on a socket that speaks TLS
 ``requests``      what a route needs of its connection: the client, the deadline, the body
 ``reads``         answering a batched read, and ``POST /v1/read``
 ``absence``       the statuses of shards that are not resident
