@@ -162,7 +162,7 @@ def _repeated(dataset: Any, batches: Sequence[list[int]], pid: int, seconds: flo
 
 
 def _round(dataset: Any, batches: Sequence[list[int]], pid: int, seconds: float) -> tuple[float, float, float] | None:
-    """Return GB per second, and CPU seconds per GB of this process and the daemon; None if some came from the origin."""
+    """Return GB per second, and CPU seconds per GB of reader and daemon; None if some came from the origin."""
     before, mine, its = dataset.stats(), time.process_time(), _cpu_seconds(pid)
     began = time.monotonic()
     at = 0
