@@ -22,7 +22,7 @@ PROJECT := --no-deps --no-build-isolation -e .
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install check format test chaos faults soak planted simulate fuzz demo bench imports build constraints clean
+.PHONY: help install check format test chaos faults planted soak fuzz demo bench imports audit sbom build constraints clean simulate
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -38,11 +38,12 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py client/quiver_client/nat
 	@$(PIP) install $(PROJECT)
 	@touch $@
 
-check: $(STAMP)  ## Check lint, formatting, types, and which package may import which
+check: $(STAMP)  ## Check lint, formatting, types, which package may import which, and known vulnerabilities
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	@$(BIN)/python .ci/audit.py
 
 format: $(STAMP)  ## Format, and fix what ruff can fix
 	$(BIN)/ruff check --fix
@@ -96,6 +97,13 @@ $(BENCH_STAMP): $(STAMP)
 imports: $(STAMP)  ## List which part of the code imports which, and draw the graph to dist/imports.svg
 	@mkdir -p dist
 	@$(BIN)/python -m bench.imports --svg dist/imports.svg
+
+audit: $(STAMP)  ## Fail if a pinned version has a known vulnerability (skipped where no service answers)
+	@$(BIN)/python .ci/audit.py --strict
+
+sbom: $(STAMP)  ## Write the components of the environment to dist/sbom.cdx.json (CycloneDX)
+	@mkdir -p dist
+	$(BIN)/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON -o dist/sbom.cdx.json $(BIN)/python
 
 build: $(STAMP)  ## Build the wheel into dist/
 	$(BIN)/python -m hatchling build --target wheel

@@ -109,20 +109,22 @@ def latencies(url: str, digests: list[Digest], pace: float, seconds: float) -> l
     return took
 
 
-def honest_p99(url: str, digests: list[Digest], scale: Scale) -> dict[str, Any]:
+def honest_p99(url: str, pid: int, digests: list[Digest], scale: Scale) -> dict[str, Any]:
     """Measure alone and abused in turn."""
     rounds: list[dict[str, float]] = []
-    again = 0
+    again = dripped = 0
     latencies(url, digests, scale.pace, scale.seconds / 3)  # everything is mapped and compiled
     for number in range(scale.rounds):
         told: dict[str, float] = {}
         for condition in ("alone", "abused") if number % 2 else ("abused", "alone"):
+            before, since = _cpu_seconds(pid), time.monotonic()
             if condition == "alone":
                 took = latencies(url, digests, scale.pace, scale.seconds)
             else:
-                with hostile(url, scale.heads, scale.uploads, scale.idle) as reconnected:
+                with hostile(url, scale.heads, scale.uploads, scale.idle) as sent:
                     took = latencies(url, digests, scale.pace, scale.seconds)
-                again += sum(reconnected)
+                again, dripped = again + sent[0], dripped + sent[1]
+            told[f"{condition}_cpu"] = (_cpu_seconds(pid) - before) / (time.monotonic() - since)
             told[f"{condition}_p99_ms"] = float(np.quantile(took, 0.99)) * 1000
             told[f"{condition}_p50_ms"] = float(np.quantile(took, 0.5)) * 1000
         rounds.append(told)
@@ -132,6 +134,7 @@ def honest_p99(url: str, digests: list[Digest], scale: Scale) -> dict[str, Any]:
         "ratio_of_p99": statistics.median(each["abused_p99_ms"] / each["alone_p99_ms"] for each in rounds),
         "rounds": rounds,
         "closed_and_connected_again": again,
+        "bytes_of_slow_clients": dripped,
     }
 
 
@@ -252,7 +255,7 @@ def measured(folder: Path, scale: Scale) -> dict[str, Any]:
     allow_files()
     with daemon_with_shards(folder) as (url, server, digests):
         told = {
-            "honest_p99": honest_p99(url, digests, scale),
+            "honest_p99": honest_p99(url, server.pid, digests, scale),
             "goodput": overload(url, server.pid, digests, scale),
             "memory": peaks(url, server.pid, digests, scale),
         }
@@ -267,6 +270,12 @@ def lines(told: dict[str, Any], scale: Scale) -> Iterator[str]:
     yield (
         f"{scale.heads:,} slow heads, {scale.uploads:,} slow uploads and {scale.idle:,} idle sockets: honest p99"
         f" {p99['abused_p99_ms']:.1f} ms, alone {p99['alone_p99_ms']:.1f} ms: {p99['ratio_of_p99']:.2f} times"
+    )
+    yield (
+        f"  p50 {p99['abused_p50_ms']:.1f} and {p99['alone_p50_ms']:.1f} ms; the daemon takes"
+        f" {p99['abused_cpu']:.2f} and {p99['alone_cpu']:.2f} of a processor;"
+        f" the slow clients sent {p99['bytes_of_slow_clients']:,} bytes,"
+        f" {p99['closed_and_connected_again']:,} connected again"
     )
     yield (
         f"twice the load that saturates: goodput {good['ratio']:.0%} of the peak,"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
 CONNECTION_BYTES: Final = 32 * KIB
-UNREAD_BYTES: Final = 256 * KIB  # of a body that its route does not read, per connection
+UNREAD_BYTES: Final = 384 * KIB  # of a body that its route does not read, per connection
 UPLOAD_BYTES: Final = 6 * MIB
 PARSED: Final = 4  # times a body's size, while its request waits
 SLACK_BYTES: Final = 24 * MIB  # an interpreter's heap moves by a few

@@ -34,7 +34,7 @@ WAYS: Final = (
     ("TLS", "auto"),
     ("TLS", "full"),
 )
-SIZES: Final = ((110_000, 256, 256 << 20), (4_096, 1_024, 128 << 20))  # of samples, batches, the dataset
+SIZES: Final = ((110_000, 256, 96 << 20), (4_096, 1_024, 32 << 20))  # of samples, batches, the dataset
 CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -29,6 +29,7 @@ SIZES: Final = ((110_000, 256, 256 << 20), (4_096, 1_024, 128 << 20))  # of samp
 CARRIERS: Final = ("stream", "HTTP")
 CHECKS: Final = 2_000
 VARIABLE: Final = "QUIVER_TOKEN"
+ROUNDS_MORE: Final = 4  # times as many are tried as are counted
 
 
 def measure(folder: Path, *, rounds: int, seconds: float, quick: bool = False) -> dict[str, list[dict[str, Any]]]:
@@ -40,7 +41,7 @@ def measure(folder: Path, *, rounds: int, seconds: float, quick: bool = False) -
         data = make_data(folder / str(sample_bytes), "blobs", count, sample_bytes)
         with _daemons(folder / f"rack{sample_bytes}", data, keys) as daemons:
             for carrier in CARRIERS:
-                took = _rounds(data, min(batch_size, count), daemons, token, carrier, rounds, seconds)
+                took = _rounds(data, min(batch_size, count), daemons, token, carrier, rounds=rounds, seconds=seconds)
                 readings += [{"sample_bytes": sample_bytes, "carrier": carrier, **each} for each in took]
     return {"readings": readings, "checks": _checks(keys, token, 100 if quick else CHECKS)}
 
@@ -92,6 +93,7 @@ def _rounds(
     daemons: dict[str, tuple[str, Server]],
     token: str,
     carrier: str,
+    *,
     rounds: int,
     seconds: float,
 ) -> list[dict[str, Any]]:
@@ -113,10 +115,24 @@ def _rounds(
             stack.callback(datasets[name].close)
             for at in range(0, len(datasets[name]), batch_size):  # the daemon fills everything
                 datasets[name].__getitems__(range(at, min(at + batch_size, len(datasets[name]))))
-        for number in range(rounds):
+        for number in range(ROUNDS_MORE * rounds):
             batches = [rng.permutation(len(datasets["none"]))[:batch_size].tolist() for _ in range(16)]
-            for name in sorted(daemons, reverse=bool(number % 2)):
-                found[name].append(tls._round(datasets[name], batches, daemons[name][1].pid, seconds))
+            try:
+                took = {
+                    name: tls._round(datasets[name], batches, daemons[name][1].pid, seconds)
+                    for name in sorted(daemons, reverse=bool(number % 2))
+                }
+            except (
+                RuntimeError
+            ):  # on a busy machine a daemon may be passed over for a moment: that round does not count
+                time.sleep(2.0)
+                continue
+            for name, each in took.items():
+                found[name].append(each)
+            if len(found["none"]) == rounds:
+                break
+        else:
+            raise RuntimeError("this machine is too busy: in most rounds a daemon did not answer in time")
     ratios = [100 * mine[0] / none[0] for mine, none in zip(found["tokens"], found["none"], strict=True)]
     return [_row(name, took, median(ratios) if name == "tokens" else 100.0) for name, took in found.items()]
 
@@ -152,10 +168,8 @@ def _checks(keys: Path, token: str, count: int) -> list[dict[str, Any]]:
         took = []
         for _ in range(count):
             began = time.perf_counter()
-            try:
+            with suppress(Refused):
                 check()
-            except Refused:
-                pass
             took.append(time.perf_counter() - began)
         made.append({"token": name, "microseconds": 1e6 * median(took)})
     return made

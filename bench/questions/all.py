@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from bench.questions import connections, delivery, filling, grey, scale, serving, stages
+from bench.questions import connections, delivery, durability, filling, grey, scale, serving, stages
 from bench.questions.base import Question
 
 QUESTIONS: Final[dict[str, Question]] = {
@@ -15,6 +15,7 @@ QUESTIONS: Final[dict[str, Question]] = {
         *connections.QUESTIONS,
         *filling.QUESTIONS,
         *grey.QUESTIONS,
+        *durability.QUESTIONS,
         *scale.QUESTIONS,
         *stages.QUESTIONS,
     )

@@ -13,7 +13,7 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
 - ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
-  ``imports`` imports what they need; ``memory`` tunes malloc
+  ``imports`` imports what they need; ``orphans`` ends workers whose parent was killed; ``memory`` tunes malloc
 - ``indexing`` makes manifests, ``certificates`` those of TLS; ``cli`` is the ``quiver`` command
 """
 

@@ -26,6 +26,7 @@ from quiver_client.failure import failure
 from quiver_client.fields import Fields, Sample
 from quiver_client.manifest_download import open_manifest
 from quiver_client.needs_reporter import NeedsChannel
+from quiver_client.orphans import watch_parent_of_worker
 from quiver_client.session import Session
 
 
@@ -214,6 +215,7 @@ class Dataset(TorchDataset[Any]):
         if self._session is None or self._owner != os.getpid():
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
+                    watch_parent_of_worker()
                     session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
                     if self._closing is not None:  # in a forked child: the finalizer of its parent's session
                         self._closing.detach()

@@ -37,6 +37,7 @@ from quiver.store.locks import FILE_MODE, BriefLock, own, share
 from quiver.store.table import FileListing, FileTable
 
 Listener = Callable[[Digest, bool], None]
+_NOTHING: Final[frozenset[Digest]] = frozenset()
 
 
 class Kind(enum.StrEnum):
@@ -205,6 +206,7 @@ class MemoryInventory:
         self._files = {kind: FileTable() for kind in Kind}
         # Of files that domains other than ``SINGLE`` hold: a daemon without tokens has none.
         self._domains: dict[Kind, dict[Digest, Domains]] = {kind: {} for kind in Kind}
+        self._held_in: dict[Kind, dict[Domain, set[Digest]]] = {kind: {} for kind in Kind}  # the same, by those domains
         for kind, table in self._files.items():
             for digest, info in scan(root, kind):
                 table.set(digest, info.st_size, info.st_mtime - age)
@@ -260,9 +262,10 @@ class MemoryInventory:
 
     def has(self, kind: Kind, digest: Digest, domain: Domain | None = None) -> bool:
         """Whether a file is held: in this domain, or in any."""
-        if digest not in self._files[kind].rows:
-            return False
-        return domain is None or domain in self._domains[kind].get(digest, UNRECORDED)
+        if domain:  # the same work whether others hold it or nobody does
+            return digest in self._held_in[kind].get(domain, _NOTHING)
+        is_held = digest in self._files[kind].rows
+        return is_held and (domain is None or domain in self._domains[kind].get(digest, UNRECORDED))
 
     def domains_of(self, kind: Kind, digest: Digest) -> Domains:
         if digest not in self._files[kind].rows:
@@ -276,10 +279,17 @@ class MemoryInventory:
                 self._tell(kind, digest, True)
 
     def _record(self, kind: Kind, digest: Digest, domains: Domains) -> None:
+        before, held_in = self._domains[kind].get(digest, UNRECORDED), self._held_in[kind]
         if domains == UNRECORDED:
             self._domains[kind].pop(digest, None)
         else:
             self._domains[kind][digest] = domains
+        for domain in filter(None, domains):
+            held_in.setdefault(domain, set()).add(digest)
+        for domain in filter(None, set(before).difference(domains)):
+            held_in[domain].discard(digest)
+            if not held_in[domain]:
+                del held_in[domain]
 
     def edition(self, digest: Digest) -> int:
         """Return the edition of the file that has this shard's name now; 0 if the shard is not held."""
@@ -317,7 +327,7 @@ class MemoryInventory:
         with self._lock:
             if digest in self._files[kind].rows:
                 size_bytes = self._files[kind].remove(digest)
-                self._domains[kind].pop(digest, None)  # last, for the same reason
+                self._record(kind, digest, UNRECORDED)  # last, for the same reason
                 self._changed(kind, digest, -size_bytes, False)
 
     def _changed(self, kind: Kind, digest: Digest, size_bytes: int, held: bool) -> None:

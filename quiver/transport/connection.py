@@ -29,7 +29,7 @@ from quiver.transport.attempt import Attempt
 from quiver.transport.idle import Idle
 from quiver.transport.liveness import Patience, Vigil, is_alive
 from quiver.transport.sockets import NotReady, is_ready, kernel_waits, receive_some, send_some, set_wait
-from quiver.transport.tls import Credentials, TlsError, explained, open_socket
+from quiver.transport.tls import Credentials, TlsError, explained, label, open_socket
 
 U8 = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -259,8 +259,10 @@ class Endpoint:
 
     def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
         """Return the error for an exchange that failed."""
-        if isinstance(error, ssl.SSLError):  # an alert: in TLS 1.3 a server refuses a certificate after the handshake
-            return Unavailable(self.url, explained(error), lasting=True)
+        if isinstance(
+            error, ssl.SSLError
+        ):  # in TLS 1.3 a server refuses a certificate after the handshake, by an alert
+            return Unavailable(self.url, explained(error), lasting=label(error) == "rejected")
         if is_answering and isinstance(error, ConnectionError):
             return BrokenOff(self.url, f"{error}; the daemon died, or the shard on its disk is damaged")
         why = f"does not answer ({str(error) or type(error).__name__}); is the daemon running there?"

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 TLS_PIECE_BYTES: Final = 256 << 10  # small buffers are joined before encryption: each would be a TLS record
+TLS_TURN_BYTES: Final = 1 << 20  # received in one go; then whoever waits looks at the time
 VECTOR_MAX: Final = 1024  # buffers of one call: the kernel's IOV_MAX
 
 
@@ -78,13 +79,16 @@ def send_some(sock: socket.socket, buffers: Sequence[memoryview]) -> int:
             return sock.sendmsg(buffers)
         except BlockingIOError:
             raise NotReady(select.POLLOUT) from None
+    left, sent = memoryview(_first_bytes(buffers)), 0
     try:
-        return sock.send(_first_bytes(buffers))
-    except ssl.SSLWantReadError:
-        raise NotReady(select.POLLIN) from None
-    except (ssl.SSLWantWriteError, BlockingIOError):
-        raise NotReady(select.POLLOUT) from None
-    except ssl.SSLEOFError as error:
+        while sent < len(left):  # a call takes one record, of 16 KiB
+            sent += sock.send(left[sent:])
+        return sent
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError) as error:
+        if sent:
+            return sent
+        raise NotReady(select.POLLIN if isinstance(error, ssl.SSLWantReadError) else select.POLLOUT) from None
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
         raise ConnectionResetError("the other end closed the connection") from error
 
 
@@ -122,14 +126,27 @@ def receive_some(sock: socket.socket, buffer: memoryview, *, whole: bool = False
     ``whole``: a blocking plain socket may wait until the buffer is full, which saves calls. Raises ``NotReady`` if
     nothing has arrived, ``OSError`` if the socket failed.
     """
+    if isinstance(sock, ssl.SSLSocket):
+        return _receive_records(sock, buffer)
     try:
-        if isinstance(sock, ssl.SSLSocket):
-            return sock.recv_into(buffer)
         return sock.recv_into(buffer, 0, socket.MSG_WAITALL if whole else 0)
-    except ssl.SSLWantWriteError:
-        raise NotReady(select.POLLOUT) from None
-    except (ssl.SSLWantReadError, BlockingIOError):
+    except BlockingIOError:
         raise NotReady(select.POLLIN) from None
+
+
+def _receive_records(sock: ssl.SSLSocket, buffer: memoryview) -> int:
+    """Receive what is here, a record of at most 16 KiB with each call, but no more than ``TLS_TURN_BYTES``."""
+    received, wanted = 0, min(len(buffer), TLS_TURN_BYTES)
+    try:
+        while received < wanted:
+            count = sock.recv_into(buffer[received:wanted])
+            received += count
+            if not count:
+                break
+    except (ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError) as error:
+        if not received:
+            raise NotReady(select.POLLOUT if isinstance(error, ssl.SSLWantWriteError) else select.POLLIN) from None
+    return received
 
 
 def _first_bytes(buffers: Sequence[memoryview]) -> memoryview | bytes:

@@ -184,7 +184,7 @@ class Run:
         while done < reads:
             cache = self.caches[number // REST_BATCHES % len(self.caches)]
             if number % REST_BATCHES == 0 and (paths := cache.shards()):
-                while self.injected() < corruptions * (done + BATCH * REST_BATCHES) / reads:
+                while self.injected() < corruptions * min((done + BATCH * REST_BATCHES * len(self.caches)) / reads, 1):
                     cache.injected[corrupt(paths, self.chance)] += 1
             self.read(cache)
             done += BATCH

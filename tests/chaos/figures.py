@@ -106,7 +106,7 @@ def etcd_away(where: Path, files: Files, seed: int, seconds: float) -> Away:
         job: dict[str, Any] = {"epochs": 1, "batch_size": 32, "pause_seconds": STEP_SECONDS, "until_file": str(over)}
         clients = [rack.client(**job) for rack in racks]
         until(lambda: all(client.samples() >= 4 * len(files.content) for client in clients), 60)
-        before = _rates(clients, max(seconds / 4, 5.0))
+        before = _rates(clients, max(seconds / 10, 5.0))
         etcd = racks[0].etcd
         assert etcd is not None
         etcd.kill()
@@ -114,7 +114,7 @@ def etcd_away(where: Path, files: Files, seed: int, seconds: float) -> Away:
         age = min(daemon.metric("quiver_ring_age_seconds") for daemon in racks[0].daemons)
         assert age > seconds * 0.9, "etcd was away all the time"
         etcd.start()
-        after = _rates(clients, max(seconds / 4, 5.0))
+        after = _rates(clients, max(seconds / 10, 5.0))
         over.touch()
         histories = [client.wait(120) for client in clients]
         for rack, history in zip(racks, histories, strict=True):

@@ -10,6 +10,7 @@ line, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -73,8 +74,15 @@ class History:
     epochs: tuple[int, ...]  # that it ended
     held: tuple[dict[str, int], ...] = ()  # descriptors, threads, … at the end of each epoch, with the process id
 
+    @functools.cached_property
+    def _by_epoch(self) -> dict[int, list[Sample]]:
+        found: dict[int, list[Sample]] = {}
+        for sample in self.samples:
+            found.setdefault(sample.epoch, []).append(sample)
+        return found
+
     def epoch(self, number: int) -> list[Sample]:
-        return [sample for sample in self.samples if sample.epoch == number]
+        return self._by_epoch.get(number, [])
 
     def longest_seconds(self) -> float:
         return max((sample.seconds for sample in self.samples), default=0.0)

@@ -57,6 +57,7 @@ class Plan:
     s3: bool = False
     may_read_origin: bool = True
     etcd_runs: bool = True  # when the daemons start
+    sockets: bool = False  # daemons pass open files to readers on this host
     rings: tuple[tuple[int, ...], ...] = ()  # without etcd: whom each daemon believes to be in the rack; () is all
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
@@ -148,6 +149,8 @@ class ChaosRack:
             if self.plan.etcd
             else ("--peers", ",".join(self.proxies[each].url for each in believed))
         )
+        if self.plan.sockets:
+            ring = (*ring, "--socket", str(self.where / f"node{number}.sock"))
         own = self.proxies[number].url
         origins = [self.origin.base] if self.plan.may_read_origin else []
         daemon = ChaosDaemon(self.plan, self.where / f"node{number}", *ring, "--advertise", own, origins=origins)

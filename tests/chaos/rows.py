@@ -33,15 +33,6 @@ _MATRIX: Final = tomllib.loads((Path(__file__).parent / "rows.toml").read_text()
 GROUPS: Final[Mapping[str, str]] = _MATRIX["groups"]
 ROWS: Final = tuple(Row(name, **row) for name, row in _MATRIX["rows"].items())
 
-NOT_YET: Final = frozenset(
-    (
-        *("N2", "N4", "C1", "C2", "C3", "C4", "C5", "C6", "C7", "C8"),
-        *("E1", "E2", "E3", "E4", "E5", "E6", "E7", "E8", "E9", "E10"),
-        *("S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "S9", "S10", "S11", "S12"),
-    )
-)
-"""Rows whose tests are not written yet."""
-
 
 @functools.cache
 def marks(tests: Path = ROOT / "tests") -> dict[str, list[str]]:

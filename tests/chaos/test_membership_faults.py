@@ -73,7 +73,7 @@ def test_a_peer_killed_within_an_epoch_costs_no_sample_and_leaves_the_ring_in_ti
 def test_an_epoch_ends_with_one_daemon_left_and_with_none(
     chaos_data: Files, tmp_path: Path, seed: int, left: int
 ) -> None:
-    with ChaosRack(tmp_path, chaos_data, Plan(seed=seed)) as rack:
+    with ChaosRack(tmp_path, chaos_data, Plan(seed=seed, sockets=left == 1)) as rack:
         client = rack.client(epochs=3, pause_seconds=STEP_SECONDS)
         after(client, 300)
         for number in range(left, 3):
@@ -81,7 +81,8 @@ def test_an_epoch_ends_with_one_daemon_left_and_with_none(
         history = client.wait()
         rack.check(history, wait_seconds=8)
         tiers = {sample.tier for sample in history.epoch(2)}
-        assert any("origin" in tier for tier in tiers) == (left == 0), tiers
+        assert any("host" in tier for tier in tiers) == (left == 1), "from the disk of its own host"
+        assert any("origin" in tier for tier in tiers) or left == 1
         warnings = [line for line in history.log.splitlines() if line.startswith("WARNING")]
         assert 0 < len(warnings) < 20, "a dead rack must not flood a log"
         assert len(set(warnings)) >= len(warnings) - 2, "one warning of a kind in 30 s"
@@ -137,7 +138,7 @@ def test_etcd_may_be_away_for_three_leases(chaos_data: Files, tmp_path: Path, se
         assert members == {3}, "the last ring stayed, and no member left it when etcd came back"
         (tmp_path / "over").touch()
         history = client.wait()
-        rack.check(history, wait_seconds=2)
+        rack.check(history, wait_seconds=5)
         assert history.stats["samples_origin"] < 0.01 * history.stats["samples"], "hits are unaffected"
         origin_reads_at_most(rack.origin.reads_per_shard(rack.manifest), mean=1.05, worst=2.0)
         assert rack.etcd is not None

@@ -55,8 +55,11 @@ def test_hundreds_of_readers_of_a_cold_rack_cost_one_read_of_each_shard(
 
 
 @pytest.mark.fault("O1")
-def test_many_jobs_on_a_cold_rack_cost_one_read_of_each_shard(chaos_data: Files, tmp_path: Path, seed: int) -> None:
-    with ChaosRack(tmp_path, chaos_data, Plan(seed=seed)) as rack:
+@pytest.mark.parametrize("s3", [False, True], ids=["http", "s3"])
+def test_many_jobs_on_a_cold_rack_cost_one_read_of_each_shard(
+    chaos_data: Files, tmp_path: Path, seed: int, s3: bool
+) -> None:
+    with ChaosRack(tmp_path, chaos_data, Plan(seed=seed, s3=s3, etcd=True)) as rack:
         clients = [rack.client(epochs=1, seed=number) for number in range(6)]
         rack.check(*[client.wait(90) for client in clients])
         origin_reads_at_most(rack.origin.reads_per_shard(rack.manifest), mean=1.05, worst=2.0)

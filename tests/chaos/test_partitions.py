@@ -23,7 +23,7 @@ class RemoteDaemon(FreshDaemon):
     """A daemon on a machine of its own."""
 
     def __init__(self, machines: Machines, number: int, where: Path, *flags: str, **more: Any) -> None:
-        super().__init__(where, *flags, **more)
+        super().__init__(where, "--insecure", *flags, **more)
         listen = self._command.index("--listen") + 1
         self._command[listen] = f"{machines.address(number)}:7717"
         self._command = machines.inside(number, self._command)

@@ -24,6 +24,8 @@ def train(config: str) -> None:
     """Train as the configuration file says; append to its history."""
     job = SimpleNamespace(**json.loads(Path(config).read_text()))
     os.environ.update(job.environment)
+    with Path(job.log).open("ab") as log:
+        os.dup2(log.fileno(), 2)  # of its workers, too, whose logging is not configured
     logging.basicConfig(filename=job.log, format="%(levelname)s %(name)s %(message)s")
     from quiver_client import Dataset
     from quiver_client.loader import consumer
@@ -44,7 +46,7 @@ def train(config: str) -> None:
         keys = list(getattr(error, "keys", ()))
         said = {"what": "error", "type": type(error).__name__, "message": str(error), "keys": keys, "opening": opening}
         history.append({**said, "seconds": time.monotonic() - history.waiting_since, "epoch": history.epoch})
-        raise
+        raise SystemExit(1) from error
 
 
 def _loop(job: Any, dataset: Any, history: _Writer, state: Any) -> None:

@@ -257,6 +257,7 @@ def loaded(made: Dataset, **more: Any) -> list[list[Any]]:
     return [[sample for batch in loader for sample in batch] for _ in range(2)]
 
 
+@pytest.mark.fault("E4")
 @pytest.mark.parametrize(
     ("method", "persistent"), [("fork", False), ("fork", True), ("spawn", True), ("forkserver", True)]
 )
@@ -271,6 +272,7 @@ def test_workers_of_every_kind_deliver_each_sample_once(
         assert len(epoch) == len(files.content)
 
 
+@pytest.mark.fault("E4")
 def test_embedded_workers_after_use_in_the_parent(dataset: Make, files: Files, tmp_path: Path) -> None:
     made = dataset(files.manifest, f"file://{tmp_path}/cache", fields=["image", "__key__"])
     check(made, files, [0, 1])

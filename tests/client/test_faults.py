@@ -63,6 +63,7 @@ def epoch(made: Dataset, files: Files, at_batch: Callable[[int], None] = lambda 
 FIELDS = ["image", "__key__"]
 
 
+@pytest.mark.fault("M1")
 def test_a_daemon_killed_in_an_epoch_costs_no_sample_and_no_error(
     dataset: Make, small: Files, own_rack: list[Daemon]
 ) -> None:
@@ -76,6 +77,7 @@ def test_a_daemon_killed_in_an_epoch_costs_no_sample_and_no_error(
     assert stats["samples_rack"] > 60
 
 
+@pytest.mark.fault("M2")
 def test_when_all_daemons_die_the_epoch_ends_from_the_origin(
     dataset: Make, small: Files, own_rack: list[Daemon], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -92,6 +94,7 @@ def test_when_all_daemons_die_the_epoch_ends_from_the_origin(
     assert 0 < len(caplog.records) < 12, "a dead rack must not flood a log"
 
 
+@pytest.mark.fault("M1")
 def test_a_frozen_daemon_costs_one_bounded_stall(
     dataset: Make, small: Files, own_rack: list[Daemon], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +443,7 @@ def test_an_origin_that_is_down_is_said_and_what_is_cached_trains_on(
         made.close()
 
 
+@pytest.mark.fault("C4")
 def test_a_disk_that_fails_leaves_the_epoch_exact(
     dataset: Make, small: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -454,6 +458,7 @@ def test_a_disk_that_fails_leaves_the_epoch_exact(
     assert "disk is full" in caplog.text
 
 
+@pytest.mark.fault("C2")
 def test_wrong_bytes_in_an_embedded_cache_are_found_and_mended(dataset: Make, small: Files, tmp_path: Path) -> None:
     cache = f"file://{tmp_path}/cache"
     first = dataset(small.manifest, cache, fields=FIELDS)
@@ -481,6 +486,7 @@ def test_a_seed_that_is_dead_is_passed_over_for_the_next(dataset: Make, small: F
     assert made.stats()["samples_rack"] == 60
 
 
+@pytest.mark.fault("M1")
 def test_readers_in_threads_survive_a_death_together(dataset: Make, small: Files, own_rack: list[Daemon]) -> None:
     made = dataset(small.manifest, own_rack[0].url, fields=FIELDS)
     failures: list[BaseException] = []

@@ -146,6 +146,7 @@ def in_child(work: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
+@pytest.mark.fault("E8")
 def test_a_child_hashes_after_its_parent_did(tmp_path: Path) -> None:
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "one").write_bytes(os.urandom(PIECE_BYTES + 1))
@@ -154,6 +155,7 @@ def test_a_child_hashes_after_its_parent_did(tmp_path: Path) -> None:
     assert (tmp_path / "first.quiver").read_bytes() == (tmp_path / "second.quiver").read_bytes()
 
 
+@pytest.mark.fault("E8")
 def test_a_child_computes_what_a_thread_of_its_parent_was_computing(
     files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +181,7 @@ def test_a_child_computes_what_a_thread_of_its_parent_was_computing(
     assert first.digest is first.digest is expected
 
 
+@pytest.mark.fault("E8")
 def test_locks_that_threads_hold_are_free_in_a_child() -> None:
     lock, rlock, condition, event = forks.lock(), forks.rlock(), forks.condition(), forks.event()
     held, release = threading.Event(), threading.Event()
@@ -204,6 +207,7 @@ def test_locks_that_threads_hold_are_free_in_a_child() -> None:
         thread.join()
 
 
+@pytest.mark.fault("E8")
 def test_no_thread_of_a_session_imports_anything(tmp_path: Path) -> None:
     content = random_files(60, high=5_000)
     write_files(tmp_path / "files", content)
@@ -216,6 +220,7 @@ def test_no_thread_of_a_session_imports_anything(tmp_path: Path) -> None:
     assert (ended.stdout, ended.returncode) == ("[]\n", 0), ended.stderr
 
 
+@pytest.mark.fault("E4", "E8")
 @pytest.mark.parametrize("kind", ["files", "parquet"])
 def test_children_forked_at_any_moment_under_load_read_hash_fill_and_end(
     files: Files, tmp_path: Path, kind: str

@@ -185,6 +185,7 @@ def child_reads(pickled: bytes, content: dict[str, bytes], out: Any) -> None:
     made.close()
 
 
+@pytest.mark.fault("E4")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_children_map_for_themselves(dataset: Make, small: Files, served: Daemon, method: str) -> None:
     made = dataset(small.manifest, served.url, fields=FIELDS)
@@ -202,6 +203,7 @@ def test_children_map_for_themselves(dataset: Make, small: Files, served: Daemon
     out.join_thread()
 
 
+@pytest.mark.fault("E4")
 def test_a_dataset_used_before_a_fork_works_in_the_child_and_keeps_none_of_the_parents_maps(
     dataset: Make, small: Files, served: Daemon
 ) -> None:
@@ -233,6 +235,7 @@ def test_threads_read_through_one_tier(dataset: Make, small: Files, served: Daem
 # -- room -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("C5")
 def test_a_shard_that_made_way_while_mapped_stays_readable_and_is_let_go_of(
     dataset: Make, small: Files, tmp_path: Path
 ) -> None:
@@ -524,6 +527,7 @@ def test_a_ring_of_many_sockets_costs_a_bounded_look(tmp_path: Path) -> None:
         found.close()
 
 
+@pytest.mark.fault("C2")
 def test_files_of_the_right_size_and_wrong_bytes_are_found_and_read_over_tcp_for_a_while(
     dataset: Make, small: Files, own: Daemon, tmp_path: Path
 ) -> None:
@@ -562,6 +566,7 @@ def test_files_of_the_right_size_and_wrong_bytes_are_found_and_read_over_tcp_for
     assert maps_of(tmp_path / "wrong") == 0
 
 
+@pytest.mark.fault("C2")
 def test_rot_on_the_daemons_disk_is_found_through_the_map_quarantined_and_mended(
     dataset: Make, small: Files, own: Daemon
 ) -> None:

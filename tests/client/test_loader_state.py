@@ -85,6 +85,7 @@ def test_an_interrupted_run_resumes_where_it_was(
     assert counts.total() == SAMPLES + -SAMPLES % world_size
 
 
+@pytest.mark.fault("E4")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_the_start_method_of_the_workers_makes_no_difference(keys: Dataset, context: str) -> None:
     loader = DataLoader(keys, 16, shuffle=True, num_workers=1, multiprocessing_context=context, substitute=False)

@@ -51,6 +51,7 @@ def keys_in(dataset: Dataset, answer: Any) -> None:
     answer.put((sorted(sample["__key__"] for sample in dataset.__getitems__(range(40))), "quiver-manifest" in mapped))
 
 
+@pytest.mark.fault("E9")
 @pytest.mark.parametrize(
     ("start", "in_place"), [("fork", True), ("forkserver", True), ("forkserver", False), ("spawn", True)]
 )
@@ -69,6 +70,7 @@ def test_a_worker_reads_what_its_parent_opened_whatever_was_indexed_since(
     assert shared == (start != "fork"), "passed as memory that all workers share; a forked one has its parent's"
 
 
+@pytest.mark.fault("E9")
 def test_a_stock_loader_with_a_new_worker_reads_each_sample_once(own: Files, tmp_path: Path, dataset: Make) -> None:
     reading = dataset(own.manifest, f"file://{tmp_path}/cache", fields=["__key__", "label"])
     index_others(own, tmp_path, in_place=True)
@@ -78,6 +80,7 @@ def test_a_stock_loader_with_a_new_worker_reads_each_sample_once(own: Files, tmp
     assert sorted(sample["__key__"] for batch in loader for sample in batch) == sorted(own.content)
 
 
+@pytest.mark.fault("E9")
 def test_a_pickled_dataset_refuses_another_manifest_and_names_both(own: Files, tmp_path: Path, dataset: Make) -> None:
     pickled = pickle.dumps(dataset(own.manifest, f"file://{tmp_path}/cache"))
     assert len(pickle.loads(pickled)) == 40
@@ -88,6 +91,7 @@ def test_a_pickled_dataset_refuses_another_manifest_and_names_both(own: Files, t
         assert part in str(caught.value)
 
 
+@pytest.mark.fault("E9")
 def test_where_memory_cannot_be_passed_a_worker_opens_the_same_manifest_or_none(
     own: Files, tmp_path: Path, dataset: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +169,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.fault("E9")
 @pytest.mark.parametrize("again", [False, True], ids=["the same manifest", "indexed again"])
 def test_ranks_compare_what_they_read_and_wait_for_nobody(own: Files, tmp_path: Path, again: bool) -> None:
     """The first rank reads two epochs before the other one begins: no collective holds it up."""

@@ -107,6 +107,7 @@ def test_a_partial_shard_is_evicted_like_any_other_and_counts(dataset: Make, own
         assert sum(held) <= capacity + 1000
 
 
+@pytest.mark.fault("C2")
 def test_a_rotten_partial_shard_loses_what_is_rotten_and_no_more(dataset: Make, own: Files, tmp_path: Path) -> None:
     manifest = own.opened()
     rows = rows_of(manifest, 2)

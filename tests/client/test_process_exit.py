@@ -77,11 +77,13 @@ def unclean(found: list[Ended]) -> list[Ended]:
     return [it for it in found if it.status != FINALIZING or ("ValueError" not in it.printed and it.printed)]
 
 
+@pytest.mark.fault("E10")
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_no_thread_meets_an_interpreter_that_ends(moment: str, files: Files, tmp_path: Path) -> None:
     assert not unclean(ended([script(files, moment)] * -(-EXITS // len(MOMENTS)), tmp_path))
 
 
+@pytest.mark.fault("E10")
 def test_no_thread_meets_an_interpreter_that_ends_while_a_rack_is_read(
     lone: Daemon, files: Files, tmp_path: Path
 ) -> None:
@@ -90,6 +92,7 @@ def test_no_thread_meets_an_interpreter_that_ends_while_a_rack_is_read(
     assert not unclean(ended(scripts, tmp_path))
 
 
+@pytest.mark.fault("E10")
 def test_a_thread_that_runs_for_ever_is_interrupted(files: Files, tmp_path: Path) -> None:
     moment = """
         import threading

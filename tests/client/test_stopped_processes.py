@@ -18,7 +18,9 @@ import pytest
 
 from quiver.errors import OverCapacity
 from quiver.store import Kind, Store, idle_of, put_with_room
+from quiver.store.locks import LOCK_SECONDS_MAX
 from quiver_client import Dataset
+from quiver_client.embedded.fill_locks import STALE_SECONDS
 from quiver_client.embedded.tier import EmbeddedTier
 from tests.store.test_store import shard_of
 from tests.support.data import Files
@@ -87,6 +89,12 @@ def timed(work: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
+@pytest.mark.fault("C7")
+def test_what_is_waited_for_a_stopped_process_is_less_than_a_second_in_all() -> None:
+    assert LOCK_SECONDS_MAX + STALE_SECONDS < 1
+
+
+@pytest.mark.fault("C7")
 def test_a_stopped_process_that_holds_the_folder_holds_nobody_up(dataset: Make, files: Files, tmp_path: Path) -> None:
     cache = f"file://{tmp_path}/cache"
     made = dataset(files.manifest, cache)
@@ -149,6 +157,7 @@ def test_who_fills_for_long_is_waited_for_as_long_as_it_lives(dataset: Make, fil
     assert other.stats()["bytes_origin"] == 0
 
 
+@pytest.mark.fault("C7")
 def test_the_capacity_holds_while_nobody_gets_the_lock(tmp_path: Path) -> None:
     script = """
         import pathlib, sys
@@ -182,6 +191,7 @@ def test_the_capacity_holds_while_nobody_gets_the_lock(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.fault("C7", "E8")
 def test_a_worker_that_outlives_its_parent_keeps_no_lock(tmp_path: Path) -> None:
     store = Store.open(tmp_path, MIB, shared=True)
     read_end, write_end = os.pipe()

@@ -76,6 +76,7 @@ def reads(files: Files, cache: str, shards: Path, log: Path, *more: str) -> None
 WAYS = [("native", "fast"), ("native", "full"), ("native", "off"), ("python", "fast"), ("python", "full")]
 
 
+@pytest.mark.fault("C2", "C8")
 @pytest.mark.parametrize(("way", "verify"), WAYS)
 def test_a_shard_of_a_folder_may_become_shorter_under_its_reader(
     way: str, verify: str, files: Files, tmp_path: Path
@@ -86,6 +87,7 @@ def test_a_shard_of_a_folder_may_become_shorter_under_its_reader(
     reads(files, f"file://{cache}?capacity=1GiB", cache / "shards", tmp_path / "log", way, verify)
 
 
+@pytest.mark.fault("C2", "C8")
 def test_a_shard_that_a_daemon_passed_may_become_shorter_under_its_reader(files: Files, tmp_path: Path) -> None:
     data = tmp_path / "data"
     with Daemon(data, "--socket", str(tmp_path / "s"), origins=[files.folder]) as daemon:
@@ -102,6 +104,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.fault("C8")
 @pytest.mark.usefixtures("way")
 def test_what_is_torn_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     content = np.random.default_rng(0).bytes(6 * mmap.PAGESIZE)
@@ -122,6 +125,7 @@ def test_what_is_torn_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     assert torn.copy(2 * mmap.PAGESIZE - 10, 2 * mmap.PAGESIZE + 10) is None
 
 
+@pytest.mark.fault("C8")
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [5 * mmap.PAGESIZE - 100, 2 * mmap.PAGESIZE, 10, 0])
 def test_small_pieces_that_are_torn_are_told_from_those_of_other_files(size: int, tmp_path: Path) -> None:
@@ -151,6 +155,7 @@ def test_no_bytes_are_taken_of_a_file_that_is_not_whole(size: int, tmp_path: Pat
     assert not buffer.is_whole
 
 
+@pytest.mark.fault("C8")
 @pytest.mark.usefixtures("way")
 def test_a_batch_that_was_checked_is_stacked_though_its_shard_becomes_shorter(tmp_path: Path) -> None:
     content = {f"a/{at:02}.bin": np.random.default_rng(at).bytes(20_000) for at in range(20)}
@@ -170,6 +175,7 @@ def test_a_batch_that_was_checked_is_stacked_though_its_shard_becomes_shorter(tm
         dataset.close()
 
 
+@pytest.mark.fault("C8")
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("size", [0, 5000, -10])
 @pytest.mark.parametrize("handed_out", [0, 1, 150])

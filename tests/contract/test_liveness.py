@@ -46,6 +46,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         daemon.signal(signal.SIGCONT)
 
 
+@pytest.mark.fault("M1", "N2")
 @pytest.mark.parametrize("known", [True, False], ids=["with a connection", "without one"])
 @pytest.mark.parametrize("verb", VERBS.values(), ids=list(VERBS))
 def test_a_stopped_daemon_is_given_up_soon(daemon: Daemon, verb: Callable[[PeerClient], object], known: bool) -> None:

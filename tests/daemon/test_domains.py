@@ -147,7 +147,7 @@ def test_what_a_domain_reads_is_what_it_has_shown_to_have_whatever_was_asked_by_
                     carriers = tenant.shard_carriers(digest)
                     assert set(carriers.values()) == {digest in self.shards[name]}, (name, carriers)
 
-    few = settings(max_examples=6, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck))
+    few = settings(max_examples=4, stateful_step_count=8, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Model, settings=few)
 
 

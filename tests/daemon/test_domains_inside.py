@@ -13,7 +13,7 @@ from typing import Any
 import jwt
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quiver.digest import Digest
@@ -221,6 +221,7 @@ def test_a_daemon_asks_its_peers_and_gives_them_copies_on_behalf_of_the_domain(
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.binary(min_size=32, max_size=32).map(Digest), st.text(max_size=8), st.text(max_size=8))
 def test_a_name_is_the_digest_s_in_one_domain_and_nobody_else_s(digest: Digest, one: str, two: str) -> None:
     domains = domain_named(one), domain_named(two)

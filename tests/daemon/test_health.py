@@ -151,6 +151,7 @@ def test_clients_are_told_once_and_status_says_it(
         until(lambda: ready(daemon)[0] == 200)
 
 
+@pytest.mark.fault("C4")
 def test_a_disk_that_is_full_is_said_and_when_it_has_room_again(tmp_path: Path, small: Files) -> None:
     with Daemon(tmp_path / "node", origins=[small.folder]) as daemon:
         read_all(small, daemon).close()

@@ -93,6 +93,7 @@ def test_a_file_that_several_threads_map_at_once_stays_mapped_for_each(
     assert got == [CONTENTS[0]] * 2
 
 
+@pytest.mark.fault("C8")
 def test_a_file_that_became_shorter_is_the_disks_failure(tmp_path: Path) -> None:
     path = tmp_path / "shard"
     path.write_bytes(bytes(100_000))

@@ -101,6 +101,8 @@ def test_a_tenant_that_takes_all_it_may_leaves_the_others_theirs(tmp_path: Path)
     shard, data = make_shard([b"sample"])
     shared = domain_named("shared")
 
+    late_token = signer.token("late", domain="shared")
+
     def made(node: Node) -> None:
         node.access = Access(Tokens(PublicKeys(tmp_path / "keys"), "r"))
         node.budgets.weight_of = QUOTAS.weight_of
@@ -109,9 +111,7 @@ def test_a_tenant_that_takes_all_it_may_leaves_the_others_theirs(tmp_path: Path)
         in_process(tmp_path, {shard: data}, held_max={Resource.STREAMS: 40}, made=made, domain=shared) as address,
         streams_of(url_of(address), signer.token("greedy", quota="batch")) as batch,
         streams_of(url_of(address), signer.token("usual")) as usual,
-        contextlib.closing(
-            PeerClient(url_of(address), token=TokenSource(signer.token("late", domain="shared")))
-        ) as late,
+        contextlib.closing(PeerClient(url_of(address), token=TokenSource(late_token))) as late,
     ):
         assert len(batch) == pytest.approx(40 * 0.75 / 1.75, abs=1)
         assert len(usual) > len(batch)  # of what was left: both hosts are one address

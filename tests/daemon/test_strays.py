@@ -26,6 +26,7 @@ STRAYS: dict[str, Callable[[Path], object]] = {
 }
 
 
+@pytest.mark.fault("C3")
 @pytest.mark.parametrize("make", STRAYS.values(), ids=list(STRAYS))
 def test_a_resident_shard_that_a_stray_replaced_is_filled_again(
     files: Files, tmp_path: Path, make: Callable[[Path], object]

@@ -17,12 +17,15 @@ from aiohttp import web
 
 from quiver.errors import Forbidden, QuiverError, Unavailable
 from quiver.peer import PeerClient
+from quiver.ring import Member, Ring
 from quiver.transport.liveness import is_alive
 from quiver.transport.tls import Credentials, TlsFiles
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver.access.caller import Caller
-from quiver_cacheserver.budget import Resource
+from quiver_cacheserver.budget import Cost, RefillRate, Resource
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.peers import RackPeers
+from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.serving import listening, requests
 from tests.support.daemon import Daemon
 from tests.support.data import make_shard
@@ -151,9 +154,12 @@ def test_a_client_with_a_bad_certificate_is_refused_and_told_why(
     monkeypatch.setattr("quiver.transport.tls._checked", lambda files, as_server: {})
     bad = Credentials(files(pki, Pki(tmp_path)))  # type: ignore[operator]
     before = sum(b"was refused" in line.encode() for line in daemon.lines)
+    monkeypatch.setattr(daemon, "tls", Credentials(pki.client("operator")))
+    refused = daemon.metric("quiver_refusals_total")
     with contextlib.closing(PeerClient(daemon.url, tls=bad)) as peer, pytest.raises(Unavailable, match=why):
         peer.ring()
     until(lambda: sum(b"was refused" in line.encode() for line in daemon.lines) > before)
+    until(lambda: daemon.metric("quiver_refusals_total") > refused)
 
 
 def mixed(pki: Pki, foreign: TlsFiles) -> TlsFiles:
@@ -501,3 +507,29 @@ def test_a_request_in_one_byte_pieces_is_answered(inside: Inside) -> None:
             while sock.recv(100):
                 pass
             assert time.monotonic() - began < 10
+
+
+def test_a_daemon_asks_only_peers_that_speak_tls_as_it_does(pki: Pki) -> None:
+    members = [
+        Member("a", "https://a:1"),
+        Member("b", "https://b:1"),
+        Member("c", "http://c:1"),
+        Member("d-1", "https://d:1"),
+    ]
+    registry = StaticRegistry("r", members[0])
+    registry._ring = Ring.of("r", members)
+    peers = RackPeers(registry, "a", "https://a:1")
+    assert {peer.url for peer in peers.manifest_holders(NAME)} == {"http://c:1"}
+    peers.tls = Credentials(pki.node("a"), serves=True)
+    found = {peer.url: peer._http._endpoint for peer in peers.manifest_holders(NAME)}
+    assert {url: endpoint.node for url, endpoint in found.items()} == {"https://b:1": "b", "https://d:1": ""}
+    assert {endpoint.tls for endpoint in found.values()} == {peers.tls}
+
+
+def test_one_address_may_not_begin_handshakes_faster_than_the_budget_says(inside: Inside) -> None:
+    with inside.running() as address:
+        inside.node.budgets.rates[Cost.HANDSHAKES] = RefillRate(0.0, 5)
+        url = f"https://127.0.0.1:{address[1]}"
+        alive = [is_alive(url, 20.0, tls=inside.alice) for _ in range(8)]
+        assert alive == [True] * 5 + [False] * 3
+        assert inside.node.budgets.refused[Cost.HANDSHAKES] == 3

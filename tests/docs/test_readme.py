@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +18,8 @@ from PIL import Image
 
 from examples.rack import run_rack
 from quiver_client import index
+from tests.support.daemon import clean_environment
+from tests.support.etcd import free_ports
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
@@ -78,8 +82,9 @@ def test_the_python_of_the_readme_runs(rack: tuple[Path, str], monkeypatch: pyte
 
 def test_every_flag_that_the_readme_names_exists() -> None:
     helps = ""
-    for command in ("index", "info", "verify", "warm", "status"):
-        helps += subprocess.run([*CLI, command, "--help"], capture_output=True, text=True, check=True).stdout
+    tokens = ("token keygen", "token create", "token show")
+    for command in ("index", "info", "verify", "warm", "status", "tls init", *tokens):
+        helps += subprocess.run([*CLI, *command.split(), "--help"], capture_output=True, text=True, check=True).stdout
     for module in (["quiver_cacheserver.cli"], ["bench", "load"]):
         asked = [sys.executable, "-m", *module, "--help"]
         helps += subprocess.run(asked, capture_output=True, text=True, check=True).stdout
@@ -90,6 +95,41 @@ def test_every_flag_that_the_readme_names_exists() -> None:
 
 def test_every_file_that_the_documents_link_to_exists() -> None:
     root = Path(__file__).parents[2]
-    for page in [root / "README.md", root / "CHANGELOG.md", *root.glob("docs/**/*.md")]:
+    for page in [root / "README.md", root / "CHANGELOG.md", root / "SECURITY.md", *root.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_commands_for_a_shared_network_run(rack: tuple[Path, str], tmp_path: Path) -> None:
+    """One after the other, in a shell, with this machine as node1; the daemon runs while those after it do."""
+    folder, _ = rack
+    blocks = [code for language, code in BLOCKS if language == "sh"]
+    assert len(blocks) == 3
+    (port,) = free_ports(1)
+    (tmp_path / "imagenet.quiver").write_bytes((folder / "imagenet.quiver").read_bytes())
+    script = "".join(blocks).replace("\\\n", " ")
+    for name, here in {
+        "node1=node1 ": "node1=127.0.0.1 ",
+        "--listen 0.0.0.0:7717": f"--listen 127.0.0.1:{port}",
+        "https://node1:7717": f"https://127.0.0.1:{port}",
+        "/ssd/quiver --capacity 2TB": f"{tmp_path}/data --capacity 1GiB",
+        "--etcd http://etcd:2379": f"--origin {folder}/data",
+    }.items():
+        assert name in script, name
+        script = script.replace(name, here)
+    daemon = next(line for line in script.splitlines() if line.startswith("quiver-cacheserver "))
+    waiting = f"until {sys.executable} -c 'import socket; socket.create_connection((\"127.0.0.1\", {port})).close()'"
+    script = script.replace(daemon, f"{daemon} & trap 'kill $!; wait' EXIT; {waiting} 2>/dev/null; do sleep 0.1; done")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-euc", script],
+        cwd=tmp_path,
+        env={**clean_environment(), "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert re.search(r"tenant +vision", ran.stdout)
+    assert stat.S_IMODE(next((tmp_path / "rack-keys").glob("*.key")).stat().st_mode) == 0o600
+    assert list((tmp_path / "data" / "shards").rglob("*")), "the rack was filled"

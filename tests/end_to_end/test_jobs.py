@@ -238,6 +238,7 @@ class Reader:
         assert "Exception" not in said
 
 
+@pytest.mark.fault("E7")
 @pytest.mark.parametrize("how", ["interrupted", "over"])
 @pytest.mark.parametrize("stopped", [0, 1, 3])
 def test_a_job_ends_at_once_and_withdraws_its_needs_from_the_daemons_that_answer(
@@ -270,6 +271,7 @@ def test_closing_a_loader_does_not_wait_for_a_stopped_daemon(files: Files, daemo
             daemons[0].signal(signal.SIGCONT)
 
 
+@pytest.mark.fault("E7")
 @pytest.mark.parametrize("how", ["interrupted", "over"])
 def test_a_job_with_an_embedded_cache_ends_at_once_while_its_origin_does_not_answer(
     files: Files, tmp_path: Path, how: str

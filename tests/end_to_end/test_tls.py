@@ -120,23 +120,31 @@ def test_plain_and_tls_give_the_same_batches(
 
 @pytest.mark.usefixtures("alice")
 def test_daemons_read_from_one_another_through_tls(files: Files, pki: Pki, tmp_path: Path, etcd: Etcd) -> None:
-    """The second daemon may not read the origin: what it serves came from the first, and the ring is that of etcd."""
+    """The second daemon may not read the origin: what it serves came from the first, and the ring is that of etcd.
+
+    On a busy machine it may pass its peer over, and then does not ask again soon: then another one is started.
+    """
     alice = Credentials(pki.client("alice"))
     ring = ("--etcd", etcd.url, "--rack", "tls", "--replicas", "2")
-    with (
-        Daemon(tmp_path / "a", *ring, *flags(pki.node("na")), origins=[files.folder], tls=alice) as first,
-        Daemon(tmp_path / "b", *ring, *flags(pki.node("nb")), tls=alice) as second,
-        contextlib.closing(Dataset(files.manifest, first.url)) as dataset,
-    ):
-        assert {member["id"] for member in second.json("/v1/ring")["members"]} == {"na", "nb"}
-        dataset.__getitems__(list(range(len(dataset))))
-        with contextlib.closing(PeerClient(second.url, tls=alice, node="nb")) as peer:
-            manifest = dataset.manifest
+    manifest = files.opened()
+    names = tuple(manifest.shard_digest(shard) for shard in range(manifest.shard_count))
+    with Daemon(tmp_path / "a", *ring, *flags(pki.node("na")), origins=[files.folder], tls=alice) as first:
+        with contextlib.closing(PeerClient(first.url, tls=alice, node="na")) as peer:
             peer.put_manifest(manifest.digest, manifest.content)
-            names = tuple(manifest.shard_digest(shard) for shard in range(manifest.shard_count))
-            assert not peer.fill(FillRequest(manifest.digest, names, 20_000)).any()
-        assert second.status()["origin_read_bytes"] == 0
-        assert second.metric("quiver_fills_total") >= 1
+            until(lambda: not peer.fill(FillRequest(manifest.digest, names, 20_000)).any())
+        for attempt in range(8):
+            its = (*ring, *flags(pki.node(f"nb{attempt}")))
+            with (
+                Daemon(tmp_path / f"b{attempt}", *its, tls=alice) as second,
+                contextlib.closing(PeerClient(second.url, tls=alice, node=f"nb{attempt}")) as peer,
+            ):
+                assert {"na", f"nb{attempt}"} <= {member["id"] for member in second.json("/v1/ring")["members"]}
+                peer.put_manifest(manifest.digest, manifest.content)
+                if not peer.fill(FillRequest(manifest.digest, names, 20_000)).any():
+                    assert second.status()["origin_read_bytes"] == 0
+                    assert second.metric("quiver_fills_total") == len(names)
+                    return
+        pytest.fail(f"no daemon got its shards from its peer: {second.log}")
 
 
 @pytest.mark.fault("N4")

@@ -37,7 +37,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
         contexts = make_contexts(tmp_path)
         with ThreadPoolExecutor(1) as pool:
             accepted = pool.submit(contexts.server.wrap_socket, other, server_side=True)
-            mine = contexts.client.wrap_socket(mine, server_hostname="127.0.0.1")
+            mine = contexts.client.client().wrap_socket(mine, server_hostname="127.0.0.1")
             other = accepted.result(10)
     connection = Connection(mine)
     yield connection, other
@@ -257,7 +257,7 @@ def test_under_tls_the_end_without_a_goodbye_is_an_end(tmp_path: Path) -> None:
     mine, other = socket.socketpair()
     with ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(contexts.server.wrap_socket, other, server_side=True)
-        wrapped = contexts.client.wrap_socket(mine, server_hostname="127.0.0.1")
+        wrapped = contexts.client.client().wrap_socket(mine, server_hostname="127.0.0.1")
         server: ssl.SSLSocket = accepted.result(10)
     connection = Connection(wrapped)
     begun(connection)

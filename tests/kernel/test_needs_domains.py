@@ -110,7 +110,7 @@ def test_of_the_needed_files_the_one_goes_that_fewest_need_in_all_domains_togeth
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12))
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None)
 def test_domains_come_and_go_and_the_others_stay_as_they_are(steps: list[tuple[int, bool]]) -> None:
     needs, here = Needs(), dict[int, bool]()
     for domain, leaves in steps:

@@ -310,7 +310,7 @@ async def test_ranges_come_through_tls_if_the_certificate_is_right(
         with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
             await received(wrong)
         wrong.close()
-        monkeypatch.setattr(ssl, "create_default_context", lambda: contexts.client)
+        monkeypatch.setattr(ssl, "create_default_context", contexts.client.client)
         origin = store(server)
         assert [await received(origin) for _ in range(3)] == [DATA[:SIZE]] * 3
         assert len(server._connections) == 2

@@ -152,6 +152,8 @@ def test_the_memory_of_records_goes_with_the_files(store: Store[MemoryInventory]
         store.drop(Kind.SHARD, digest)
     store.quarantine(Kind.SHARD, SHARDS[2][0])
     assert set(store.inventory._domains[Kind.SHARD]) == {SHARDS[3][0]}
+    store.drop(Kind.SHARD, SHARDS[3][0])
+    assert store.inventory._held_in == {kind: {} for kind in Kind}
 
 
 @pytest.mark.fault("S8", "C1")
@@ -199,7 +201,7 @@ def test_the_store_knows_after_any_history_and_restart_what_each_domain_holds(tm
             if hasattr(self, "store"):
                 self.store.close()
 
-    few = settings(max_examples=20, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
+    few = settings(max_examples=12, stateful_step_count=15, deadline=None, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Model, settings=few)
 
 

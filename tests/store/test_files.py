@@ -92,6 +92,7 @@ def test_every_file_of_a_name_is_an_edition_of_its_own(tmp_path: Path) -> None:
     assert len(set(seen)) == 6
 
 
+@pytest.mark.fault("C8")
 def test_what_was_written_and_became_shorter_is_an_error_and_no_signal(tmp_path: Path) -> None:
     digest, data = make_shard([b"x" * 10_000])
     store = Store.open(tmp_path, 1 << 20, shared=False)

@@ -179,6 +179,7 @@ def test_more_than_the_capacity_is_refused_with_what_to_do(store: Store) -> None
     assert store.resident_bytes() == 0
 
 
+@pytest.mark.fault("C5")
 def test_what_is_mapped_or_open_stays_whole_when_it_is_evicted(store: Store) -> None:
     digest, data = shard_of(1)
     store.put(Kind.SHARD, digest, data)
@@ -235,6 +236,7 @@ def damage(store: Store, digest: Digest, how: str) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.fault("C2")
 @pytest.mark.parametrize("opened", [False, True], ids=["at rest", "in use"])
 @pytest.mark.parametrize("how", ["flipped bit", "truncated", "empty", "longer", "another shard"])
 def test_a_file_that_went_wrong_is_found_put_aside_and_can_be_put_again(store: Store, how: str, opened: bool) -> None:
@@ -254,6 +256,7 @@ def test_a_file_that_went_wrong_is_found_put_aside_and_can_be_put_again(store: S
     assert bytes(store.open_file(Kind.SHARD, digest).read()) == data
 
 
+@pytest.mark.fault("C2")
 def test_a_good_upload_replaces_a_file_that_rotted_unnoticed(store: Store) -> None:
     digest, data = shard_of(1)
     store.put(Kind.SHARD, digest, data)
@@ -286,6 +289,7 @@ def test_quarantine_is_bounded(store: Store) -> None:
     assert len(list((store.root / "quarantine").iterdir())) == QUARANTINE_FILES_MAX
 
 
+@pytest.mark.fault("C3")
 def test_a_file_that_somebody_deleted_is_not_found_and_can_be_put_again(store: Store) -> None:
     digest, data = shard_of(1)
     store.put(Kind.SHARD, digest, data)
@@ -297,6 +301,7 @@ def test_a_file_that_somebody_deleted_is_not_found_and_can_be_put_again(store: S
     store.check(digest)
 
 
+@pytest.mark.fault("C3")
 def test_strays_are_passed_over_and_left_alone(tmp_path: Path, shared: bool) -> None:
     root = tmp_path / "store"
     digest, data = shard_of(1)
@@ -339,6 +344,7 @@ STRAYS: dict[str, Callable[[Path, Path], object]] = {
 }
 
 
+@pytest.mark.fault("C3")
 @pytest.mark.parametrize("kind", list(Kind))
 @pytest.mark.parametrize("make", STRAYS.values(), ids=list(STRAYS))
 def test_a_stray_under_a_digest_s_name_is_put_aside_and_the_file_written_anew(
@@ -367,6 +373,7 @@ def test_a_stray_under_a_digest_s_name_is_put_aside_and_the_file_written_anew(
     store.put(kind, digest, data)
 
 
+@pytest.mark.fault("C3")
 def test_a_stray_in_the_place_of_what_is_evicted_does_not_stop_it(tmp_path: Path) -> None:
     with contextlib.closing(Store.open(tmp_path / "store", 10_000, shared=False)) as store:
         digest, data = shard_of(1, 8_000)
@@ -379,6 +386,7 @@ def test_a_stray_in_the_place_of_what_is_evicted_does_not_stop_it(tmp_path: Path
         assert [held.digest for held in store.inventory.held(Kind.SHARD)] == [shard_of(2, 8_000)[0]]
 
 
+@pytest.mark.fault("C3")
 def test_a_stray_in_the_place_of_a_folder_of_shards_is_put_aside(store: Store) -> None:
     digest, data = shard_of(1)
     place = file_of(store.root, Kind.SHARD, digest).parent
@@ -409,6 +417,7 @@ STEPS = {
 }
 
 
+@pytest.mark.fault("C1")
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_writer_that_is_killed_leaves_nothing_partial(tmp_path: Path, shared: bool, step: str, when: str) -> None:
@@ -494,6 +503,7 @@ def test_a_file_that_another_process_puts_in_place_meanwhile_is_counted_once(
     store.close()
 
 
+@pytest.mark.fault("E8")
 def test_a_child_forked_under_the_lock_does_not_keep_it(tmp_path: Path) -> None:
     store = Store.open(tmp_path, MIB, shared=True)
     read_end, write_end = os.pipe()
@@ -533,6 +543,7 @@ def test_a_writer_that_lives_keeps_its_room_from_others(tmp_path: Path) -> None:
 FAILURES = [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT, errno.EACCES]
 
 
+@pytest.mark.fault("C4")
 @pytest.mark.parametrize("code", FAILURES, ids=lambda code: errno.errorcode[code])
 @pytest.mark.parametrize("call", ["os.posix_fallocate", "os.pwrite", "os.fsync", "pathlib.Path.replace"])
 def test_a_disk_that_refuses_is_said_and_serving_goes_on(
@@ -555,6 +566,7 @@ def test_a_disk_that_refuses_is_said_and_serving_goes_on(
     store.put(Kind.SHARD, *shard_of(2))
 
 
+@pytest.mark.fault("C4")
 def test_a_rename_that_is_not_known_to_last_is_taken_back(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
@@ -569,6 +581,7 @@ def test_a_rename_that_is_not_known_to_last_is_taken_back(store: Store, monkeypa
     assert store.resident_bytes() == 0 == on_disk(store)
 
 
+@pytest.mark.fault("C4")
 def test_a_limit_on_file_sizes_is_a_disk_that_refuses(tmp_path: Path) -> None:
     script = """
         import pathlib, resource, signal, sys
@@ -592,6 +605,7 @@ def test_a_limit_on_file_sizes_is_a_disk_that_refuses(tmp_path: Path) -> None:
     assert "too large" in ended.stdout
 
 
+@pytest.mark.fault("C4")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_a_full_and_then_read_only_disk_serves_on_and_recovers(tmp_path: Path, shared: bool) -> None:
     root = tmp_path / "disk"

@@ -46,7 +46,7 @@ class Reason(StrEnum):
     EXPIRED = "expired"
     NOT_YET_VALID = "not_yet_valid"
     AUDIENCE = "audience"  # for another rack, or by another issuer
-    CERTIFICATE = "certificate"  # none, at a daemon that requires one and no token
+    CERTIFICATE = "certificate"  # none, at a daemon that requires one and no token; or one that is not valid
     RIGHT = "right"  # the caller is told of this one, and of the certificate
 
 

@@ -14,7 +14,6 @@
 ``poller``        connections that wait, and the threads that serve those that are ready
 ``sender``        answers on their way to readers, by stream or HTTP
 ``payload``       the ranges of files that are sent, plain or through TLS
-``tls``           TLS: handshakes in the poller, and HTTP behind them
 ``unix_socket``   the socket of ``--socket``: open files for readers on this host
 
 Below stand ``node`` (the daemon without a network), ``budget`` (what a client may hold and cause) and ``slices``.

@@ -52,7 +52,9 @@ class Heads:
             return self._partial_bytes <= HEAD_BYTES_MAX
         self._partial_bytes = 0
         last, self._payload = queue[-1]
-        self.is_over = not hasattr(last, "raw_headers")
+        if not hasattr(last, "raw_headers"):  # malformed
+            self.is_over = True
+            last.exc.__traceback__ = None  # its frames keep what arrived, a quarter of a megabyte
         self._unanswered += begun
         if size_bytes > HEAD_BYTES_MAX and any(
             _bytes_of(message) > HEAD_BYTES_MAX for message, _ in _last(queue, begun)

@@ -21,6 +21,7 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import time
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +30,8 @@ from typing import Final, Self
 from aiohttp import web
 
 from quiver.transport.tls import NOBODY, Credentials, Identity, explained, label
+from quiver_cacheserver.access.caller import Caller
+from quiver_cacheserver.access.tokens import Reason
 from quiver_cacheserver.budget import Budgets, Cost, Resource, address_of
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.node import Node
@@ -135,6 +138,7 @@ class Listening:
     def __init__(self, node: Node, listener: socket.socket) -> None:
         self.budgets: Budgets = node.budgets
         self._counters: Counters = node.counters
+        self._access = node.access
         self._tls = node.tls
         self._listener = listener
         app = make_app(node)
@@ -252,6 +256,8 @@ class Listening:
         if failure is not None:
             self._counters.tls_refusals[label(failure)] += 1
             log.warning("a TLS connection from %s was refused: %s", address, explained(failure))
+            if isinstance(failure, ssl.SSLCertVerificationError):
+                self._access.audit.refused(Caller(address), "TLS handshake", Reason.CERTIFICATE)
         server = self._runner.server
         if not handshake.is_done or self._closing or server is None:
             handshake.sock.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections.abc import Awaitable, Callable, Sequence, Set
 from dataclasses import replace
@@ -103,8 +104,7 @@ def at_hand(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer | None:
 
 
 def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
-    resident = node.resident
-    return all(resident(digest, domain) for digest in asked.shards)
+    return all(map(node.verification.is_resident, asked.shards, itertools.repeat(domain)))
 
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
@@ -125,8 +125,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
                 await node.slices.walk(wanted, lambda some: node.forgo(some, known, turn.client, domain))
             listed = await node.fill_missing(wanted, manifest, asked.wait_ms / 1000, turn.client, domain)
     loop = asyncio.get_running_loop()
-    turn.hold_files(int(np.count_nonzero(np.bincount(asked.ranges["shard"]))))
-    opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked, domain)
+    opened = await loop.run_in_executor(node.disk_threads, _open_here, node, asked, turn)
     files = opened[1]
     if listed is None and None in files:  # a shard was evicted meanwhile, or has no range
         listed = await node.listed(wanted, manifest)
@@ -140,11 +139,13 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
         return _answer(node, asked, files, statuses)
 
 
-def _open_here(node: Node, asked: ReadRequest, domain: Domain) -> tuple[list[Digest | None], list[OpenFile | None]]:
+def _open_here(node: Node, asked: ReadRequest, turn: Turn) -> tuple[list[Digest | None], list[OpenFile | None]]:
     """In a thread: return the resident shards among those that are read from, and their files."""
     if not len(asked.ranges):
         return [None] * len(asked.shards), [None] * len(asked.shards)
-    here = [digest if digest and node.resident(digest, domain) else None for digest in _read_from(asked)]
+    domain = turn.caller.scope
+    here = [digest if digest is not None and node.resident(digest, domain) else None for digest in _read_from(asked)]
+    turn.hold_files(len(here) - here.count(None))
     return here, _open_all(node, here)
 
 

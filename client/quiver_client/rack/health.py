@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import Final
+from math import inf
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,13 @@ from quiver.plan import Ints
 KNOWN_PEERS_MAX: Final = 64  # daemons whose delivered shards are remembered: a byte per shard of the dataset each
 UNKNOWN_LATE_SECONDS: Final = 0.5  # a read that may wait for a fill is not late before,
 DISPLACED_LATE_SECONDS: Final = 0.25  # but if it does so in place of a daemon that failed
+
+
+class Deadlines(NamedTuple):
+    """Of a read, in seconds: after ``late`` it is worth a hedge, after ``limit`` another daemon is asked instead."""
+
+    late: float
+    limit: float  # infinity if it may wait for a fill
 
 
 class RackHealth:
@@ -61,20 +69,14 @@ class RackHealth:
             return None
         return int(delivered.argmax())
 
-    def late_after_seconds(self, url: str, shards: Ints, size_bytes: int, *, displaced: bool = False) -> float:
-        """Return after how long a read of these shards is late. ``displaced``: it replaces one from another daemon."""
+    def deadlines(self, url: str, shards: Ints, size_bytes: int, *, displaced: bool = False) -> Deadlines:
+        """Return how long a read of these shards may take. ``displaced``: it replaces one from another daemon."""
+        known = self.delivered_all(url, shards)
         with self._lock:
             late_seconds = self._health.late_after_seconds(size_bytes)
-        if self.delivered_all(url, shards):
-            return late_seconds
-        return max(late_seconds, DISPLACED_LATE_SECONDS if displaced else UNKNOWN_LATE_SECONDS)
-
-    def give_up_after_seconds(self, url: str, shards: Ints, size_bytes: int) -> float:
-        """Return after how long to ask another daemon instead; infinity if the read may wait for a fill."""
-        if not self.delivered_all(url, shards):
-            return float("inf")
-        with self._lock:
-            return self._health.give_up_after_seconds(size_bytes)
+            if known:
+                return Deadlines(late_seconds, self._health.give_up_after_seconds(size_bytes))
+        return Deadlines(max(late_seconds, DISPLACED_LATE_SECONDS if displaced else UNKNOWN_LATE_SECONDS), inf)
 
     def is_slow(self, seconds: float, size_bytes: int) -> bool:
         with self._lock:

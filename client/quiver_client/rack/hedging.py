@@ -4,9 +4,11 @@ A daemon may be alive and useless: stopped, stuck, dripping, or many times slowe
 (``quiver.health`` says when), and then, in a thread of a small pool,
 
 1. the runners-up are asked for what they have, without having it filled;
-2. what they lack is read from the origin, unless the daemon is filling it, which is no failure: it is asked, by a
-   request of its own, if it did not deliver these shards before. If it fills them in place of a daemon that is avoided,
-   the origin is read all the same: it is the first batches after a failure that would wait for these fills.
+2. the daemon is asked, by a request of its own, whether it has the shards: one that is filling them is no failure. Only
+   if it has them and still does not deliver, or does not answer this either, the rest is read from the origin.
+
+A daemon that fills shards in place of one that is avoided is not asked: the first batches after a failure would wait
+for these fills, so the origin is read as well.
 
 Samples that a hedge delivers are verified before it wins; the connection of the loser is closed. Invariants: one hedge
 per request, ``HEDGES_AT_ONCE`` per process, and what they transfer in vain is at most what the budget allows. Bytes of
@@ -19,6 +21,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -28,6 +31,7 @@ from quiver.errors import QuiverError, Unavailable
 from quiver.peer import PeerClient
 from quiver.plan import Ints
 from quiver.transport.attempt import Attempt
+from quiver.transport.liveness import IN_RACK
 from quiver.wire import RangeStatus, ReadRequest
 from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.rack.members import Members
@@ -38,7 +42,8 @@ from quiver_client.thread_pool import ThreadPool
 HEDGES_AT_ONCE: Final = 4
 RUNNERS_UP_MAX: Final = 4  # daemons that one hedge asks, one after the other
 RUNNER_UP_SECONDS: Final = 0.25  # for each to begin its answer: it has the bytes, or says at once that it has not
-ASK_SECONDS: Final = 0.25  # for the late daemon to say whether it has the shards
+ASK_SECONDS: Final = IN_RACK.alive_seconds  # for the late daemon to say whether it has the shards
+ORIGIN_SECONDS: Final = 0.6  # that a daemon which says that it has the shards is waited for: it may be overloaded
 
 Origin = Callable[[Batch], None]
 """Reads the samples of a batch that are not verified yet from the origin."""
@@ -53,6 +58,7 @@ class Hedges:
         self._origin = origin
         self._verify = verify
         self._stats = stats
+        self.deadlines = members.health.deadlines
         self._pool = ThreadPool(HEDGES_AT_ONCE, "quiver-hedge")
         self._running = 0
         self._lock = forks.lock()
@@ -105,7 +111,7 @@ class Hedges:
         """
         scratch = Batch(race.batch.plan.take(race.late.positions), self._verify)
         received_bytes = min(self._ask_runners_up(race, scratch), race.size_bytes)
-        if not scratch.verified.all() and not race.is_ended and self._may_read_origin(race):
+        if not scratch.verified.all() and self._may_read_origin(race):
             self._read_origin(scratch)
         if not scratch.verified.all() or not race.won_by(scratch):
             return received_bytes
@@ -125,8 +131,8 @@ class Hedges:
             wanted = wanted[has[late.which[wanted]]]
             if race.is_ended or not len(wanted):
                 continue
-            seconds = RUNNER_UP_SECONDS + self._members.health.late_after_seconds(url, late.shards, race.size_bytes)
-            attempt = Attempt(limit_seconds=seconds)
+            usual_seconds = self.deadlines(url, late.shards, race.size_bytes).late
+            attempt = Attempt(limit_seconds=RUNNER_UP_SECONDS + usual_seconds)
             race.hedged_by(attempt)
             with contextlib.suppress(QuiverError):  # the batch's own reads find out what is wrong with it
                 self._read(self._members.peer(url), late, scratch, wanted, attempt)
@@ -146,11 +152,12 @@ class Hedges:
             scratch.check()
 
     def _may_read_origin(self, race: Race) -> bool:
-        """Whether the late daemon is not waiting for a fill."""
+        """Whether the daemon is still late, and not because it waits for a fill."""
         late = race.late
-        if self._origin is None or race.displaced:
-            return race.displaced
-        return self._members.health.delivered_all(late.peer.url, late.shards) or self._holds(late)
+        filling = race.displaced and not self._members.health.delivered_all(late.peer.url, late.shards)
+        if race.is_ended or not (filling or self._holds(late)):
+            return False
+        return self._members.is_unresponsive(late.peer.url) or not race.ends_within(ORIGIN_SECONDS - race.seconds)
 
     def _holds(self, late: PeerRead) -> bool:
         """Ask a daemon that is late whether it has the shards. ``True`` if it has all, or does not answer."""
@@ -192,21 +199,25 @@ class Race:
         self.is_ended = False
         self._hedges = hedges
         self._hedge: Attempt | None = None
+        self._over: threading.Event | None = None
         self._lock = threading.Lock()
         self._begun_at = time.monotonic()
-        health = hedges._members.health
-        where = late.peer.url, late.shards, self.size_bytes
-        self.attempt = Attempt(
-            self.size_bytes,
-            late_seconds=health.late_after_seconds(*where, displaced=displaced),
-            on_late=lambda: hedges.begin(self),
-            limit_seconds=health.give_up_after_seconds(*where),
-        )
+        may = hedges.deadlines(late.peer.url, late.shards, self.size_bytes, displaced=displaced)
+        on_late = partial(hedges.begin, self)
+        self.attempt = Attempt(self.size_bytes, late_seconds=may.late, on_late=on_late, limit_seconds=may.limit)
 
     @property
     def seconds(self) -> float:
         """How long the request has taken."""
         return time.monotonic() - self._begun_at
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for the end of the race; return whether it came in time."""
+        with self._lock:
+            if self.is_ended:
+                return True
+            self._over = over = threading.Event()
+        return over.wait(max(seconds, 0.0))
 
     def end(self) -> bool:
         """End the race, for the request itself; ``False`` if the hedge delivered the samples before."""
@@ -214,9 +225,10 @@ class Race:
             if self.is_ended:
                 return False
             self.is_ended = True
-            hedge = self._hedge
-        if hedge is not None:
-            hedge.cancel()
+        if self._over is not None:
+            self._over.set()
+        if self._hedge is not None:
+            self._hedge.cancel()
         return True
 
     def won_by(self, scratch: Batch) -> bool:
