@@ -79,6 +79,27 @@ def test_entries_of_a_hidden_shard_do_not_hold_back_the_others(keys: Dataset, mo
     order.close()
 
 
+@pytest.mark.fault("E3")
+def test_a_wait_in_which_a_little_arrives_again_and_again_ends_all_the_same(
+    keys: Dataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch larger than what drips in: each arrival renews patience, and there is a limit to that."""
+    clock, watches = still(monkeypatch)
+    order = BatchSampler(keys, 140, seed=5)
+    epoch = order.begin()
+    began = clock.now
+    for shown in range(1, keys.manifest.shard_count):
+        if order.poll(epoch):
+            break
+        clock.now += draw_wait.PATIENCE_SECONDS * 0.9
+        watches[0].holds(range(shown))
+    else:
+        pytest.fail("it waits for as long as something arrives")
+    assert clock.now - began <= draw_wait.WAIT_SECONDS_MAX + draw_wait.PATIENCE_SECONDS
+    assert order.draw(epoch) is not None
+    order.close()
+
+
 @pytest.mark.fault("E5")
 def test_a_job_that_stood_still_for_an_hour_goes_on(
     files: Files, tmp_path: Path, dataset: Make, monkeypatch: pytest.MonkeyPatch

@@ -224,3 +224,20 @@ def in_a_fork(work: Callable[[], object]) -> None:
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
+
+
+@pytest.mark.fault("E1")
+def test_a_checkpoint_is_never_ahead_of_its_ledger(keys: Dataset, tmp_path: Path) -> None:
+    """A process that is killed right after a checkpoint leaves a ledger with every batch that this covers."""
+    path = str(tmp_path / "ledger")
+    killed = BatchSampler(keys, 10, ledger=path)
+    first = list(itertools.islice(killed, 4))
+    state = killed.state_dict()
+    killed._recorder._stop()  # what was not flushed by then is lost
+    resumed = BatchSampler(keys, 10, ledger=path)
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    resumed.close()
+    replayed = list(BatchSampler(keys, 10, replay=path))
+    assert [row for batch in replayed for row in batch] == [row for batch in first + rest for row in batch]
+    killed.close()
