@@ -35,6 +35,7 @@ from quiver.transport.handoff import (
     NODE_ID_BYTES_MAX,
     REQUEST_BYTES_MAX,
     FileStatus,
+    HandoffAnswer,
     HandoffClient,
     HandoffRequest,
     Held,
@@ -232,6 +233,12 @@ WRONG: dict[str, tuple[bytes, list[int], type[QuiverError]]] = {
     "no descriptor": (files_answer([PRESENT]), [], Corrupt),
     "two descriptors": (files_answer([PRESENT]), [0, 1], Corrupt),
     "a descriptor for what is absent": (files_answer([(FileStatus.ABSENT, 0)]), [0], Corrupt),
+    "no editions": (HandoffAnswer(Status.OK, statuses=bytes([FileStatus.PRESENT])).encode(), [0], Corrupt),
+    "two editions": (
+        HandoffAnswer(Status.OK, statuses=bytes([FileStatus.PRESENT]), editions=(7, 8)).encode(),
+        [0],
+        Corrupt,
+    ),
     "no such status": (files_answer([(9, 7)]), [], Corrupt),  # type: ignore[list-item]
     "a folder": (files_answer([PRESENT]), [3], Corrupt),
     "more descriptors than may be": (files_answer([PRESENT]), [0, 1, 2] * 30, OverCapacity),

@@ -273,8 +273,8 @@ BUGS: Final = (
     Planted(
         "what a domain has not shown to have is readable",
         "quiver/store/inventory.py",
-        "return domain is None or domain in self._domains[kind].get(digest, UNRECORDED)",
-        "return domain is None or self._domains[kind].get(digest, UNRECORDED) is not None",
+        "return is_held and (domain is None or domain in self._domains[kind].get(digest, UNRECORDED))",
+        "return is_held and (domain is None or self._domains[kind].get(digest, UNRECORDED) is not None)",
         ("tests/daemon/test_domains.py::test_what_is_foreign_is_answered_as_what_nobody_has",),
     ),
     Planted(
