@@ -35,6 +35,8 @@ WAYS: Final = (
     ("TLS", "full"),
 )
 SIZES: Final = ((110_000, 256, 96 << 20), (4_096, 1_024, 32 << 20))  # of samples, batches, the dataset
+REPEATS_MAX: Final = 6
+PASSED_OVER_SECONDS: Final = 6.0
 CLOCK_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
@@ -144,13 +146,23 @@ def _readings(
         for _ in range(rounds):
             for way, dataset in datasets.items():
                 batches = [rng.permutation(len(dataset))[:batch_size].tolist() for _ in range(16)]
-                found[way].append(_round(dataset, batches, daemons[way[0]][1].pid, seconds))
+                found[way].append(_repeated(dataset, batches, daemons[way[0]][1].pid, seconds))
     return [Reading(sample_bytes, *way, *(median(each) for each in zip(*took, strict=True)))
             for way, took in found.items()]  # fmt: skip
 
 
-def _round(dataset: Any, batches: Sequence[list[int]], pid: int, seconds: float) -> tuple[float, float, float]:
-    """Return GB per second, and CPU seconds per GB of this process and the daemon."""
+def _repeated(dataset: Any, batches: Sequence[list[int]], pid: int, seconds: float) -> tuple[float, float, float]:
+    """Return a round's figures. On a busy machine a reader may pass the daemon over for a while: then once more."""
+    for _ in range(REPEATS_MAX):
+        took = _round(dataset, batches, pid, seconds)
+        if took is not None:
+            return took
+        time.sleep(PASSED_OVER_SECONDS)
+    raise RuntimeError(f"not everything came from the daemon: {dataset.stats()}")
+
+
+def _round(dataset: Any, batches: Sequence[list[int]], pid: int, seconds: float) -> tuple[float, float, float] | None:
+    """Return GB per second, and CPU seconds per GB of reader and daemon; None if some came from the origin."""
     before, mine, its = dataset.stats(), time.process_time(), _cpu_seconds(pid)
     began = time.monotonic()
     at = 0
@@ -160,7 +172,7 @@ def _round(dataset: Any, batches: Sequence[list[int]], pid: int, seconds: float)
     took = time.monotonic() - began
     after = dataset.stats()
     if after["bytes_rack"] - before["bytes_rack"] == 0 or after["bytes_origin"] != before["bytes_origin"]:
-        raise RuntimeError(f"not everything came from the daemon: {after}")
+        return None
     gigabytes = (after["bytes_rack"] - before["bytes_rack"]) / 1e9
     return gigabytes / took, (time.process_time() - mine) / gigabytes, (_cpu_seconds(pid) - its) / gigabytes
 

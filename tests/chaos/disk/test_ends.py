@@ -134,6 +134,6 @@ def test_a_signal_ends_a_training_process_at_once_and_leaves_no_other(
 def test_an_interpreter_exits_as_without_us_two_hundred_times_of_two_hundred(files: Files, tmp_path: Path) -> None:
     each = EXITS // len(MOMENTS)
     scripts = [script(files, moment) for moment in MOMENTS for _ in range(each)]
-    found = ended(scripts, tmp_path)
+    found = ended(scripts[::2], tmp_path) + ended(scripts[1::2], tmp_path)  # a script's number is a row of the dataset
     assert len(found) == EXITS
     assert not unclean(found)
