@@ -273,8 +273,8 @@ BUGS: Final = (
     Planted(
         "what a domain has not shown to have is readable",
         "quiver/store/inventory.py",
-        "return is_held and (domain is None or domain in self._domains[kind].get(digest, UNRECORDED))",
-        "return is_held and (domain is None or self._domains[kind].get(digest, UNRECORDED) is not None)",
+        "            return digest in self._held_in[kind].get(domain, _NOTHING)\n",
+        "            return digest in self._files[kind].rows\n",
         ("tests/daemon/test_domains.py::test_what_is_foreign_is_answered_as_what_nobody_has",),
     ),
     Planted(
