@@ -6,6 +6,7 @@ while none answers, it keeps the last ring.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Final
@@ -30,11 +31,14 @@ from quiver.peer import PeerClient
 from quiver.ring import Ring
 from quiver.token_source import TokenSource
 from quiver.transport.attempt import Attempt
-from quiver.transport.liveness import IN_RACK, is_alive
+from quiver.transport.liveness import IN_RACK, Patience, is_alive
 from quiver.wire import RANGE, ReadRequest
 from quiver_client.rack.health import RackHealth
 from quiver_client.stats import Stats
 
+# At open a daemon validates a manifest of megabytes, and answers health checks late if its machine is loaded. No batch
+# waits for it.
+AT_OPEN: Final = IN_RACK._replace(silence_seconds=30.0, alive_seconds=2.0)
 RING_SECONDS: Final = 5.0  # half of the lease's TTL: a dead daemon is off this ring within one and a half TTLs
 UNRESPONSIVE_SECONDS: Final = 1.0  # before a daemon that is avoided is probed; doubled each time, up to ten seconds
 PROBE_SECONDS: Final = 1.0  # that a read by which a daemon is probed may take
@@ -75,8 +79,11 @@ class Members:
         node = self._certified.get(url, "")
         with self._lock:
             if (url, node) not in self._peers:
-                self._peers[url, node] = PeerClient(url, patience=IN_RACK, node=node, token=self.token)
+                self._peers[url, node] = self._new_peer(url, IN_RACK)
             return self._peers[url, node]
+
+    def _new_peer(self, url: str, patience: Patience) -> PeerClient:
+        return PeerClient(url, patience=patience, node=self._certified.get(url, ""), token=self.token)
 
     def digests(self, shards: npt.NDArray[np.int64]) -> tuple[Digest, ...]:
         """Return the names of shards."""
@@ -260,7 +267,8 @@ class Members:
             if self.is_unresponsive(url):
                 continue
             try:
-                self.put_manifest(self.peer(url), manifest)
+                with contextlib.closing(self._new_peer(url, AT_OPEN)) as peer:
+                    self.put_manifest(peer, manifest)
                 return
             except QuiverError as error:
                 failure = error
