@@ -31,9 +31,9 @@ BUGS: Final = (
     Planted(
         "a dead daemon is asked for every batch",
         "client/quiver_client/rack/members.py",
-        "        return self.health.is_avoided(url)\n",
-        "        return self.health.is_avoided(url) and not url\n",
-        ("tests/client/test_faults.py::test_a_frozen_daemon_costs_one_bounded_stall",),
+        "        return self.health.is_silent(url)\n",
+        "        return self.health.is_silent(url) and not url\n",
+        ("tests/client/test_rack_tier.py::test_a_daemon_that_does_not_respond_is_left_alone_until_it_answers",),
     ),
     Planted(
         "a session is used in a forked child",

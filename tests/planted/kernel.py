@@ -155,7 +155,7 @@ BUGS: Final = (
         "            os.fsync(self._file.fd)\n            return self._store.admit(self, shares=shares)\n",
         "            admitted = self._store.admit(self, shares=shares)\n            os.fsync(self._file.fd)\n"
         "            return admitted\n",
-        ("tests/store/test_store.py::test_a_rename_that_is_not_known_to_last_is_taken_back",),
+        ("tests/chaos/disk/test_crash_points.py::test_a_power_cut_behind_some_calls_leaves_nothing_partial",),
     ),
     Planted(
         "a file is renamed before its write ends",
@@ -217,9 +217,9 @@ BUGS: Final = (
     Planted(
         "a Retry-After is not honoured",
         "quiver/origin/gate.py",
-        "            self._opens = self._asked + seconds\n",
-        "            self._opens = self._asked\n",
-        ("tests/kernel/test_origin_patience.py::test_a_retry_after_is_honoured_by_all_requests",),
+        "        return min(max(seconds, 0.0), RETRY_AFTER_SECONDS_MAX)\n",
+        "        return min(max(seconds, 0.0), 0.0)\n",
+        ("tests/kernel/test_origin_patience.py::test_a_retry_after_is_seconds_or_a_date_and_bounded",),
     ),
     Planted(
         "what a server sends beyond its answer is the next answer",
