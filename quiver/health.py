@@ -157,6 +157,8 @@ class Health:
     def overtaken(self, url: str, now: float) -> None:
         """A hedge was faster than a peer."""
         peer = self._peer(url, now)
+        if peer.state is not State.CLOSED:  # requests from before it was avoided end late: a probe decides
+            return
         peer.late.append(True)
         if sum(peer.late) >= LATE_MAX:
             self._open(peer, Cause.SLOW, now)

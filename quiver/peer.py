@@ -99,10 +99,7 @@ class PeerClient:
         """
         if attempt is None:
             return self._streams.read(request) or self._read_by_http(request)
-        try:
-            return self._streams.read(request, attempt) or self._read_by_http(request, self._http.within(attempt))
-        finally:
-            attempt.release()
+        return self._streams.read(request, attempt) or self._read_by_http(request, self._http.within(attempt))
 
     def resident(self, shards: tuple[Digest, ...], attempt: Attempt) -> U8:
         """Return a ``RangeStatus`` per shard ``(n,)``, without the shards and without having them filled.
@@ -111,10 +108,7 @@ class PeerClient:
         """
         ranges = np.zeros(len(shards), RANGE)
         ranges["shard"] = np.arange(len(shards))
-        try:
-            return self._read_by_http(ReadRequest(None, shards, ranges), self._http.within(attempt))[0]
-        finally:
-            attempt.release()
+        return self._read_by_http(ReadRequest(None, shards, ranges), self._http.within(attempt))[0]
 
     def _read_by_http(self, request: ReadRequest, http: HttpVerbs | None = None) -> tuple[U8, U8]:
         lengths = request.ranges["length"]

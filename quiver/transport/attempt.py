@@ -81,10 +81,11 @@ class Attempt:
                 raise TimeoutError("was overtaken by another daemon")
             self._connection = connection
 
-    def release(self) -> None:
-        """Forget the connection: the exchange has ended."""
+    def release(self) -> bool:
+        """Forget the connection: the exchange has ended. Return whether it was cancelled before."""
         with self._lock:
             self._connection = None
+            return self.is_cancelled
 
     def cancel(self) -> None:
         """End the attempt. Its thread gets an error, which it ignores."""

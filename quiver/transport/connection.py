@@ -73,6 +73,7 @@ class Connection:
         self.is_answering = False  # a part of this exchange's answer arrived
         self._socket = sock
         self._watch: Watch
+        self._attempt: Attempt | None = None
         self._kernel_waits = kernel_waits(sock)
         self._set_wait_seconds = 0.0
         sock.setblocking(self._kernel_waits)
@@ -88,15 +89,27 @@ class Connection:
         """End all waits on it, from another thread: its reads and writes fail from now on."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
-    def begin(self, watch: Watch) -> None:
-        """Begin an exchange. ``watch`` ends its waits."""
+    def begin(self, watch: Watch, attempt: Attempt | None = None) -> None:
+        """Begin an exchange. ``watch`` ends its waits, and ``attempt``, if it is cancelled, the connection.
+
+        Raises ``TimeoutError`` if the attempt is cancelled already.
+        """
         self.is_finished = self.is_answering = False
         self._watch = watch
         self._set_wait(watch.first_wait_seconds)
+        if attempt is not None:
+            attempt.bind(self)
+            self._attempt = attempt
 
     def finish(self) -> None:
         """Record that the answer was received completely, with nothing after it."""
         self.is_finished = True
+
+    def end(self) -> None:
+        """End an exchange: from now on nobody else shuts the connection down, which may become another thread's."""
+        attempt, self._attempt = self._attempt, None
+        if attempt is not None and attempt.release():
+            self.is_finished = False  # it was shut down after the last byte
 
     def send(self, *buffers: bytes | memoryview) -> None:
         """Send a whole request."""
@@ -253,9 +266,7 @@ class Endpoint:
 
     def begin(self, connection: Connection, extra_seconds: float = 0.0) -> None:
         """Begin an exchange. ``extra_seconds``: see ``Vigil``."""
-        connection.begin(Vigil(self.patience, self._is_alive, extra_seconds, self.attempt))
-        if self.attempt is not None:
-            self.attempt.bind(connection)
+        connection.begin(Vigil(self.patience, self._is_alive, extra_seconds, self.attempt), self.attempt)
 
     def failure(self, error: OSError, *, is_answering: bool) -> QuiverError:
         """Return the error for an exchange that failed."""
@@ -324,6 +335,7 @@ class Dialogue:
             connection.is_finished = False
             raise self._failure(error, is_answering=connection.is_answering) from error
         finally:
+            connection.end()
             if connection.is_finished:
                 self.idle.keep(connection)
             else:

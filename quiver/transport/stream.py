@@ -131,7 +131,10 @@ def open_stream(endpoint: Endpoint) -> Connection:
     """
     connection = endpoint.connect()
     try:
-        _upgrade(connection, endpoint)
+        try:
+            _upgrade(connection, endpoint)
+        finally:
+            connection.end()
     except PeerGone as error:
         connection.close()
         raise endpoint.failure(error, is_answering=False) from error

@@ -16,6 +16,7 @@ from quiver.digest import Digest
 from quiver.errors import Unavailable
 from quiver.peer import PeerClient
 from quiver.transport.attempt import Attempt
+from quiver.transport.connection import Connection
 from quiver.transport.liveness import Patience
 from quiver.transport.stream import ranges_frame
 from quiver.wire import RANGE, ReadRequest
@@ -102,6 +103,25 @@ def test_an_answer_in_time_is_not_late(grey: Grey, peer: PeerClient) -> None:
     assert not calls
     attempt.cancel()  # after the end: nothing is left to be cancelled
     assert len(peer.read(a_read())[1]) == SIZE
+
+
+def test_a_cancellation_that_comes_too_late_leaves_the_connection_to_the_next_read(
+    grey: Grey, peer: PeerClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grey.hold.set()
+    attempt, shut = Attempt(SIZE), []
+    idle = (peer._http if grey.by == "HTTP" else peer._streams).dialogue.idle
+    keep = idle.keep
+
+    def keep_then_cancel(connection: Connection) -> None:
+        keep(connection)  # from here on another thread may use it
+        attempt.cancel()
+
+    monkeypatch.setattr(idle, "keep", keep_then_cancel)
+    monkeypatch.setattr(Connection, "shut", lambda connection: shut.append(connection.fileno()))
+    assert len(peer.read(a_read(), attempt)[1]) == SIZE
+    assert attempt.is_cancelled
+    assert not shut
 
 
 @pytest.mark.parametrize("first_bytes", [0, 1], ids=["nothing", "a byte"])

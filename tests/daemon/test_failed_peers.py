@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 
 from quiver.digest import Digest
 from quiver.errors import Corrupt, OverCapacity, Unavailable
-from quiver.ring import Member
+from quiver.ring import Member, Ring
 from quiver_cacheserver.rack.peers import RackPeers
 from quiver_cacheserver.rack.registry import StaticRegistry
 
@@ -35,6 +36,23 @@ def test_a_peer_that_failed_is_passed_over_until_it_delivers(peers: RackPeers, e
         assert urls(peers) == {"http://c:1"}
         peers.delivered(failed, 1000, 0.001)
         assert urls(peers) == {"http://b:1", "http://c:1"}
+
+
+def test_a_peer_that_left_the_ring_is_probed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, probed = [0.0], list[str]()
+    monkeypatch.setattr("quiver_cacheserver.rack.peers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("quiver_cacheserver.rack.peers.is_alive", lambda url, seconds, tls: probed.append(url))
+    members = [Member(name, f"http://{name}:1") for name in "abc"]
+    registry = SimpleNamespace(ring=Ring.of("r", members, 1))
+    peers = RackPeers(registry, "a", members[0].url)  # type: ignore[arg-type]
+    with contextlib.closing(peers):
+        for peer in peers.holders(SHARD):
+            peers.failed(peer, Unavailable(peer.url, "no answer"))
+        registry.ring = Ring.of("r", members[:2], 1)
+        now[0] = 5.0
+        assert urls(peers) == set()
+        peers._prober.shutdown()
+        assert probed == ["http://b:1"]
 
 
 def test_a_peer_that_is_busy_is_asked_again_and_oneself_never(peers: RackPeers) -> None:

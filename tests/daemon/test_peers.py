@@ -88,6 +88,6 @@ def test_a_peer_that_failed_is_asked_again_once_a_probe_in_the_background_succee
     peers.failed(peer, Unavailable(peer.url, "does not answer"))
     assert list(peers.holders(digest)) == []
     probed: list[str] = []
-    monkeypatch.setattr("quiver_cacheserver.rack.peers.is_alive", lambda url, seconds: not probed.append(url))
+    monkeypatch.setattr("quiver_cacheserver.rack.peers.is_alive", lambda url, seconds, tls: not probed.append(url))
     until(lambda: list(peers.holders(digest)) == [peer])
     assert probed == [peer.url]

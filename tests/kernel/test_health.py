@@ -112,6 +112,17 @@ def test_a_peer_that_hedges_overtake_again_and_again_is_avoided() -> None:
     assert health.is_avoided("a"), "an answer does not show that it is fast again"
 
 
+def test_requests_that_end_late_while_a_peer_is_avoided_do_not_count_once_it_is_back() -> None:
+    health = Health()
+    for at in range(3 * LATE_MAX):  # as many were under way
+        health.overtaken("a", at * 0.01)
+    assert health.begin_probes(5.0) == ["a"]
+    health.probed("a", good=True, now=5.0)
+    for at in range(LATE_MAX - 1):
+        health.overtaken("a", 6.0 + at)
+    assert not health.is_avoided("a"), "late now and then"
+
+
 def test_a_peer_ten_times_slower_than_the_others_is_avoided_and_only_that_one() -> None:
     health = warmed("a", "b", "c")
     for at in range(2 * RECENT):

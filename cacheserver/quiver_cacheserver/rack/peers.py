@@ -114,7 +114,8 @@ class RackPeers:
             yield peer.acting_for(domain)
 
     def _probe(self) -> None:
-        """Begin to probe the peers whose pause has ended, under the lock."""
+        """Begin to probe the peers of the ring whose pause has ended, under the lock."""
+        self._health.retain(member.url for member in self._registry.ring.members)
         for url in self._health.begin_probes(time.monotonic()):
             with contextlib.suppress(RuntimeError):  # this daemon ends
                 self._prober.submit(self._probed, url)
