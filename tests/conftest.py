@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="print which rows of the fault matrix survived")
 
 
+SETTINGS: Final = ("CACHE", "TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultReport(), "fault-report")
     if hasattr(config.option, "loadscopereorder"):
@@ -49,10 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test reads or writes the caches and settings of the user who runs it."""
-    monkeypatch.delenv("QUIVER_CACHE", raising=False)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test reads or writes the caches and settings of the user who runs it, or how much a later test logs."""
+    for name in SETTINGS:
+        monkeypatch.delenv(f"QUIVER_{name}", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
+    yield
+    logging.getLogger("quiver_client").setLevel(logging.NOTSET)  # the commands that tests run in-process set it
 
 
 @pytest.fixture(scope="session")

@@ -326,7 +326,7 @@ def test_made_up_manifests_are_not_looked_for_without_end(tmp_path: Path) -> Non
 
     def ask_nobody(node: Node) -> None:
         node.budgets.rates[Cost.LOOKUPS] = RefillRate(0.001, 8)
-        node.peers.manifest_holders = lambda digest: iter(sought.append(digest) or ())  # type: ignore[method-assign,func-returns-value]
+        node.peers.manifest_holders = lambda digest, domain: iter(sought.append(digest) or ())  # type: ignore[method-assign,func-returns-value]
 
     with in_process(tmp_path, made=ask_nobody) as address, connected(address) as sock:
         for number in range(30):

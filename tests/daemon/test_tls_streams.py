@@ -20,6 +20,7 @@ from quiver.store import Kind, Store
 from quiver.store.inventory import file_of
 from quiver.transport.stream import FRAME, RANGES, SIZE
 from quiver.wire import ReadRequest
+from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.registry import StaticRegistry
@@ -62,7 +63,7 @@ class Served:
             wrapped = self.contexts.server.wrap_socket(accepted, server_side=True)
             wrapped.setblocking(False)
             assert self.node.budgets.hold("reader", Resource.STREAMS)
-            self.poller.add(Stream(self.streams, self.loop, wrapped, "reader"), READABLE)
+            self.poller.add(Stream(self.streams, self.loop, wrapped, Caller("reader")), READABLE)
 
         thread = threading.Thread(target=hand_over)
         thread.start()

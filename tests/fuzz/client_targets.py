@@ -358,7 +358,7 @@ TARGETS: Final = (
         lazily(_toml),
         lambda: [
             b'data-dir = "/d"\ncapacity = "1GiB"\norigin = ["/data", "s3://b/"]\npeers = "http://h:1,http://i:2"\n',
-            b'data-dir = "/d"\ncapacity = "2TB"\nlisten = "0.0.0.0:7717"\nreplicas = 2\ndrain-seconds = 1.5\n',
+            b'data-dir = "/d"\ncapacity = "2TB"\nlisten = "0.0.0.0:7717"\ninsecure = true\nreplicas = 2\n',
         ],
         share=5,
     ),

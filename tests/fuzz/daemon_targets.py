@@ -19,6 +19,7 @@ from quiver.ring import Member
 from quiver.store import Kind, Store
 from quiver.transport.stream import FRAME, MAGIC, RANGES, REFUSAL, Refusal
 from quiver.wire import ReadRequest
+from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.registry import StaticRegistry
@@ -63,7 +64,7 @@ def fuzz_one(data: bytes) -> bool:
     theirs.setblocking(False)
     ours.setblocking(False)
     assert budgets.hold(CLIENT, Resource.STREAMS)
-    stream = Stream(streams, _Loop(), theirs, CLIENT)  # type: ignore[arg-type]
+    stream = Stream(streams, _Loop(), theirs, Caller(CLIENT))  # type: ignore[arg-type]
     cut = data[0] % 7 + 1 if data else 1
     answered = bytearray()
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import random
 import shutil
 import signal
 import socket
@@ -27,12 +28,18 @@ _LOOP: Final = "http://127.0.0.1"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports on which no process listens. If another process takes one meanwhile, ``Etcd.start`` fails."""
+    """Return ports on which no process listens, below those that the kernel gives to connections of other tests.
+
+    If another process takes one meanwhile, ``Etcd.start`` fails.
+    """
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        while len(found) < count:
+            each, port = stack.enter_context(socket.socket()), random.randrange(15_000, 32_000)
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                found.append(port)
+    return found
 
 
 class Etcd:
