@@ -59,7 +59,9 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
     keys = PublicKeys(Path(config.token_keys).expanduser()) if config.token_keys else None
     certified = tls.identity.node if tls is not None else ""
     name = config.node_id or certified or static_id(url)  # not the host's name: two daemons may share a host
-    store = Store.open(Path(config.data_dir).expanduser(), config.capacity_bytes, shared=False, url=url)
+    # With tokens a user of this machine must not read other tenants' shards past the daemon.
+    data_dir, private = Path(config.data_dir).expanduser(), keys is not None
+    store = Store.open(data_dir, config.capacity_bytes, shared=False, url=url, private=private)
     store.trim()
     disk_bytes = shutil.disk_usage(store.root).total
     if disk_bytes < config.capacity_bytes:

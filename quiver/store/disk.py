@@ -32,8 +32,10 @@ from quiver.store.domains import record_domains, with_domain
 from quiver.store.files import OpenFile, disk_errors, sync_folder
 from quiver.store.folders import Folders
 from quiver.store.inventory import FolderInventory, Inventory, Kind, MemoryInventory, file_of, is_regular, reserve_file
+from quiver.store.locks import FILE_MODE
 
 OPEN_FILES_MAX: Final = 512
+PRIVATE_FILE_MODE: Final = 0o600
 QUARANTINE_FILES_MAX: Final = 16  # for an operator to look at; they are evicted before anything that is read
 RETRY_AFTER_SECONDS: Final = 5.0
 # At a time. A write of 2 MiB or more is given huge pages in the page cache where the kernel has them. Measured on one
@@ -52,20 +54,23 @@ I_co = TypeVar("I_co", bound=Inventory, covariant=True)
 class Store(Generic[I_co]):
     """Shards and manifests on disk. Blocking: a daemon calls it from threads. Safe to use from several threads."""
 
-    def __init__(self, root: Path, capacity_bytes: int, inventory: I_co, *, writable: bool = True) -> None:
+    def __init__(
+        self, root: Path, capacity_bytes: int, inventory: I_co, *, writable: bool = True, private: bool = False
+    ) -> None:
         self.name = f"disk {root}"
         self.root = root
         self.capacity_bytes = capacity_bytes
         self.inventory = inventory
         self.writable = writable
-        self._folders = Folders(root)
+        self._folders = Folders(root, private=private)
+        self._file_mode = PRIVATE_FILE_MODE if private else FILE_MODE
         self._open: OrderedDict[tuple[Kind, Digest], OpenFile] = OrderedDict()
         self._lock = forks.lock()
 
     @overload
     @classmethod
     def open(
-        cls, root: Path, capacity_bytes: int, *, shared: Literal[False], url: str = ""
+        cls, root: Path, capacity_bytes: int, *, shared: Literal[False], url: str = "", private: bool = False
     ) -> Store[MemoryInventory]: ...
     @overload
     @classmethod
@@ -74,16 +79,16 @@ class Store(Generic[I_co]):
     @classmethod
     def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store[Any]: ...
     @classmethod
-    def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "") -> Store[Any]:
+    def open(cls, root: Path, capacity_bytes: int, *, shared: bool, url: str = "", private: bool = False) -> Store[Any]:
         """Open the store at ``root``, creating it if it does not exist. ``shared``: other processes may use it as well.
 
-        ``url``: the address of the daemon that opens the store for itself alone. A shared store that this process may
-        only read is not ``writable``. Raises ``Misconfigured`` if another process uses the store without sharing it,
-        ``DiskFailed`` if it cannot be created.
+        ``url``: the address of the daemon that opens the store for itself alone. ``private``: no other user may read
+        its files, nor whom they belong to. A shared store that this process may only read is not ``writable``. Raises
+        ``Misconfigured`` if another process uses the store without sharing it, ``DiskFailed`` if it cannot be created.
         """
         writable = True
         try:
-            Folders(root).make()
+            Folders(root, private=private).make()
         except OSError as error:
             writable = False
             if not shared or error.errno not in _READ_ONLY or not (root / Kind.SHARD).is_dir():
@@ -92,7 +97,7 @@ class Store(Generic[I_co]):
                     " (cache='file:///FOLDER', $QUIVER_CACHE, or a daemon's --data-dir)"
                 ) from error
         if not shared:
-            return Store(root, capacity_bytes, MemoryInventory(root, url))
+            return Store(root, capacity_bytes, MemoryInventory(root, url), private=private)
         writable = writable and all(
             os.access(root / folder, os.W_OK | os.X_OK, effective_ids=True) for folder in (Kind.SHARD, "tmp")
         )
@@ -186,7 +191,7 @@ class Store(Generic[I_co]):
         size_bytes = max(min(size_bytes, REHEARSE_BYTES_MAX), 1)
         with disk_errors(self.root):
             self._remake_folders()
-            file = reserve_file(temporary, size_bytes)
+            file = reserve_file(temporary, size_bytes, self._file_mode)
             try:
                 os.posix_fallocate(file.fd, 0, size_bytes)
                 os.pwrite(file.fd, b"\0", 0)
@@ -211,7 +216,7 @@ class Store(Generic[I_co]):
         temporary = self.root / "tmp" / f"{os.getpid()}.{os.urandom(8).hex()}"
         with disk_errors(self.root), self.inventory.locked():
             self._remake_folders()
-            file = reserve_file(temporary, size_bytes)
+            file = reserve_file(temporary, size_bytes, self._file_mode)
             try:
                 self._evict(evict, size_bytes)
                 if size_bytes:

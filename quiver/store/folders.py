@@ -13,20 +13,24 @@ from typing import Final
 from quiver.errors import DiskFailed
 from quiver.store.inventory import Kind
 
+PRIVATE_MODE: Final = 0o700
 NAMES: Final = (*(str(kind) for kind in Kind), "tmp", "quarantine")
 
 
 class Folders:
-    """The folders below ``root``."""
+    """The folders below ``root``. ``private``: only this user may enter them."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, private: bool = False) -> None:
         self._root = root
+        self._private = private
         self._device = _device_of(root)  # the disk that they are on
 
     def make(self) -> None:
         """Make those that are missing. Raises ``OSError``."""
         for name in NAMES:
             (self._root / name).mkdir(parents=True, exist_ok=True)
+            if self._private:
+                (self._root / name).chmod(PRIVATE_MODE)  # also of one that was made before the store was private
 
     def remake(self) -> bool:
         """Make those that somebody deleted; return whether there were any. Raises ``OSError``, ``DiskFailed``."""

@@ -144,14 +144,14 @@ def scan(root: Path, kind: Kind) -> Iterator[tuple[Digest, os.stat_result]]:
                     continue
 
 
-def reserve_file(path: Path, size_bytes: int) -> LockedFile:
+def reserve_file(path: Path, size_bytes: int, mode: int = FILE_MODE) -> LockedFile:
     """Create the file of a reservation: locked, and of its final size, with no blocks allocated yet.
 
     The file gets its name once it is locked, since any process removes a named one that is not locked.
     """
     hidden = path.with_name(f".{path.name}")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    file = LockedFile(os.open(hidden, flags, FILE_MODE))
+    file = LockedFile(os.open(hidden, flags, mode))
     try:
         fcntl.flock(file.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.rename(hidden, path)

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from quiver.errors import Forbidden, Misconfigured, QuiverError, Unauthenticated
-from quiver_client import DataLoader, Dataset
+from quiver_client import DataLoader, Dataset, index
 from quiver_client.cli.status import command as status
 from quiver_client.rack import members
 from tests.support.daemon import Daemon, rack_of
@@ -165,6 +165,22 @@ def test_a_token_that_may_only_read_trains_on_what_is_there_and_bothers_nobody(
     loader.close()
     assert made.stats()["bytes_origin"] == 0
     assert rack.refusals("right") - before <= 6, "a manifest and a report for each daemon"
+
+
+def test_a_token_that_may_only_read_gets_empty_samples_without_passing_a_daemon_over(
+    dataset: Make, rack: Rack, token_file: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "empty.bin").write_bytes(b"")
+    (folder / "full.bin").write_bytes(b"data")
+    index(str(folder), str(tmp_path / "m.quiver"))
+    dataset(tmp_path / "m.quiver", rack.url).__getitems__([0, 1])  # fills the rack
+    replace(token_file, rack.signer.token("reader", rights="read", domain="vision").encode())
+    made = dataset(tmp_path / "m.quiver", rack.url)
+    assert [made[0]["data"], made[1]["data"]] == [b"", b"data"]
+    assert made.stats()["samples_rack"] == 2
+    assert made.stats()["fallbacks"] == 0
 
 
 @pytest.mark.usefixtures("token_file")

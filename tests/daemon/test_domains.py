@@ -24,7 +24,7 @@ from quiver.transport.handoff import RECHECK as FILE_RECHECK
 from quiver.transport.handoff import USED, Held
 from quiver.wire import FORGO, RECHECK, RangeStatus
 from tests.support.daemon import Daemon
-from tests.support.data import Files, make_files, random_files, rebased, shard_bytes_of
+from tests.support.data import Files, make_files, make_shard, random_files, rebased, shard_bytes_of
 from tests.support.tenants import SIGNER, Tenant, new_domain
 from tests.support.waiting import until
 
@@ -369,3 +369,20 @@ def test_what_was_stored_before_there_were_tokens_is_nobody_s_until_it_is_shown(
     with Daemon(made.daemon.data_dir) as plain:
         assert plain.ask("GET", f"/v1/shards/{digest}")[:2] == (200, data)
         assert plain.ask("GET", f"/v1/shards/{foreign[0]}")[0] == 404, "a domain's shards are its own, also then"
+
+
+def test_only_the_daemon_s_user_can_read_what_tenants_store(tmp_path: Path) -> None:
+    """A job on the same machine would otherwise read all domains' shards from the disk, with the digests as names."""
+    SIGNER.publish(tmp_path / "keys")
+    shard, data = make_shard([b"theirs" * 100])
+    with Daemon(tmp_path / "data") as daemon:  # whose folders were made for everybody
+        assert daemon.ask("PUT", f"/v1/shards/{shard}", data)[0] == 201
+    assert (tmp_path / "data" / "shards").stat().st_mode & 0o007
+    token = SIGNER.token()
+    with Daemon(tmp_path / "data", "--token-keys", str(tmp_path / "keys"), token=token) as daemon:
+        shard, data = make_shard([b"ours" * 100])
+        assert daemon.ask("PUT", f"/v1/shards/{shard}", data)[0] == 201
+        for folder in ("shards", "manifests", "partial", "quarantine", "tmp"):
+            assert (daemon.data_dir / folder).stat().st_mode & 0o777 == 0o700
+        # Whoever was passed the open file could otherwise read in its attribute who else holds it.
+        assert [path.stat().st_mode & 0o777 for path in daemon.files() if path.name == str(shard)] == [0o600]

@@ -56,6 +56,7 @@ BAD: dict[str, tuple[Reason, Callable[[], str]]] = {
         lambda: base64.urlsafe_b64encode(b"[" * 1200).decode() + ".e30.e30",
     ),
     "not ASCII": (Reason.MALFORMED, lambda: "é.é.é"),
+    "not UTF-8": (Reason.MALFORMED, lambda: b"a.b.\xff".decode(errors="surrogateescape")),  # as headers are decoded
     "algorithm none": (Reason.MALFORMED, lambda: unsigned("none")),
     "algorithm HS256": (Reason.MALFORMED, by_public_key),
     "algorithm RS256": (Reason.MALFORMED, lambda: unsigned("RS256")),

@@ -110,6 +110,8 @@ class Tokens:
             raise self._unverifiable(Reason.MISSING)
         if len(token) > TOKEN_BYTES_MAX:
             raise self._unverifiable(Reason.TOO_LARGE)
+        if not token.isascii():  # bytes of a header that are no UTF-8 arrive as surrogates, which PyJWT cannot encode
+            raise self._unverifiable(Reason.MALFORMED)
         try:
             header = jwt.get_unverified_header(token)
         except jwt.PyJWTError as error:
