@@ -130,6 +130,34 @@ def test_what_no_daemon_has_is_read_from_the_origin_within_the_budget(
     assert stats["corruptions"] == 0
 
 
+def test_samples_that_a_hedge_read_in_vain_from_the_origin_are_counted_as_the_racks(
+    dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemons, proxy = rack
+    made = dataset(small.manifest, daemons[0].url, fields=FIELDS)
+    for _ in range(2):
+        read(made, small)
+    hedges = tier_of(made)._hedges
+    answered = threading.Event()
+    real = hedges._origin
+    assert real is not None
+
+    def overtaken(scratch: Any) -> None:
+        real(scratch)
+        proxy.behave("pass")
+        assert answered.wait(60)
+
+    monkeypatch.setattr(hedges, "_origin", overtaken)
+    proxy.behave("mute")
+    read(made, small)
+    answered.set()
+    until(lambda: hedges._running == 0)
+    stats = made.stats()
+    assert stats["bytes_origin"] > 0, "the hedge read"
+    assert (stats["samples_rack"], stats["samples_origin"]) == (3 * COUNT, 0)
+    assert stats["bytes_rack"] == 3 * small.total_bytes()
+
+
 def test_a_hedge_that_may_cost_nothing_is_not_made_and_a_stuck_daemon_is_passed_over_all_the_same(
     dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy]
 ) -> None:

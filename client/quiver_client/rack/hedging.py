@@ -111,9 +111,10 @@ class Hedges:
         """
         scratch = Batch(race.batch.plan.take(race.late.positions), self._verify)
         received_bytes = min(self._ask_runners_up(race, scratch), race.size_bytes)
+        missing = scratch.not_verified()
         if not scratch.verified.all() and self._may_read_origin(race):
             self._read_origin(scratch)
-        if not scratch.verified.all() or not race.won_by(scratch):
+        if not scratch.verified.all() or not race.won_by(scratch, partial(self._count_origin, scratch, missing)):
             return received_bytes
         # One that has sent nothing may be filling, which is no failure, or gone, which is found out now.
         if race.attempt.received_bytes or self._holds(race.late):
@@ -170,6 +171,12 @@ class Hedges:
             return False  # it is alive and does not say
         return not statuses.any()
 
+    def _count_origin(self, scratch: Batch, positions: Positions) -> None:
+        """Count samples of the batch as the origin's: the session counts what arrives meanwhile as the rack's."""
+        count, size_bytes = len(positions), scratch.bytes_at(positions)
+        for name, amount in (("samples_rack", -count), ("bytes_rack", -size_bytes), ("samples_origin", count)):
+            self._stats.add(name, amount)
+
     def _read_origin(self, scratch: Batch) -> None:
         """Read what is missing from the origin. All of it counts as hedged: it is never given back."""
         missing = scratch.not_verified()
@@ -182,10 +189,6 @@ class Hedges:
         except QuiverError:
             return  # if the origin is needed in the end, the origin tier will say what is wrong with it
         scratch.check()
-        count, size_bytes = int(scratch.verified[missing].sum()), scratch.bytes_at(missing[scratch.verified[missing]])
-        # The session counts as the rack's whatever arrives while the rack is read.
-        for name, amount in (("samples_rack", -count), ("bytes_rack", -size_bytes), ("samples_origin", count)):
-            self._stats.add(name, amount)
 
 
 class Race:
@@ -231,13 +234,17 @@ class Race:
             self._hedge.cancel()
         return True
 
-    def won_by(self, scratch: Batch) -> bool:
-        """End the race for the hedge, whose samples these are; ``False`` if the request was answered before."""
+    def won_by(self, scratch: Batch, count: Callable[[], None]) -> bool:
+        """End the race for the hedge, whose samples these are; ``False`` if the request was answered before.
+
+        ``count`` is called if it won, before the batch is handed out.
+        """
         with self._lock:
             if self.is_ended:
                 return False
             self.is_ended = True
             self.batch.adopt(self.late.positions, scratch)
+            count()
         self.attempt.cancel()
         return True
 
