@@ -23,6 +23,8 @@ from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
 from tests.support.servers import HostileServer, ok
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 Make = Callable[..., Dataset]
 URL = "http://node:7717"
 
