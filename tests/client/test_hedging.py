@@ -205,6 +205,32 @@ def test_a_daemon_that_waits_for_the_origin_is_no_failure(dataset: Make, small: 
             assert all(count == 1 for count in origin.requests.values()), "one origin read of each"
 
 
+def test_a_daemon_that_has_filled_just_now_is_given_time_to_answer(
+    dataset: Make, small: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hedging, "FILLED_SECONDS", 30.0, raising=False)  # on a busy machine an answer takes long
+    with counting_origin(small.folder) as origin:
+        files = rebased(small, origin.url, tmp_path / "web.quiver")
+        with two_daemons(tmp_path, origin.url) as (daemons, _):
+            made = dataset(files.manifest, daemons[0].url, fields=FIELDS)
+            hedges = tier_of(made)._hedges
+            asked: list[bool] = []
+
+            def holds(late: object) -> bool:
+                origin.open.set()  # it has them a moment later, and says so
+                asked.append(True)
+                return True
+
+            monkeypatch.setattr(hedges, "_holds", holds)
+            origin.open.clear()
+            read(made, files)
+            assert asked
+            until(lambda: hedges._running == 0)
+            assert made.stats()["samples_rack"] == COUNT
+            assert made.stats()["bytes_origin"] == 0
+            assert all(count == 1 for count in origin.requests.values()), "one origin read of each"
+
+
 def test_when_the_origin_is_down_daemons_that_are_avoided_are_asked_all_the_same(
     dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

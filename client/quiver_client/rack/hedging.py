@@ -44,6 +44,7 @@ RUNNERS_UP_MAX: Final = 4  # daemons that one hedge asks, one after the other
 RUNNER_UP_SECONDS: Final = 0.25  # for each to begin its answer: it has the bytes, or says at once that it has not
 ASK_SECONDS: Final = IN_RACK.alive_seconds  # for the late daemon to say whether it has the shards
 ORIGIN_SECONDS: Final = 0.6  # that a daemon which says that it has the shards is waited for: it may be overloaded
+FILLED_SECONDS: Final = 0.2  # of it after it said so, if it may have filled them just now: its answer is on the way
 
 Origin = Callable[[Batch], None]
 """Reads the samples of a batch that are not verified yet from the origin."""
@@ -158,7 +159,10 @@ class Hedges:
         filling = race.displaced and not self._members.health.delivered_all(late.peer.url, late.shards)
         if race.is_ended or not (filling or self._holds(late)):
             return False
-        return self._members.is_unresponsive(late.peer.url) or not race.ends_within(ORIGIN_SECONDS - race.seconds)
+        seconds = ORIGIN_SECONDS - race.seconds
+        if not self._members.health.delivered_all(late.peer.url, late.shards):
+            seconds = max(seconds, FILLED_SECONDS)
+        return self._members.is_unresponsive(late.peer.url) or not race.ends_within(seconds)
 
     def _holds(self, late: PeerRead) -> bool:
         """Ask a daemon that is late whether it has the shards. ``True`` if it has all, or does not answer."""
