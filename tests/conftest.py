@@ -18,6 +18,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a s
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+PATIENT_SECONDS: Final = 30.0
+
 # Two workers run a file at a time. The run ends with the last file, so the slowest files run first, from the
 # one of a minute down to those of ten seconds; pytest-xdist itself would begin with the files of most tests.
 LONGEST: Final = (
@@ -60,6 +62,16 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
     yield
     logging.getLogger("quiver_client").setLevel(logging.NOTSET)  # the commands that tests run in-process set it
+
+
+@pytest.fixture
+def patient_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No read of this process is hedged or given up for lateness: for tests that count what came from where.
+
+    On a busy machine a daemon that works may be late, and then some of a batch comes from a runner-up or the origin.
+    """
+    for name in ("HEDGE_SECONDS_MIN", "GIVE_UP_SECONDS_MIN"):
+        monkeypatch.setattr(f"quiver.health.{name}", PATIENT_SECONDS)
 
 
 @pytest.fixture(scope="session")

@@ -253,6 +253,10 @@ CHECKS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
         lambda: validators.epochs_are_exact([history(0, 1, 2, 3)], RIGHT),
         lambda: validators.epochs_are_exact([history(0, 1, 2)], RIGHT),
     ),
+    "an epoch of nothing": (
+        lambda: validators.epochs_are_exact([history(ended=False, epochs=())], RIGHT),
+        lambda: validators.epochs_are_exact([history()], RIGHT),
+    ),
     "a sample twice": (
         lambda: validators.epochs_are_exact([history(0, 2, ended=False, epochs=())], RIGHT),
         lambda: validators.epochs_are_exact([history(0, 0, ended=False, epochs=())], RIGHT),

@@ -28,6 +28,8 @@ from tests.support.data import Files, make_files, random_files, rebased
 from tests.support.etcd import free_ports
 from tests.support.servers import counting_origin
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 Make = Callable[..., Dataset]
 STATS = ("samples", "bytes_host", "bytes_rack", "bytes_origin", "substitutions", "fallbacks", "corruptions")
 

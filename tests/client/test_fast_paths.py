@@ -29,6 +29,8 @@ from quiver_client.embedded.tier import EmbeddedTier
 from tests.support.columns import EVEN, FIELDS, SAMPLES, Truth, batch_of, outcome, same, truth_of, values
 from tests.support.daemon import Daemon
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 Make = Callable[..., Dataset]
 
 

@@ -343,6 +343,7 @@ def test_no_ring_can_break_an_epoch(dataset: Make, small: Files, impatient: None
 
 
 @pytest.mark.fault("M7")
+@pytest.mark.usefixtures("patient_reads")
 def test_a_ring_that_is_no_ring_is_survived(dataset: Make, small: Files, own_rack: list[Daemon]) -> None:
     def answer(connection: socket.socket, raw: bytes) -> None:
         connection.sendall(ok(b'{"rack": 5}'))
@@ -479,6 +480,7 @@ def test_wrong_bytes_in_an_embedded_cache_are_found_and_mended(dataset: Make, sm
     assert all(Digest.parse(path.name) for path in shards)
 
 
+@pytest.mark.usefixtures("patient_reads")
 def test_a_seed_that_is_dead_is_passed_over_for_the_next(dataset: Make, small: Files, own_rack: list[Daemon]) -> None:
     (port,) = free_ports(1)
     made = dataset(small.manifest, f"http://127.0.0.1:{port},{own_rack[2].url}", fields=FIELDS)

@@ -30,6 +30,8 @@ from tests.support.inside import in_process
 from tests.support.tls import Pki, variables
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 TEXT = b"what a person wants you to train on " * 99
 SIZES = [SHORT_BYTES, 1088, 5_000, 40_000]
 

@@ -37,6 +37,8 @@ from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, make_shard, random_files, shard_bytes_of
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 Make = Callable[..., Dataset]
 FIELDS = ["image", "__key__"]
 

@@ -18,6 +18,7 @@ from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.wire import FillRequest
 from quiver_client import Dataset
+from quiver_client.rack import hedging
 from quiver_client.rack.tier import RackTier
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files, rebased
@@ -86,14 +87,17 @@ def within_budget(stats: dict[str, int]) -> bool:
 
 
 def test_a_daemon_that_is_stuck_is_overtaken_by_the_runner_up_that_has_the_shards(
-    dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy]
+    dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(hedging, "RUNNER_UP_SECONDS", 30.0)  # a busy machine is no reason to read the origin
     daemons, proxy = rack
     for daemon in daemons:
         fill(daemon, small.opened())
     made = dataset(small.manifest, daemons[0].url, fields=FIELDS)
-    read(made, small)
-    assert made.stats()["hedges"] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("quiver.health.HEDGE_SECONDS_MIN", 30.0)
+        read(made, small)
+        assert made.stats()["hedges"] == 0
     proxy.behave("mute")
     for _ in range(5):
         assert read(made, small) < GIVEN_UP_SECONDS
@@ -105,8 +109,10 @@ def test_a_daemon_that_is_stuck_is_overtaken_by_the_runner_up_that_has_the_shard
     members = tier_of(made)._members
     until(lambda: members.is_avoided(proxy.url))
     asked = made.stats()["hedges"]
-    read(made, small)
-    assert made.stats()["hedges"] == asked, "it is passed over, not hedged again and again"
+    with monkeypatch.context() as patch:
+        patch.setattr("quiver.health.HEDGE_SECONDS_MIN", 3.0)  # below which the other one answers on a busy machine too
+        assert read(made, small) < 3.0
+        assert made.stats()["hedges"] == asked, "it is passed over, not hedged again and again"
     proxy.behave("pass")
     until(lambda: read(made, small) >= 0 and not members.is_avoided(proxy.url))
 
@@ -128,6 +134,34 @@ def test_what_no_daemon_has_is_read_from_the_origin_within_the_budget(
     assert stats["samples_rack"] + stats["samples_origin"] == 3 * COUNT
     assert within_budget(stats)
     assert stats["corruptions"] == 0
+
+
+def test_samples_that_a_hedge_read_in_vain_from_the_origin_are_counted_as_the_racks(
+    dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemons, proxy = rack
+    made = dataset(small.manifest, daemons[0].url, fields=FIELDS)
+    for _ in range(2):
+        read(made, small)
+    hedges = tier_of(made)._hedges
+    answered = threading.Event()
+    real = hedges._origin
+    assert real is not None
+
+    def overtaken(scratch: Any) -> None:
+        real(scratch)
+        proxy.behave("pass")
+        assert answered.wait(60)
+
+    monkeypatch.setattr(hedges, "_origin", overtaken)
+    proxy.behave("mute")
+    read(made, small)
+    answered.set()
+    until(lambda: hedges._running == 0)
+    stats = made.stats()
+    assert stats["bytes_origin"] > 0, "the hedge read"
+    assert (stats["samples_rack"], stats["samples_origin"]) == (3 * COUNT, 0)
+    assert stats["bytes_rack"] == 3 * small.total_bytes()
 
 
 def test_a_hedge_that_may_cost_nothing_is_not_made_and_a_stuck_daemon_is_passed_over_all_the_same(
@@ -168,6 +202,32 @@ def test_a_daemon_that_waits_for_the_origin_is_no_failure(dataset: Make, small: 
             assert stats["bytes_origin"] == 0
             assert stats["fallbacks"] == 0
             assert not tier_of(made)._members.is_avoided(proxy.url)
+            assert all(count == 1 for count in origin.requests.values()), "one origin read of each"
+
+
+def test_a_daemon_that_has_filled_just_now_is_given_time_to_answer(
+    dataset: Make, small: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hedging, "FILLED_SECONDS", 30.0, raising=False)  # on a busy machine an answer takes long
+    with counting_origin(small.folder) as origin:
+        files = rebased(small, origin.url, tmp_path / "web.quiver")
+        with two_daemons(tmp_path, origin.url) as (daemons, _):
+            made = dataset(files.manifest, daemons[0].url, fields=FIELDS)
+            hedges = tier_of(made)._hedges
+            asked: list[bool] = []
+
+            def holds(late: object) -> bool:
+                origin.open.set()  # it has them a moment later, and says so
+                asked.append(True)
+                return True
+
+            monkeypatch.setattr(hedges, "_holds", holds)
+            origin.open.clear()
+            read(made, files)
+            assert asked
+            until(lambda: hedges._running == 0)
+            assert made.stats()["samples_rack"] == COUNT
+            assert made.stats()["bytes_origin"] == 0
             assert all(count == 1 for count in origin.requests.values()), "one origin read of each"
 
 

@@ -23,6 +23,8 @@ from tests.support.forking import FORKED
 from tests.support.scripts import Script
 from tests.support.servers import CountingOrigin, counting_origin
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 Make = Callable[..., Dataset]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from quiver.plan import plan_shards
+from quiver.ring import Member, Ring
 from quiver.store import Kind
 from quiver.store.inventory import file_of
 from quiver_client import Dataset
@@ -22,6 +23,8 @@ from quiver_client.stats import Stats
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
 from tests.support.servers import HostileServer, ok
+
+pytestmark = pytest.mark.usefixtures("patient_reads")
 
 Make = Callable[..., Dataset]
 URL = "http://node:7717"
@@ -82,6 +85,15 @@ def test_a_daemon_that_does_not_respond_is_probed_by_one_thread_at_a_time(
     members.probe(URL)
     assert not members.is_unresponsive(URL)
     assert members.begin_probes() == []
+
+
+def test_a_rack_whose_addresses_change_keeps_clients_of_its_present_members_alone(members: Members) -> None:
+    members.peer(URL)
+    for number in range(20):
+        url = f"http://node{number}:7717"
+        members._set_ring(Ring.of("r", [Member("b", url)], 1))
+        members.peer(url)
+        assert {made for made, _ in members._peers} == {URL, url}
 
 
 VERBS = ("/v1/stream", "/v1/fill", "/v1/forgo", "/v1/recheck")

@@ -23,6 +23,8 @@ from tests.support.data import Files
 from tests.support.tokens import Signer, replace
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 Make = Callable[..., Dataset]
 FIELDS = ["image", "__key__"]
 

@@ -55,6 +55,17 @@ def test_a_peer_that_left_the_ring_is_probed_no_more(monkeypatch: pytest.MonkeyP
         assert probed == ["http://b:1"]
 
 
+def test_a_rack_whose_addresses_change_keeps_clients_of_its_present_members_alone() -> None:
+    own = Member("a", "http://a:1")
+    registry = SimpleNamespace(ring=Ring.of("r", [own], 1))
+    peers = RackPeers(registry, "a", own.url)  # type: ignore[arg-type]
+    with contextlib.closing(peers):
+        for number in range(20):
+            registry.ring = Ring.of("r", [own, Member("b", f"http://b{number}:1")], 1)
+            assert urls(peers) == {f"http://b{number}:1"}
+            assert len(peers._peers) == 1
+
+
 def test_a_peer_that_is_busy_is_asked_again_and_oneself_never(peers: RackPeers) -> None:
     with contextlib.closing(peers):
         busy = next(iter(peers.holders(SHARD)))

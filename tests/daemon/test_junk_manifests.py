@@ -30,6 +30,8 @@ from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files, rebased
 from tests.support.origins import HANG, scripted_origin
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 RIGHT, JUNK, OTHER = (Digest(bytes([number]) * 32) for number in (1, 2, 3))
 SHARD = Digest(bytes(32))
 

@@ -27,6 +27,8 @@ from tests.support.etcd import Etcd
 from tests.support.servers import counting_origin
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 MIB = 1 << 20
 
 

@@ -23,7 +23,10 @@ from tests.support.etcd import Etcd, free_ports
 from tests.support.tls import Pki, flags, variables
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This process:DeprecationWarning"),
+    pytest.mark.usefixtures("patient_reads"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from quiver.health import (
     Health,
     HedgeBudget,
 )
+from tests.conftest import PATIENT_SECONDS
 
 SIZE = 2_000_000
 PEERS = ("a", "b", "c", "d")
@@ -52,6 +53,13 @@ def test_a_fast_rack_hedges_no_earlier_than_the_floor() -> None:
     health = warmed(*PEERS)
     assert health.late_after_seconds(SIZE) == HEDGE_SECONDS_MIN
     assert health.give_up_after_seconds(SIZE) == GIVE_UP_SECONDS_MIN
+
+
+@pytest.mark.usefixtures("patient_reads")
+def test_where_tests_count_what_came_from_where_nothing_is_late() -> None:
+    for health in (Health(), warmed(*PEERS)):
+        assert health.late_after_seconds(SIZE) == PATIENT_SECONDS
+        assert health.give_up_after_seconds(SIZE) >= PATIENT_SECONDS
 
 
 def test_a_request_is_late_at_the_95th_percentile_of_what_the_rack_takes() -> None:

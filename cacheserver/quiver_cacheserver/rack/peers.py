@@ -109,9 +109,16 @@ class RackPeers:
                     self._probe()
                     continue
                 if key not in self._peers:
+                    self._close_departed()
                     self._peers[key] = PeerClient(url, patience=PATIENCE, tls=self.tls, node=member.certified_id)
                 peer = self._peers[key]
             yield peer.acting_for(domain)
+
+    def _close_departed(self) -> None:
+        """Close the clients of peers that left the ring, under the lock. A request that is under way ends first."""
+        here = {(member.url, member.certified_id) for member in self._registry.ring.members}
+        for key in [key for key in self._peers if key not in here]:
+            self._peers.pop(key).close()
 
     def _probe(self) -> None:
         """Begin to probe the peers of the ring whose pause has ended, under the lock."""

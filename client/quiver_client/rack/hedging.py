@@ -44,6 +44,7 @@ RUNNERS_UP_MAX: Final = 4  # daemons that one hedge asks, one after the other
 RUNNER_UP_SECONDS: Final = 0.25  # for each to begin its answer: it has the bytes, or says at once that it has not
 ASK_SECONDS: Final = IN_RACK.alive_seconds  # for the late daemon to say whether it has the shards
 ORIGIN_SECONDS: Final = 0.6  # that a daemon which says that it has the shards is waited for: it may be overloaded
+FILLED_SECONDS: Final = 0.2  # of it after it said so, if it may have filled them just now: its answer is on the way
 
 Origin = Callable[[Batch], None]
 """Reads the samples of a batch that are not verified yet from the origin."""
@@ -111,9 +112,10 @@ class Hedges:
         """
         scratch = Batch(race.batch.plan.take(race.late.positions), self._verify)
         received_bytes = min(self._ask_runners_up(race, scratch), race.size_bytes)
+        missing = scratch.not_verified()
         if not scratch.verified.all() and self._may_read_origin(race):
             self._read_origin(scratch)
-        if not scratch.verified.all() or not race.won_by(scratch):
+        if not scratch.verified.all() or not race.won_by(scratch, partial(self._count_origin, scratch, missing)):
             return received_bytes
         # One that has sent nothing may be filling, which is no failure, or gone, which is found out now.
         if race.attempt.received_bytes or self._holds(race.late):
@@ -157,7 +159,10 @@ class Hedges:
         filling = race.displaced and not self._members.health.delivered_all(late.peer.url, late.shards)
         if race.is_ended or not (filling or self._holds(late)):
             return False
-        return self._members.is_unresponsive(late.peer.url) or not race.ends_within(ORIGIN_SECONDS - race.seconds)
+        seconds = ORIGIN_SECONDS - race.seconds
+        if not self._members.health.delivered_all(late.peer.url, late.shards):
+            seconds = max(seconds, FILLED_SECONDS)
+        return self._members.is_unresponsive(late.peer.url) or not race.ends_within(seconds)
 
     def _holds(self, late: PeerRead) -> bool:
         """Ask a daemon that is late whether it has the shards. ``True`` if it has all, or does not answer."""
@@ -169,6 +174,12 @@ class Hedges:
         except QuiverError:
             return False  # it is alive and does not say
         return not statuses.any()
+
+    def _count_origin(self, scratch: Batch, positions: Positions) -> None:
+        """Count samples of the batch as the origin's: the session counts what arrives meanwhile as the rack's."""
+        count, size_bytes = len(positions), scratch.bytes_at(positions)
+        for name, amount in (("samples_rack", -count), ("bytes_rack", -size_bytes), ("samples_origin", count)):
+            self._stats.add(name, amount)
 
     def _read_origin(self, scratch: Batch) -> None:
         """Read what is missing from the origin. All of it counts as hedged: it is never given back."""
@@ -182,10 +193,6 @@ class Hedges:
         except QuiverError:
             return  # if the origin is needed in the end, the origin tier will say what is wrong with it
         scratch.check()
-        count, size_bytes = int(scratch.verified[missing].sum()), scratch.bytes_at(missing[scratch.verified[missing]])
-        # The session counts as the rack's whatever arrives while the rack is read.
-        for name, amount in (("samples_rack", -count), ("bytes_rack", -size_bytes), ("samples_origin", count)):
-            self._stats.add(name, amount)
 
 
 class Race:
@@ -231,13 +238,17 @@ class Race:
             self._hedge.cancel()
         return True
 
-    def won_by(self, scratch: Batch) -> bool:
-        """End the race for the hedge, whose samples these are; ``False`` if the request was answered before."""
+    def won_by(self, scratch: Batch, count: Callable[[], None]) -> bool:
+        """End the race for the hedge, whose samples these are; ``False`` if the request was answered before.
+
+        ``count`` is called if it won, before the batch is handed out.
+        """
         with self._lock:
             if self.is_ended:
                 return False
             self.is_ended = True
             self.batch.adopt(self.late.positions, scratch)
+            count()
         self.attempt.cancel()
         return True
 

@@ -153,6 +153,12 @@ class Members:
         urls = tuple(member.url for member in ring.members) if ring else self._seeds
         self._certified = {member.url: member.certified_id for member in ring.members} if ring else {}
         self.health.retain((*urls, *self._seeds))
+        known = {*self._certified.items(), *((url, self._certified.get(url, "")) for url in self._seeds)}
+        with self._lock:
+            gone = [key for key in self._peers if key not in known]
+            peers = [self._peers.pop(key) for key in gone]
+        for peer in peers:
+            peer.close()  # a read that is under way ends first
         # Replaced as one value: no thread may see the ranks of one ring with the members of another.
         self._view = ring, np.full((self._manifest.shard_count, width), UNKNOWN, np.int32), urls
 
