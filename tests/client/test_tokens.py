@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from quiver.errors import Forbidden, Misconfigured, QuiverError, Unauthenticated
 from quiver_client import DataLoader, Dataset, index
 from quiver_client.cli.status import command as status
+from quiver_client.cli.warm import command as warm
 from quiver_client.rack import members
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files
@@ -183,6 +184,15 @@ def test_a_token_that_may_only_read_gets_empty_samples_without_passing_a_daemon_
     assert [made[0]["data"], made[1]["data"]] == [b"", b"data"]
     assert made.stats()["samples_rack"] == 2
     assert made.stats()["fallbacks"] == 0
+
+
+def test_warming_without_the_right_to_fill_says_that_it_is_missing(
+    rack: Rack, files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUIVER_TOKEN", rack.signer.token("cold", rights="read"))
+    told = CliRunner().invoke(warm, [str(files.manifest), "--cache", rack.url])
+    assert isinstance(told.exception, QuiverError)
+    assert "lacks the right `fill`; ask for one made with --rights read,fill" in str(told.exception)
 
 
 @pytest.mark.usefixtures("token_file")

@@ -170,7 +170,9 @@ def test_a_token_may_do_what_its_rights_say_and_nothing_else(daemon: Daemon, ver
     others = ",".join(sorted(other.value for other in Right if other is not right))
     refused = answer_to(daemon, verb, bearer(SIGNER.token(rights=others)))
     assert refused.status == 403
-    assert f"lacks the right `{right.value}`" in json.loads(refused.body)["message"]
+    assert (
+        f"lacks the right `{right.value}`; ask for one made with --rights {ALL}" in json.loads(refused.body)["message"]
+    )
     assert answer_to(daemon, verb, bearer(SIGNER.token(rights=right.value))).status not in (401, 403)
 
 

@@ -79,7 +79,8 @@ class Access:
         right = RIGHTS[verb]
         if right is not None and not allows(caller, verb):
             self.audit.refused(caller, verb, Reason.RIGHT)
-            raise Forbidden(f"this token lacks the right `{right.value}`; ask for one made with --rights {right.value}")
+            needed = ",".join(each.value for each in Right if each is right or each in caller.rights)
+            raise Forbidden(f"this token lacks the right `{right.value}`; ask for one made with --rights {needed}")
 
     def _uncertified(self, address: str, verb: str) -> Caller:
         """Return a caller of whom neither a certificate nor a token says who it is, for the public routes alone."""

@@ -61,6 +61,7 @@ class _Fetch:
 
     batch: Batch
     tried: dict[int, set[str]] = field(default_factory=dict)  # shard -> daemons that were passed over for it
+    refused: dict[int, QuiverError] = field(default_factory=dict)  # shard -> what a daemon has against this process
     left_to_origin: set[int] = field(default_factory=set)  # shards
     fallbacks: set[int] = field(default_factory=set)  # shards whose owner was unresponsive, and was not asked
     waiting_on: dict[int, str] = field(default_factory=dict)  # shard -> the daemon that fills it, or is busy
@@ -108,7 +109,7 @@ class RackTier:
         self._suspects: set[int] = set()  # shards with wrong bytes, for the next daemon that answers to verify
         self._rechecked: dict[int, str] = {}  # shard -> the daemon that verified it and answered since
         self._refused: dict[int, tuple[int, str]] = {}  # shard -> status and URL of the daemon that did not fill it
-        self._failures: dict[int, QuiverError] = {}  # shard -> why this process could not upload it
+        self._failures: dict[int, QuiverError] = {}  # shard -> why this process could not upload it, or was refused it
         self._closing = forks.event()
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._lock = forks.lock()
@@ -224,7 +225,9 @@ class RackTier:
                 state.fallbacks.add(shard)
                 self._stats.add("fallbacks")
         peers = np.where(usable.any(axis=1), np.take_along_axis(rows, usable.argmax(axis=1)[:, None], 1)[:, 0], -1)
-        state.left_to_origin.update(shards[peers < 0].tolist())
+        lost = shards[peers < 0].tolist()
+        state.left_to_origin.update(lost)
+        self._failures.update((shard, state.refused[shard]) for shard in lost if shard in state.refused)
         return peers, urls
 
     def _others(self, state: _Fetch, late: PeerClient, shards: Ints) -> list[list[str]]:
@@ -363,6 +366,8 @@ class RackTier:
         if isinstance(error, Corrupt):
             self._stats.add("corruptions")
         refused = isinstance(error, (Unauthenticated, Forbidden, Misconfigured))  # until the token is replaced
+        if refused:
+            state.refused.update(dict.fromkeys(shards.tolist(), error))
         silent = isinstance(error, Unavailable) and not (isinstance(error, BrokenOff) and self._members.lives(peer.url))
         if refused or silent:
             self._members.mark_unresponsive(peer.url)
