@@ -109,9 +109,12 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
                 " (or --advertise URL, if something forwards to it)"
             )
 
-    def check_authenticates(self) -> None:
-        """Raise ``Misconfigured`` if other machines can reach this daemon and it would not ask who they are."""
-        if self.insecure or self.authenticates or is_loopback(self.address[0]):
+    def check_authenticates(self, address: str = "") -> None:
+        """Raise ``Misconfigured`` if other machines can reach this daemon and it would not ask who they are.
+
+        ``address``: that it listens on; by default as far as the name of the host tells.
+        """
+        if self.insecure or self.authenticates or is_loopback(address or self.address[0]):
             return
         raise Misconfigured(
             f"--listen {self.listen} can be reached from other machines, and this daemon would answer anyone: give it"

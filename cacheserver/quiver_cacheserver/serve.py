@@ -122,6 +122,11 @@ def bind(config: Config) -> socket.socket:
             errno.EACCES: "this user may not listen there; ports below 1024 are for root",
         }.get(getattr(error, "errno", None) or 0)
         raise Misconfigured(f"--listen {config.listen}: {why or getattr(error, 'strerror', None) or error}") from error
+    try:
+        config.check_authenticates(listener.getsockname()[0])  # a name, even localhost, may be another address here
+    except Misconfigured:
+        listener.close()
+        raise
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     listener.setblocking(False)
     return listener
