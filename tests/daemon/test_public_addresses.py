@@ -58,6 +58,13 @@ def test_loopback_needs_nothing_and_a_public_address_one_of_the_three(tmp_path: 
     check(config(listen=PUBLIC[0], tls_cert="c", tls_key="k", tls_ca="a"))
 
 
+@pytest.mark.fault("S8")
+def test_no_rack_that_requires_tokens_has_the_name_by_which_tokens_are_for_every_rack(tmp_path: Path) -> None:
+    check(config(rack="quiver"))
+    with pytest.raises(Misconfigured, match="choose another name"):
+        check(config(rack="quiver", token_keys=str(tmp_path)))
+
+
 @pytest.mark.fault("S9")
 def test_a_name_of_loopback_that_is_another_address_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     made = socket.create_server(("0.0.0.0", 0))
