@@ -18,7 +18,7 @@ ALGORITHM: Final = "EdDSA"  # the only one; a token that names another is reject
 ISSUER: Final = "quiver"
 ANY_RACK: Final = "quiver"  # as the audience; else the token is for the rack of that name
 TOKEN_BYTES_MAX: Final = 2048  # checked before a token is parsed; one with the longest names has about 700
-LIFETIME_SECONDS_MAX: Final = 366 * 86400  # a token cannot be revoked alone, so none is valid for ever
+LIFETIME_SECONDS_MAX: Final = 366 * 86400  # that `quiver token create` signs: a token cannot be revoked alone
 KEY_ID_BYTES: Final = 10  # of a key's SHA-256, as base32; ids are no secret, and an operator makes all keys
 REQUIRED: Final = ("exp", "iat", "iss", "aud")
 

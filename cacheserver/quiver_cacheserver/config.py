@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from quiver.claims import ANY_RACK
 from quiver.errors import BadRequest, Misconfigured
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.location import Location, shown
@@ -109,9 +110,12 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
                 " (or --advertise URL, if something forwards to it)"
             )
 
-    def check_authenticates(self) -> None:
-        """Raise ``Misconfigured`` if other machines can reach this daemon and it would not ask who they are."""
-        if self.insecure or self.authenticates or is_loopback(self.address[0]):
+    def check_authenticates(self, address: str = "") -> None:
+        """Raise ``Misconfigured`` if other machines can reach this daemon and it would not ask who they are.
+
+        ``address``: that it listens on; by default as far as the name of the host tells.
+        """
+        if self.insecure or self.authenticates or is_loopback(address or self.address[0]):
             return
         raise Misconfigured(
             f"--listen {self.listen} can be reached from other machines, and this daemon would answer anyone: give it"
@@ -145,10 +149,7 @@ def check(config: Config) -> Config:
         check_url(peer)
     _check_schemes(config)
     config.check_reachable()
-    config.check_authenticates()
-    if config.quota and not config.token_keys:
-        raise Misconfigured("--quota needs --token-keys: a token names the class that it belongs to")
-    Quotas.parse(config.quota)
+    _check_access(config)
     if not 1 <= config.replicas <= REPLICAS_MAX:
         raise Misconfigured(f"--replicas {config.replicas}: 1 to {REPLICAS_MAX} copies of each shard")
     if config.socket and not usable_socket(config.socket):
@@ -162,6 +163,16 @@ def check(config: Config) -> Config:
         allowed(prefix)
     del host
     return config
+
+
+def _check_access(config: Config) -> None:
+    """Raise ``Misconfigured`` for settings about who may call that protect less than they seem to."""
+    config.check_authenticates()
+    if config.token_keys and config.rack == ANY_RACK:
+        raise Misconfigured(f"--rack {ANY_RACK}: a token for {ANY_RACK} is accepted by every rack; choose another name")
+    if config.quota and not config.token_keys:
+        raise Misconfigured("--quota needs --token-keys: a token names the class that it belongs to")
+    Quotas.parse(config.quota)
 
 
 def _check_schemes(config: Config) -> None:

@@ -57,23 +57,26 @@ class Node:
 
     def __init__(
         self,
-        name: str,
-        url: str,
         version: str,
         store: Store[MemoryInventory],
         registry: Registry,
         origins: Iterable[str],
+        *,
+        access: Access | None = None,
+        tls: Credentials | None = None,
     ) -> None:
+        """``access``: by default every caller may do everything. ``tls``: to speak with clients and other daemons."""
+        name, url = registry.own.id, registry.own.url
         self.name, self.url, self.version = name, url, version
         self.state: str = "up"
         self.store = store
         self.inventory = store.inventory
         self.registry = registry
-        self.tls: Credentials | None = None
+        self.tls = tls
+        self.access = access or Access()
         self._started = time.monotonic()
         self.counters = Counters()
         self.budgets = Budgets()
-        self.access = Access()
         self.slices = Slices()
         self.disk_threads = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="quiver-disk")
         self.fill_threads = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="quiver-fill")
@@ -85,7 +88,8 @@ class Node:
         self.verification = Verification(store, self.disk_threads, self.counters, self.budgets)
         self.rooms = Rooms(store, self._needs, opened, self.budgets, self.counters)
         self.holders = self.rooms.holders
-        self.peers = RackPeers(registry, name, url)
+        # Where callers need tokens, only a certificate shows that one is a daemon.
+        self.peers = RackPeers(registry, name, url, tls, asks=tls is not None or not self.access.requires_tokens)
         self.origins = Origins(origins, partial(self.counters.add, "origin_read_bytes"))
         self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets)
         uploads = Uploads(self._needs.commitments)
@@ -96,10 +100,6 @@ class Node:
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
-
-    def speak_tls(self, tls: Credentials) -> None:
-        """Speak TLS with clients and other daemons. To be called before it serves."""
-        self.tls = self.peers.tls = tls
 
     @property
     def shard_count(self) -> int:

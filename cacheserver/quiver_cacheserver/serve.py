@@ -72,11 +72,10 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
         registry = EtcdRegistry(config.etcd, config.rack, member, replicas=config.replicas)
     else:
         registry = StaticRegistry(config.rack, member, config.peers, replicas=config.replicas)
-    node = Node(registry.own.id, url, __version__, store, registry, config.origin)
+    access = Access(Tokens(keys, config.rack) if keys is not None else None)
+    node = Node(__version__, store, registry, config.origin, access=access, tls=tls)
     if keys is not None:
-        node.access = Access(Tokens(keys, config.rack))
         node.budgets.weight_of = Quotas.parse(config.quota).weight_of
-        node.peers.asks = tls is not None
         if tls is None and (config.etcd or config.peers):
             log.warning(
                 "without certificates daemons cannot show that they are of one rack, so with --token-keys each reads"
@@ -84,8 +83,6 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
             )
         if tls is None and not is_loopback(config.address[0]):
             log.warning("--token-keys without --tls-cert: whoever listens on the network can read and use the tokens")
-    if tls is not None:
-        node.speak_tls(tls)
     return node
 
 
@@ -125,6 +122,11 @@ def bind(config: Config) -> socket.socket:
             errno.EACCES: "this user may not listen there; ports below 1024 are for root",
         }.get(getattr(error, "errno", None) or 0)
         raise Misconfigured(f"--listen {config.listen}: {why or getattr(error, 'strerror', None) or error}") from error
+    try:
+        config.check_authenticates(listener.getsockname()[0])  # a name, even localhost, may be another address here
+    except Misconfigured:
+        listener.close()
+        raise
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
     listener.setblocking(False)
     return listener

@@ -269,7 +269,7 @@ SHARD_BYTES = 60_048
 def lone_node(files: Files, tmp_path: Path, capacity: int = 64 << 20) -> Node:
     store = Store.open(tmp_path / "store", capacity, shared=False)
     registry = StaticRegistry("r", Member("a", "http://127.0.0.1:9"))
-    return Node("a", "http://127.0.0.1:9", "0", store, registry, [str(files.folder.parent)])
+    return Node("0", store, registry, [str(files.folder.parent)])
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def test_a_daemon_asks_its_peers_and_gives_them_copies_on_behalf_of_the_domain(
         me = Member("me", "http://127.0.0.1:9")
         registry = StaticRegistry("r", me, (there, me.url), replicas=2)
         store = Store.open(tmp_path / "here", 64 << 20, shared=False)
-        node = Node("me", me.url, "0", store, registry, [])
+        node = Node("0", store, registry, [])
         with contextlib.closing(node):
             for domain, has in ((HERE, True), (ELSEWHERE, False), (SINGLE, False)):
                 assert [peer.has_shard(SHARD) for peer in node.peers.holders(SHARD, domain)] == [has]

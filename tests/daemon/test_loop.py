@@ -37,7 +37,7 @@ async def client(files: Files, tmp_path: Path, blocked_calls: BlockBuster) -> As
     def build() -> Node:
         store = Store.open(tmp_path / "store", 64 << 20, shared=False)
         registry = StaticRegistry("r", Member("a", "http://127.0.0.1:9"))
-        return Node("a", "http://127.0.0.1:9", "0", store, registry, [str(files.folder)])
+        return Node("0", store, registry, [str(files.folder)])
 
     node = await loop.run_in_executor(None, build)
     async with TestClient(TestServer(make_app(node))) as running:

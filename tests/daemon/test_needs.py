@@ -391,7 +391,7 @@ async def everything_needed_comes(client: TestClient[Any, Any], node: Node, file
 def lone_node(files: Files, tmp_path: Path) -> Node:
     store = Store.open(tmp_path / "store", 64 << 20, shared=False)
     registry = StaticRegistry("r", Member("a", "http://127.0.0.1:9"))
-    return Node("a", "http://127.0.0.1:9", "0", store, registry, [str(files.folder)])
+    return Node("0", store, registry, [str(files.folder)])
 
 
 async def test_a_bug_in_deciding_costs_a_round_and_never_the_daemon(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from quiver.errors import Misconfigured
 from quiver_cacheserver.cli import main
 from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.serve import bind
 from tests.support.daemon import Daemon
 from tests.support.tokens import Signer, bearer
 
@@ -54,6 +56,22 @@ def test_loopback_needs_nothing_and_a_public_address_one_of_the_three(tmp_path: 
     check(config(listen=PUBLIC[0], insecure=True))
     check(config(listen=PUBLIC[0], token_keys=str(tmp_path)))
     check(config(listen=PUBLIC[0], tls_cert="c", tls_key="k", tls_ca="a"))
+
+
+@pytest.mark.fault("S8")
+def test_no_rack_that_requires_tokens_has_the_name_by_which_tokens_are_for_every_rack(tmp_path: Path) -> None:
+    check(config(rack="quiver"))
+    with pytest.raises(Misconfigured, match="choose another name"):
+        check(config(rack="quiver", token_keys=str(tmp_path)))
+
+
+@pytest.mark.fault("S9")
+def test_a_name_of_loopback_that_is_another_address_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = socket.create_server(("0.0.0.0", 0))
+    monkeypatch.setattr(socket, "create_server", lambda address, **_: made)  # as /etc/hosts may have it
+    with pytest.raises(Misconfigured, match="--insecure"):
+        bind(check(config(listen="localhost:0")))
+    assert made.fileno() == -1
 
 
 @pytest.mark.fault("S9")

@@ -231,7 +231,7 @@ def test_what_readers_use_through_maps_is_in_use_for_the_store(tmp_path: Path) -
 def node_at(where: Path) -> Node:
     store = Store.open(where / "store", 64 << 20, shared=False)
     registry = StaticRegistry("r", Member("a", "http://127.0.0.1:9"))
-    return Node("a", "http://127.0.0.1:9", "0", store, registry, [])
+    return Node("0", store, registry, [])
 
 
 def test_a_daemon_that_drains_still_hands_out(files: Files, tmp_path: Path) -> None:

@@ -518,12 +518,13 @@ def test_a_daemon_asks_only_peers_that_speak_tls_as_it_does(pki: Pki) -> None:
     ]
     registry = StaticRegistry("r", members[0])
     registry._ring = Ring.of("r", members)
-    peers = RackPeers(registry, "a", "https://a:1")
-    assert {peer.url for peer in peers.manifest_holders(NAME)} == {"http://c:1"}
-    peers.tls = Credentials(pki.node("a"), serves=True)
+    plain = RackPeers(registry, "a", "https://a:1")
+    assert {peer.url for peer in plain.manifest_holders(NAME)} == {"http://c:1"}
+    tls = Credentials(pki.node("a"), serves=True)
+    peers = RackPeers(registry, "a", "https://a:1", tls)
     found = {peer.url: peer._http._endpoint for peer in peers.manifest_holders(NAME)}
     assert {url: endpoint.node for url, endpoint in found.items()} == {"https://b:1": "b", "https://d:1": ""}
-    assert {endpoint.tls for endpoint in found.values()} == {peers.tls}
+    assert {endpoint.tls for endpoint in found.values()} == {tls}
 
 
 def test_one_address_may_not_begin_handshakes_faster_than_the_budget_says(inside: Inside) -> None:

@@ -39,9 +39,7 @@ class Served:
         store = Store.open(where / "store", 256 << 20, shared=False)
         for digest, data in ((BIG, BIG_DATA), (SMALL, SMALL_DATA)):
             store.put(Kind.SHARD, digest, data)
-        self.node = Node(
-            "a", "http://127.0.0.1:9", "0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), []
-        )
+        self.node = Node("0", store, StaticRegistry("r", Member("a", "http://127.0.0.1:9")), [])
         for digest in (BIG, SMALL):
             self.node.verification.written(digest)
         self.poller = Poller(self.node.budgets)

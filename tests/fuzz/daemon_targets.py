@@ -47,7 +47,7 @@ def _streams() -> Streams:
     store = Store.open(scratch() / "store", 64 << 20, shared=False)
     store.put(Kind.SHARD, SHARD, SHARD_DATA)
     own = Member("a", "http://127.0.0.1:9")
-    node = Node("a", own.url, "0", store, StaticRegistry("r", own), [])
+    node = Node("0", store, StaticRegistry("r", own), [])
     node.verification.written(SHARD)
     return Streams(node, Poller(node.budgets, workers=1), Places(node.budgets, Resource.READS))
 

@@ -43,9 +43,7 @@ def in_process(
             writing.commit()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     url = url_of(listener.getsockname(), "https" if tls is not None else "http")
-    node = Node("a", url, "0", store, StaticRegistry("r", Member("a", url)), [])
-    if tls is not None:
-        node.speak_tls(tls)
+    node = Node("0", store, StaticRegistry("r", Member("a", url)), [], tls=tls)
     node.verification._unverified.clear()
     node.budgets.held_max.update(held_max or {})
     made(node)

@@ -2,7 +2,7 @@
 
 A key's id is made from the key, so an id never names another key. Files are read again when they change. A file that
 cannot be read keeps the keys that it had: a mistake must not lock everybody out. A file that is removed loses its keys,
-which is how a key is withdrawn.
+which is how a key is withdrawn, unless no key would be left.
 """
 
 from __future__ import annotations

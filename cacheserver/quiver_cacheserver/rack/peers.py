@@ -46,12 +46,17 @@ PATIENCE: Final = IN_RACK._replace(
 class RackPeers:
     """Clients of the other members. Safe from threads; its generators send no requests themselves."""
 
-    def __init__(self, registry: Registry, name: str, url: str) -> None:
+    def __init__(
+        self, registry: Registry, name: str, url: str, tls: Credentials | None = None, *, asks: bool = True
+    ) -> None:
+        """``tls``: speak TLS with the other members, who must be those that the ring names, and ignore those without.
+
+        ``asks``: ``False`` if the others would refuse this daemon; then there is nobody to ask.
+        """
         self._registry = registry
         self._name, self._url = name, url
-        # With it: speak TLS with the other members, who must be those that the ring names, and ignore those without.
-        self.tls: Credentials | None = None
-        self.asks = True  # False: the others require a token, and only a certificate shows that this is a daemon
+        self._tls = tls
+        self._asks = asks
         self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
         self._health = Health()
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="quiver-probe")
@@ -99,9 +104,9 @@ class RackPeers:
             peer.close()
 
     def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
-        for member in members if self.asks else ():
+        for member in members if self._asks else ():
             url = member.url
-            if member.id == self._name or url == self._url or url.startswith("https:") != (self.tls is not None):
+            if member.id == self._name or url == self._url or url.startswith("https:") != (self._tls is not None):
                 continue
             key = url, member.certified_id
             with self._lock:
@@ -110,7 +115,7 @@ class RackPeers:
                     continue
                 if key not in self._peers:
                     self._close_departed()
-                    self._peers[key] = PeerClient(url, patience=PATIENCE, tls=self.tls, node=member.certified_id)
+                    self._peers[key] = PeerClient(url, patience=PATIENCE, tls=self._tls, node=member.certified_id)
                 peer = self._peers[key]
             yield peer.acting_for(domain)
 
@@ -128,6 +133,6 @@ class RackPeers:
                 self._prober.submit(self._probed, url)
 
     def _probed(self, url: str) -> None:
-        good = is_alive(url, PATIENCE.alive_seconds, tls=self.tls)
+        good = is_alive(url, PATIENCE.alive_seconds, tls=self._tls)
         with self._lock:
             self._health.probed(url, good=good, now=time.monotonic())
