@@ -236,6 +236,10 @@ def held(descriptors: int) -> dict[str, int]:
     return {"pid": 1, "descriptors": descriptors, "threads": 1, "memory": 1, "processes": 0}
 
 
+def running(status: int | None) -> Any:
+    return SimpleNamespace(process=SimpleNamespace(poll=lambda: status), log="")
+
+
 def fails(check: Callable[[], None]) -> bool:
     try:
         check()
@@ -312,6 +316,10 @@ CHECKS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "a client that leaks": (
         lambda: validators.client_leaks_nothing(history(held=(held(9), held(20), held(21)))),
         lambda: validators.client_leaks_nothing(history(held=(held(9), held(20), held(40)))),
+    ),
+    "a daemon that died": (
+        lambda: validators.no_daemon_died({0: running(None)}),
+        lambda: validators.no_daemon_died({0: running(None), 1: running(-11)}),
     ),
     "a fault that did not fire": (
         lambda: validators.fired({"Reset": 1}, "Reset"),
