@@ -161,6 +161,11 @@ class Members:
         return self._ring is not None
 
     @property
+    def ring(self) -> Ring | None:
+        """The last ring that a daemon answered, ``None`` if none ever did. Asks nobody."""
+        return self._ring
+
+    @property
     def _ring(self) -> Ring | None:
         return self._view[0]
 
