@@ -68,7 +68,9 @@ class Members:
         self._set_ring(None)
 
     def close(self) -> None:
-        for peer in self._peers.values():
+        with self._lock:  # a hedge that is under way may add one
+            peers = list(self._peers.values())
+        for peer in peers:
             peer.close()
 
     def peer(self, url: str) -> PeerClient:
