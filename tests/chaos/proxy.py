@@ -162,20 +162,20 @@ class Proxy:
         self._tasks.add(task)
         self.connections += 1
         try:
-            await self._serve(_Side(reader, writer))
+            await self._serve(_Side(reader, writer), self.connections)
         except asyncio.CancelledError:
             _abort(writer)
         finally:
             self._tasks.discard(task)
 
-    async def _serve(self, client: _Side) -> None:
+    async def _serve(self, client: _Side, number: int) -> None:
         try:
             async with asyncio.timeout(CONNECT_SECONDS_MAX):
                 server = _Side(*await asyncio.open_connection(*self.target, limit=READ_BYTES))
         except OSError:  # TimeoutError is one
             _abort(client.writer)
             return
-        rng = random.Random(f"{self._network.seed} {self.name} {self.connections}")
+        rng = random.Random(f"{self._network.seed} {self.name} {number}")
         link = _Connection(self, client, server, rng)
         try:
             await link.run()

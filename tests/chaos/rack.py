@@ -105,6 +105,7 @@ class ChaosRack:
         self.daemons: list[ChaosDaemon] = []
         self.proxies: list[Proxy] = []
         self.clients: list[Client] = []
+        self._ended: set[int] = set()  # daemons that the test ended
         self.etcd: Etcd | None = None
         self._stack = contextlib.ExitStack()
 
@@ -170,11 +171,13 @@ class ChaosRack:
 
     def kill(self, number: int) -> None:
         """Kill a daemon (-9). Its address refuses connections, as that of a dead process does."""
+        self._ended.add(number)
         self.daemons[number].kill()
         self.proxies[number].refuse()
 
     def stop(self, number: int) -> int:
         """End a daemon in order; return its exit status."""
+        self._ended.add(number)
         status = self.daemons[number].stop()
         self.proxies[number].refuse()
         return status
@@ -188,6 +191,7 @@ class ChaosRack:
     def _until_serving(self, number: int) -> None:
         self.daemons[number].wait_until_serving()
         self.proxies[number].retarget(self.daemons[number].own_url)
+        self._ended.discard(number)
 
     def freeze(self, number: int) -> None:
         self.daemons[number].signal(signal.SIGSTOP)
@@ -231,7 +235,7 @@ class ChaosRack:
         return validators.Expected.of(self.manifest, self.local.content)
 
     def check(self, *histories: History, wait_seconds: float = 60.0, errors: bool = False) -> None:
-        """Check what clients were given, and the logs: everything that holds under any fault."""
+        """Check what clients were given, the daemons and the logs: everything that holds under any fault."""
         for history in histories:
             validators.digests_are_right(history, self.expected)
             validators.epochs_are_exact([history], self.expected)
@@ -239,6 +243,7 @@ class ChaosRack:
             validators.client_leaks_nothing(history)
             if not errors:
                 validators.has_no_error(history)
+        validators.no_daemon_died({n: daemon for n, daemon in enumerate(self.daemons) if n not in self._ended})
         self.check_logs(*histories)
 
     def check_logs(self, *histories: History) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
+import random
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -134,17 +137,39 @@ def test_a_proxy_that_refuses_is_a_dead_server_and_comes_back_at_its_port(proxy:
 
 
 def test_chance_comes_from_the_seed(server: str) -> None:
-    def flips(seed: int) -> list[bytes]:
+    def changed(seed: int) -> list[bool]:
         with Network(seed) as network:
             proxy = network.proxy("server", server)
-            proxy.add(toxics.BitFlip(chance=0.5))
-            return [raw(proxy) for _ in range(6)]
+            proxy.add(toxics.Head("302 Found", chance=0.5))  # drawn once per answer, however it is cut into pieces
+            return [raw(proxy).startswith(b"HTTP/1.1 302") for _ in range(12)]
 
-    one, again, other = flips(1), flips(1), flips(2)
-    assert one != other
-    bodies = [answer[-len(BODY) :] != BODY for answer in one]
-    assert any(bodies)
-    assert len(one) == len(again)
+    one = changed(1)
+    assert any(one)
+    assert not all(one)
+    assert changed(1) == one
+    assert changed(2) != one
+
+
+def test_connections_that_come_together_have_chances_of_their_own(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds, opened, together = list[str](), asyncio.open_connection, asyncio.Event()
+
+    async def opens_slowly(*address: Any, **more: Any) -> Any:
+        if proxy.connections == 3:
+            together.set()
+        await together.wait()
+        return await opened(*address, **more)
+
+    def seeded(seed: str) -> random.Random:
+        seeds.append(seed)
+        return random.Random(seed)
+
+    monkeypatch.setattr("tests.chaos.proxy.asyncio.open_connection", opens_slowly)
+    monkeypatch.setattr("tests.chaos.proxy.random", SimpleNamespace(Random=seeded))
+    with ThreadPoolExecutor(3) as pool:
+        assert all(answer.endswith(BODY) for answer in pool.map(raw, [proxy] * 3))
+    assert len(set(seeds)) == 3
 
 
 def test_pieces_are_found_in_any_cut_of_the_bytes() -> None:
@@ -236,6 +261,10 @@ def held(descriptors: int) -> dict[str, int]:
     return {"pid": 1, "descriptors": descriptors, "threads": 1, "memory": 1, "processes": 0}
 
 
+def running(status: int | None) -> Any:
+    return SimpleNamespace(process=SimpleNamespace(poll=lambda: status), log="")
+
+
 def fails(check: Callable[[], None]) -> bool:
     try:
         check()
@@ -312,6 +341,10 @@ CHECKS: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {
     "a client that leaks": (
         lambda: validators.client_leaks_nothing(history(held=(held(9), held(20), held(21)))),
         lambda: validators.client_leaks_nothing(history(held=(held(9), held(20), held(40)))),
+    ),
+    "a daemon that died": (
+        lambda: validators.no_daemon_died({0: running(None)}),
+        lambda: validators.no_daemon_died({0: running(None), 1: running(-11)}),
     ),
     "a fault that did not fire": (
         lambda: validators.fired({"Reset": 1}, "Reset"),

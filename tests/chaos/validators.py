@@ -112,6 +112,13 @@ def fired(counts: Mapping[str, int], *names: str) -> None:
     _require(not silent, f"the faults {silent} never fired: {dict(counts)}")
 
 
+def no_daemon_died(daemons: Mapping[int, Daemon]) -> None:
+    """These daemons, which no test ended, run: clients do without one that died, and would not tell."""
+    for number, daemon in daemons.items():
+        status = daemon.process.poll() if daemon.process is not None else None
+        _require(daemon.process is not None and status is None, f"daemon {number} ended with {status}: {daemon.log}")
+
+
 def client_leaks_nothing(history: History) -> None:
     """No process of a client holds more at the end of its last epoch than at the end of its second one."""
     for pid in {held["pid"] for held in history.held}:

@@ -16,9 +16,11 @@ from bench.grey_proxy import GreyProxy
 from quiver.health import HEDGED_BURST_BYTES, HEDGED_SHARE
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
+from quiver.transport.liveness import IN_RACK
 from quiver.wire import FillRequest
 from quiver_client import Dataset
 from quiver_client.rack import hedging
+from quiver_client.rack.members import RING_SECONDS
 from quiver_client.rack.tier import RackTier
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files, rebased
@@ -115,6 +117,20 @@ def test_a_daemon_that_is_stuck_is_overtaken_by_the_runner_up_that_has_the_shard
         assert made.stats()["hedges"] == asked, "it is passed over, not hedged again and again"
     proxy.behave("pass")
     until(lambda: read(made, small) >= 0 and not members.is_avoided(proxy.url))
+
+
+def test_a_stuck_daemon_that_would_be_asked_for_the_ring_holds_no_batch_up(
+    dataset: Make, small: Files, rack: tuple[list[Daemon], GreyProxy]
+) -> None:
+    daemons, proxy = rack
+    for daemon in daemons:
+        fill(daemon, small.opened())
+    made = dataset(small.manifest, proxy.url, fields=FIELDS)
+    read(made, small)
+    members = tier_of(made)._members
+    members._asked_at = -RING_SECONDS  # the loop has paused for so long
+    proxy.behave("mute")
+    assert read(made, small) < IN_RACK.silence_seconds - 1.0
 
 
 def test_what_no_daemon_has_is_read_from_the_origin_within_the_budget(

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quiver.peer import PeerClient
 from quiver.plan import plan_shards
 from quiver.ring import Member, Ring
 from quiver.store import Kind
@@ -94,6 +95,14 @@ def test_a_rack_whose_addresses_change_keeps_clients_of_its_present_members_alon
         members._set_ring(Ring.of("r", [Member("b", url)], 1))
         members.peer(url)
         assert {made for made, _ in members._peers} == {URL, url}
+
+
+def test_a_read_that_is_under_way_while_a_rack_is_closed_may_still_make_a_client(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    members.peer(URL)
+    monkeypatch.setattr(PeerClient, "close", lambda peer: members.peer("http://other:7717"))
+    members.close()
 
 
 VERBS = ("/v1/stream", "/v1/fill", "/v1/forgo", "/v1/recheck")

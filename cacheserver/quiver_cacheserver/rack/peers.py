@@ -100,7 +100,9 @@ class RackPeers:
 
     def close(self) -> None:
         self._prober.shutdown(wait=False, cancel_futures=True)
-        for peer in self._peers.values():
+        with self._lock:  # a fill that is under way may add one
+            peers = list(self._peers.values())
+        for peer in peers:
             peer.close()
 
     def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:

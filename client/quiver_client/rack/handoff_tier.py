@@ -67,7 +67,8 @@ class HandoffTier:
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
 
     def fetch(self, batch: Batch) -> None:
-        ring = self._members.refresh()
+        # A ring that is stale is asked for by the thread: the daemon that is asked may be stuck.
+        ring = self._members.ring or self._members.refresh()
         if ring is not None:
             self._start_thread(ring)
         if not self._locals and not len(self._maps):
@@ -175,6 +176,8 @@ class HandoffTier:
 
     def maintain(self) -> None:
         """Find the daemons of this host, and unmap what they evicted. The thread calls this every ``TIDY_SECONDS``."""
+        if self._looked.is_set():  # before that, a reader waits, and its ring is new
+            self._ring = self._members.refresh() or self._ring
         if self._ring is not None:
             self._locals.look(self._ring)
         self._looked.set()

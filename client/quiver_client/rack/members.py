@@ -72,7 +72,9 @@ class Members:
         self._set_ring(None)
 
     def close(self) -> None:
-        for peer in self._peers.values():
+        with self._lock:  # a hedge that is under way may add one
+            peers = list(self._peers.values())
+        for peer in peers:
             peer.close()
 
     def peer(self, url: str) -> PeerClient:
@@ -166,6 +168,11 @@ class Members:
     def knows_ring(self) -> bool:
         """Whether any daemon ever answered with a ring."""
         return self._ring is not None
+
+    @property
+    def ring(self) -> Ring | None:
+        """The last ring that a daemon answered, ``None`` if none ever did. Asks nobody."""
+        return self._ring
 
     @property
     def _ring(self) -> Ring | None:
