@@ -22,7 +22,7 @@ EXAMPLE = """\b
 Example: three daemons of one rack, on three machines, with their ring in etcd:
   quiver-cacheserver --listen 0.0.0.0:7717 --data-dir /ssd/quiver --capacity 2TB \\
       --rack r7 --etcd http://etcd:2379 --origin /data/imagenet --origin s3://datasets/ \\
-      --token-keys /etc/quiver/keys
+      --tls-ca ca.pem --tls-cert node-n1.pem --tls-key node-n1.key --token-keys /etc/quiver/token-keys
 """
 
 
@@ -56,7 +56,12 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--data-dir", metavar="DIR", default="", help="Folder on local SSD for the shards.")
 @click.option("--capacity", metavar="SIZE", default="", help="How much of that disk to use, like 200GiB.")
 @click.option("--rack", metavar="NAME", default=Config().rack, show_default=True, help="Which ring to join.")
-@click.option("--node-id", metavar="ID", default="", help="Its name in the ring. [default: its address]")
+@click.option(
+    "--node-id",
+    metavar="ID",
+    default="",
+    help="Its name in the ring. [default: that of its certificate, or its address]",
+)
 @click.option("--etcd", metavar="URL", multiple=True, help="The etcd that keeps the ring; repeat for its members.")
 @click.option("--peers", metavar="URL,…", default="", help="A ring without etcd: the URLs of all daemons.")
 @click.option("--origin", metavar="PREFIX", multiple=True, help="A folder or URL below which it may read; repeatable.")

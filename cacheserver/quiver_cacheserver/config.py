@@ -71,7 +71,8 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
         if not any(given):
             return None
         if not all(given):
-            raise Misconfigured(f"{', '.join(TLS_FLAGS[:2])} and {TLS_FLAGS[2]} belong together: give all three")
+            flags = f"{', '.join(TLS_FLAGS[:2])} and {TLS_FLAGS[2]}"
+            raise Misconfigured(f"{flags} (or QUIVER_TLS_… in the environment) belong together: give all three")
         return TlsFiles(*given, names=TLS_FLAGS)
 
     @property

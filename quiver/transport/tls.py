@@ -238,6 +238,8 @@ class Credentials:
             wrapped = self.client().wrap_socket(sock, server_hostname=host)
         except ssl.SSLError as error:
             raise TlsError(explained(error)) from error
+        except TimeoutError as error:  # OpenSSL's text begins with a line of its source
+            raise TimeoutError("no answer to the TLS handshake") from error
         try:
             found = identity_of(wrapped.getpeercert()).node
             if not found:

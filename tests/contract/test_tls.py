@@ -98,6 +98,18 @@ def test_whether_a_daemon_lives_is_asked_through_tls(url: str, contexts: Context
         assert not is_alive(silent, 0.2, tls=contexts.client)
 
 
+def test_a_daemon_that_leaves_a_handshake_unanswered_is_named_in_words(contexts: Contexts) -> None:
+    patience = Patience(handshake_seconds=0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        says = r"cannot be reached \(no answer to the TLS handshake\)"
+        with (
+            contextlib.closing(PeerClient(silent, patience, tls=contexts.client)) as peer,
+            pytest.raises(Unavailable, match=says),
+        ):
+            peer.ring()
+
+
 def silent(connection: socket.socket, request: bytes) -> None:
     connection.settimeout(10)
     with contextlib.suppress(OSError):

@@ -14,6 +14,8 @@ import pytest
 import yaml
 
 from quiver_cacheserver.config import Config, check
+from tests.support.daemon import Daemon
+from tests.support.tls import Pki, flags
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -137,6 +139,19 @@ def test_every_service_has_a_health_check_a_volume_and_an_image_to_build(name: s
     build = service["build"]
     dockerfile = (DEPLOY / build["context"] / build["dockerfile"]).read_text()
     assert re.search(rf"^FROM \S+ AS {build['target']}$", dockerfile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
+def test_the_health_check_of_the_daemons_succeeds_with_and_without_tls(tmp_path: Path, tls: bool) -> None:
+    files = Pki(tmp_path / "tls").node("node1")
+    with Daemon(tmp_path / "data", *(flags(files) if tls else ())) as daemon:
+        _, python, option, code = DAEMONS["node1"]["healthcheck"]["test"]
+        assert python == "python"
+        here = code.replace("127.0.0.1:7717", daemon.url.split("//")[1])
+        assert here != code
+        env = {**os.environ, **({"QUIVER_TLS_CERT": files.cert} if tls else {})}
+        checked = subprocess.run([sys.executable, option, here], capture_output=True, text=True, check=False, env=env)
+        assert checked.returncode == 0, checked.stderr
 
 
 def test_the_dockerfile_copies_only_files_that_exist_and_are_not_ignored() -> None:

@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--find", action="store_true", help="run the whole files of the tests, to find which fail")
     asked = parser.parse_args(arguments)
     bugs = [bug for bug in BUGS if not asked.only or any(part in bug.name for part in asked.only)]
+    if not bugs:
+        parser.error("no bug has such a name")
     began = time.monotonic()
     verdicts = attempt(bugs, asked.jobs, find=asked.find)
     caught = sum(verdict.caught for verdict in verdicts)
