@@ -27,6 +27,7 @@ from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files, rebased, shard_bytes_of
 from tests.support.etcd import free_ports
 from tests.support.servers import HostileServer, counting_origin, ok
+from tests.support.waiting import until
 
 Make = Callable[..., Dataset]
 
@@ -105,6 +106,18 @@ def test_a_frozen_daemon_costs_one_bounded_stall(
     assert slowest < 2, "this client's patience, and once that of the daemon that asks the frozen one for a shard"
     assert time.monotonic() - begun < 6, "one stall, and not one a batch"
     assert made.stats()["fallbacks"] > 0
+    tier: Any = made._open().tiers[1]
+    until(lambda: tier._members.is_unresponsive(own_rack[1].url))
+    asked, race = list[str](), tier._hedges.race
+
+    def counted(batch: Any, late: Any, *rest: Any, **more: Any) -> Any:
+        asked.append(late.peer.url)
+        return race(batch, late, *rest, **more)
+
+    monkeypatch.setattr(tier._hedges, "race", counted)
+    epoch(made, small)
+    assert asked
+    assert own_rack[1].url not in asked, "hedges would hide that it is asked for every batch"
     own_rack[1].signal(signal.SIGCONT)
 
 
