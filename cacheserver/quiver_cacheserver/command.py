@@ -38,6 +38,8 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
     unknown = sorted(set(values) - known)
     if unknown:
         raise click.UsageError(f"--config {path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if not isinstance(values.get("insecure", False), bool):
+        raise click.UsageError(f"--config {path}: insecure is true or false")
     for name in ("origin", "etcd", "quota"):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]  # a single value need not be a list

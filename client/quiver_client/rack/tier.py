@@ -110,6 +110,7 @@ class RackTier:
         self._rechecked: dict[int, str] = {}  # shard -> the daemon that verified it and answered since
         self._refused: dict[int, tuple[int, str]] = {}  # shard -> status and URL of the daemon that did not fill it
         self._failures: dict[int, QuiverError] = {}  # shard -> why this process could not upload it, or was refused it
+        self._fill_refusal: QuiverError | None = None  # why this process may not have shards filled
         self._closing = forks.event()
         process_exit.call_at_exit(self._closing.set, process_exit.Phase.LOOPS)
         self._lock = forks.lock()
@@ -151,6 +152,8 @@ class RackTier:
         if shard in self._failures or not status:
             return self._failures.get(shard)
         if status == RangeStatus.NO_ROOM:
+            if self._fill_refusal is not None:  # a reader that may not fill is answered as if there were no room
+                return self._fill_refusal
             return OverCapacity(f"{url} has no room for it", 0.0)
         try:
             disk = self._members.peer(url).status().disk
@@ -311,9 +314,14 @@ class RackTier:
         ranges = part.ranges()
         if not ranges["length"].any():  # shards are to be filled, and nothing of them is wanted
             # Without the verb, or with a token that may only read: a read of nothing fills what it may.
-            with contextlib.suppress(NotFound, Forbidden):
-                statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
-                return statuses[part.which], np.empty(0, np.uint8)
+            with contextlib.suppress(NotFound):
+                try:
+                    statuses = part.peer.fill(FillRequest(self._manifest.digest, names, WAIT_MS))
+                except Forbidden as error:
+                    self._fill_refusal = error
+                else:
+                    self._fill_refusal = None
+                    return statuses[part.which], np.empty(0, np.uint8)
         return part.peer.read(ReadRequest(self._manifest.digest, names, ranges, WAIT_MS, flags), attempt)
 
     def _absent(self, state: _Fetch, peer: PeerClient, shard: int, status: int) -> None:
