@@ -165,12 +165,16 @@ class Hedges:
         return self._members.is_unresponsive(late.peer.url) or not race.ends_within(seconds)
 
     def _holds(self, late: PeerRead) -> bool:
-        """Ask a daemon that is late whether it has the shards. ``True`` if it has all, or does not answer."""
+        """Ask a daemon that is late whether it has the shards.
+
+        If it does not answer, it is avoided, and ``True`` only if it delivered them before: on a machine that is
+        overloaded it may be filling them, and every reader of a cold dataset would read the origin.
+        """
         try:
             statuses = late.peer.resident(self._members.digests(late.shards), Attempt(limit_seconds=ASK_SECONDS))
         except Unavailable:
             self._members.mark_unresponsive(late.peer.url)
-            return True
+            return self._members.health.delivered_all(late.peer.url, late.shards)
         except QuiverError:
             return False  # it is alive and does not say
         return not statuses.any()
