@@ -248,6 +248,20 @@ async def test_clients_take_turns_however_much_one_of_them_asks_for() -> None:
     assert [at for at, client in enumerate(begun) if client == HONEST] == [FILL_THREADS + 1, FILL_THREADS + 3]
 
 
+@pytest.mark.fault("O1")
+async def test_a_fill_that_runs_is_joined_and_not_begun_once_more() -> None:
+    threads, begun = ByHand(), list[str]()
+    fills = fills_by(threads)
+    decision = Decision(Digest.of(b"shard"), Digest(bytes(32)), 1.0)
+    first, second = [fills.start(decision, lambda: begun.append("once"), client) for client in (HOSTILE, HONEST)]
+    assert first is second
+    [(work, future)] = threads.given
+    future.set_result(work())
+    assert isinstance(first, asyncio.Future)
+    await first
+    assert begun == ["once"]
+
+
 # -- what is kept -----------------------------------------------------------------------------------------------------
 
 
