@@ -7,17 +7,15 @@ that follow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
-
-from quiver.manifest import Manifest
 
 NAMED: Final = 3  # samples of a batch that a message names
 
 
-def failure(what: str, error: BaseException, manifest: Manifest, rows: Sequence[int]) -> RuntimeError:
-    """Return the error to raise because ``what`` raised ``error`` while it made these samples."""
-    names = ", ".join(f"{row} ({manifest.key(row)!r})" for row in rows[:NAMED])
+def failure(what: str, error: BaseException, key: Callable[[int], str], rows: Sequence[int]) -> RuntimeError:
+    """Return the error to raise because ``what`` raised ``error`` while it made these samples; ``key`` names one."""
+    names = ", ".join(f"{row} ({key(row)!r})" for row in rows[:NAMED])
     more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
     said = f": {error}" if str(error) else ""
     return RuntimeError(

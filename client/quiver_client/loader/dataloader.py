@@ -13,7 +13,6 @@ import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
-from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
@@ -22,6 +21,7 @@ from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
+from quiver_client.readable import Readable
 
 PREFETCH_BATCHES: Final = 2
 Batches = ThreadedBatches | NumberedBatches
@@ -60,7 +60,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
-        dataset: Dataset,
+        dataset: torch.utils.data.Dataset[Any],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Iterable[int] | None = None,
@@ -116,8 +116,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn is None and CollatedDataset.can_read(dataset)
-        self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
+        by_columns = collate_fn is None and CollatedDataset.can_read(order.samples)
+        self._source: Readable | CollatedDataset = CollatedDataset(order.samples) if by_columns else order.samples
         self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
