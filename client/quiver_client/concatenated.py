@@ -7,16 +7,21 @@ one plan, and one request per peer, for each part that it has samples of.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Final, Self, cast
 
 import blake3
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import ConcatDataset
 from torch.utils.data import Dataset as TorchDataset
 
+from quiver_client.failure import Named
+from quiver_client.loaded import Interleaved, Loaded
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable, identity_of_rows, is_all
+from quiver_client.seeding import Seeds
 from quiver_client.selection import Columns, Ints, Rows
 
 CONCATENATION: Final = b"quiver-concatenation-v1"
@@ -99,10 +104,26 @@ class Concatenated(ConcatDataset[Any], Readable):
         others = dict.fromkeys(name for each in parts for name in (*each.names[:-1], *each.others) if name not in names)
         return Columns(names, tuple(others), lambda name: self._column([each[name] for each in parts]))
 
-    def key(self, index: int) -> str:
+    def named(self, index: int) -> Named:
         row = int(self._located([index])[0])
         part = int(np.searchsorted(self.cumulative_sizes, row, "right"))
-        return _ours(self.datasets[part]).key(row - self._firsts[part])
+        return replace(_ours(self.datasets[part]).named(row - self._firsts[part]), index=index)
+
+    def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
+        positions = self.checked(indices)
+        rows = positions if self._rows is None else self._rows.array[positions]
+        parts, which = [], np.zeros(len(rows), np.intp)
+        for number, (part, at) in enumerate(self._by_part(rows)):
+            parts.append(_ours(self.datasets[part]).load((rows[at] - self._firsts[part]).tolist(), lose=lose))
+            which[at] = number
+        return Interleaved(parts, which, positions)
+
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any], indices: Ints) -> Seeds:
+        rows, seeds = self._located(indices.tolist()), np.zeros(len(indices), np.uint64)
+        for part, at in self._by_part(rows):
+            each = epochs if isinstance(epochs, int) else epochs[at]
+            seeds[at] = _ours(self.datasets[part]).seeds(seed, each, rows[at] - self._firsts[part])
+        return seeds
 
     def placement(self) -> Placement:
         whole = Placement.concatenated([_ours(each).placement() for each in self.datasets])

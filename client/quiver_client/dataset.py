@@ -21,13 +21,15 @@ from quiver.manifest import Manifest
 from quiver.plan import plan_batch
 from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
-from quiver_client.failure import failure
+from quiver_client.failure import Named
 from quiver_client.fields import Feature, Fields, Sample, features_of
+from quiver_client.loaded import Loaded, LoadedByMethod, LoadedRows, made
 from quiver_client.manifest_download import open_manifest
 from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.orphans import watch_parent_of_worker
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable, identity_of_rows, is_all
+from quiver_client.seeding import Seeds, seeds_of
 from quiver_client.selection import Columns, Ints, Rows
 from quiver_client.session import Session
 from quiver_client.session_sharing import SharedSession
@@ -208,10 +210,6 @@ class Dataset(Readable):
     def placement(self) -> Placement:
         return Placement.of_leaf(self, self.rows)
 
-    def key(self, index: int) -> str:
-        """Return the key of a sample."""
-        return self.manifest.key(int(self._rows_of([index])[0]))
-
     def needs(self) -> NeedsChannel | None:
         """Return a new channel that reports needs and returns what is resident; ``None`` without a cache."""
         return self._open().needs()
@@ -254,9 +252,8 @@ class Dataset(Readable):
         """Begin as a dataset that has used nothing: with a lock of its own."""
         self._session, self._closing, self._owner, self._lock = None, None, 0, forks.lock()
 
-    def _rows_of(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the rows of the manifest that lie at these positions. Raises ``IndexError``, ``TypeError``."""
-        positions = self.checked(indices)
+    def _rows_at(self, positions: Ints) -> Ints:
+        """Return the rows of the manifest at these positions."""
         return positions if self._rows is None else self._rows.array[positions]
 
     def _makes_samples(self) -> bool:
@@ -264,26 +261,16 @@ class Dataset(Readable):
         return type(self).__getitem__ is not Dataset.__getitem__
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
-        rows = self._rows_of(indices)
-        if not len(rows):
-            return []
-        samples = self._fields.samples(self.manifest, rows, self.read(rows))
-        if self._transform is None:
-            return list(samples)
-        transform, out = self._transform, []
-        for index, sample in zip(indices, samples, strict=True):
-            try:
-                out.append(transform(sample))
-            except (StopIteration, IndexError) as error:  # a loop would take them for the end of the dataset
-                raise failure("transform", error, self.key, [int(index)]) from error
-        return out
+        positions = self.checked(indices)
+        rows = self._rows_at(positions)
+        return made(LoadedRows(self, positions, rows, self.read(rows))) if len(rows) else []
 
     def _alone(self, index: int) -> Any:
         """Return one sample, by a subclass's ``__getitem__`` if it overrides that."""
-        try:
+        if not self._makes_samples():
             return self[index]
-        except StopIteration as error:
-            raise failure(f"{type(self).__name__}.__getitem__", error, self.key, [index]) from error
+        positions = np.asarray([index], np.int64)
+        return made(LoadedByMethod(self, positions, self._rows_at(positions), in_batches=False))[0]
 
     def _let_views_be_sent(self) -> None:
         """Have ``multiprocessing`` pickle views: a worker that cannot pickle a batch reports it on stderr only, and the
@@ -311,9 +298,36 @@ class Dataset(Readable):
         span = self._fields.span
         return self._open().read(plan_batch(self.manifest, rows, span)) if span is not None else None
 
+    def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
+        """Read the bytes of the samples at ``indices``, which are made of them later.
+
+        ``lose``: a sample that the origin lost raises when it is made; else reading raises for the whole batch.
+        """
+        positions = self.checked(indices)
+        rows = self._rows_at(positions)
+        if self._makes_samples() or type(self).__getitems__ is not Dataset.__getitems__:
+            in_batches = type(self).__getitems__ is not Dataset.__getitems__
+            return LoadedByMethod(self, positions, rows, in_batches)
+        return LoadedRows(self, positions, rows, self.read(rows))
+
+    def named(self, index: int) -> Named:
+        """Return how messages name a sample."""
+        if self._rows is None:
+            return Named.of(self.manifest, index, index)
+        row = int(self._rows.array[index]) if -len(self) <= index < len(self) else len(self.manifest)
+        return Named.of(self.manifest, index, row)
+
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any], indices: Ints) -> Seeds:
+        """Return the seeds of samples in epochs ``(n,)``, the same in each selection that has the sample."""
+        return seeds_of(seed, epochs, self.manifest.digest, self._rows_at(indices))
+
+    def raw_samples(self, rows: npt.NDArray[np.intp], batch: Batch | None) -> Iterator[Sample]:
+        """Yield the samples of a batch that was read, before any transform, each copied when it is yielded."""
+        return self._fields.samples(self.manifest, rows, batch)
+
     def columns(self, indices: Sequence[int]) -> dict[str, Any]:
         """Return the samples at ``indices`` as one collated batch, by field. No transform is applied."""
-        rows = self._rows_of(indices)
+        rows = self._rows_at(self.checked(indices))
         return self._fields.columns(self.manifest, rows, self.read(rows))
 
 

@@ -16,7 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
+from quiver_client.failure import Named
+from quiver_client.loaded import Loaded
 from quiver_client.placement import Placement
+from quiver_client.seeding import Seeds
 from quiver_client.selection import Chosen, Columns, Ints, chosen_rows, rows_in
 from quiver_client.splitting import bounds_of, groups_of, split_groups, split_rows
 
@@ -63,8 +66,19 @@ class Readable(TorchDataset[Any]):
         """Return which samples of which manifests these are."""
 
     @abstractmethod
-    def key(self, index: int) -> str:
-        """Return the key of a sample."""
+    def named(self, index: int) -> Named:
+        """Return how messages name a sample."""
+
+    @abstractmethod
+    def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
+        """Read the bytes of the samples at ``indices``, which are made of them later.
+
+        ``lose``: a sample that the origin lost raises when it is made; else reading raises for the whole batch.
+        """
+
+    @abstractmethod
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any], indices: Ints) -> Seeds:
+        """Return the seeds of samples in epochs ``(n,)``, the same in each selection that has the sample."""
 
     @abstractmethod
     def _of(self, positions: Ints) -> Self:

@@ -7,16 +7,22 @@ overrides ``__getitem__`` or ``__getitems__`` is still called for every sample: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, cast
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import ConcatDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver_client.concatenated import Concatenated
+from quiver_client.failure import Named
+from quiver_client.loaded import Loaded, Make
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable
+from quiver_client.seeding import Seeds
 from quiver_client.selection import Columns, Ints
 
 KINDS = "a quiver_client.Dataset, or torch's Subset or ConcatDataset of such datasets"
@@ -117,10 +123,50 @@ class Wrapped(Readable):
     def placement(self) -> Placement:
         return self._like.placement()
 
-    def key(self, index: int) -> str:
-        return self._like.key(index)
+    def named(self, index: int) -> Named:
+        return self._like.named(index)
+
+    def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
+        return LoadedThrough(self.dataset, self._like, self.checked(indices))
+
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any], indices: Ints) -> Seeds:
+        return self._like.seeds(seed, epochs, indices)
 
     def _of(self, positions: Ints) -> Self:
         made = object.__new__(type(self))
         made.dataset, made._like = Subset(self.dataset, positions.tolist()), self._like.select(positions)
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedThrough:
+    """Samples that the user's own dataset makes, which reads the bytes, too."""
+
+    dataset: TorchDataset[Any]
+    like: Readable
+    indices: Ints  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def named(self, at: int) -> Named:
+        return self.like.named(int(self.indices[at]))
+
+    def maker(self, at: int) -> tuple[str, tuple[type[Exception], ...]]:
+        return f"{type(self.dataset).__name__}.__getitem__", (StopIteration,)
+
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any]) -> Seeds:
+        return self.like.seeds(seed, epochs, self.indices)
+
+    def makers(self, seeds: Seeds | None) -> Iterator[Make]:
+        read = getattr(self.dataset, "__getitems__", None)
+        for index in self.indices.tolist():
+            yield partial(_first, read, index) if read is not None else partial(self.dataset.__getitem__, index)
+
+    def together(self) -> Callable[[], list[Any]] | None:
+        read = getattr(self.dataset, "__getitems__", None)
+        return None if read is None else partial(read, self.indices.tolist())
+
+
+def _first(read: Callable[[list[int]], Sequence[Any]], index: int) -> Any:
+    return read([index])[0]
