@@ -28,7 +28,7 @@ from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, who
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.passes import Passes
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
@@ -102,7 +102,9 @@ class BatchSampler(Sampler[list[int]]):
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset) if deal.shuffle else None
+        self._labels = LabelWatch.of(dataset, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        if self._labels is not None and blocks and not self._labels.is_idle:
+            self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
         takes_any = self.substitute and self._lookahead is None

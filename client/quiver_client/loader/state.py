@@ -187,7 +187,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         raise ValueError("states: their shares were not dealt from the same samples; they are of different runs")
     for state in states:
         if state["epoch"] == epoch:
-            done |= unpack(state["done"], len(done)) if state.get("block_shards") else _consumed(state)
+            done |= _consumed(state)
         elif state["epoch"] != epoch - 1 or not _has_read_its_share(state):
             raise ValueError(f"states: rank {state['rank']} is in epoch {state['epoch']}, another in epoch {epoch}")
     merged = {
@@ -262,10 +262,10 @@ def located(state: State, order: Ints) -> State:
 
 
 def _consumed(state: Mapping[str, Any]) -> Mask:
-    """Return which samples are consumed, as a state has it: ``(samples,)``."""
+    """Return which samples are consumed, as a state has it: ``(samples,)``; of a block shuffle, without ``own``."""
     deal = _deal_of(state)
     done = unpack(state["done"], deal.samples)
-    if state["own"]:
+    if state["own"] and not deal.block_shards:
         share, left_out = deal.share(deal.order(state["epoch"], done))
         done[share[unpack(state["own"], len(share))]] = True
         done[left_out] = True
