@@ -159,6 +159,10 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
+    if any(isinstance(state, Mapping) and "parts" in state for state in states):
+        from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
+
+        return merge_mixes(states)
     states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
     if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
@@ -221,6 +225,8 @@ def _checked(state: Mapping[str, Any]) -> State:
     """Return the state with plain numbers: a serialiser may have turned them into numpy's."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: give a dictionary made by state_dict(), not {type(state).__name__}")
+    if "parts" in state:
+        raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
     if "version" in state and state["version"] != VERSION:
         raise ValueError(
             f"state: it is version {state['version']!r}, but this release of Quiver reads version {VERSION}"

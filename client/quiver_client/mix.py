@@ -1,0 +1,269 @@
+"""``Mix``: several datasets drawn together in given proportions, as one map-style torch dataset.
+
+A description, as ``Dataset`` is: what the parts are, how often each is drawn and how long an epoch is. Its index space
+is that of its parts, one after another. Which samples come next is decided by a ``DataLoader`` or ``BatchSampler`` over
+it (``quiver_client.loader.mix_sampler``), part by part: every part keeps its own order, needs, state and transform.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, cast
+
+import blake3
+import numpy as np
+import torch
+from torch.utils.data import Dataset as TorchDataset
+
+from quiver import forks
+from quiver_client.dataset import Dataset
+from quiver_client.loader.arguments import whole
+from quiver_client.loader.guided import REPORTS_MAX, Guided, loss_of, rms
+from quiver_client.loader.mix_schedule import tempered, weights_of
+from quiver_client.mix_columns import combined
+
+EPOCHS: Final = ("longest", "shortest")
+PARTS_MAX: Final = 1024  # each reports its needs by a thread of its own
+
+
+class Mix(TorchDataset[Any]):
+    """Datasets drawn in proportion to weights: ``DataLoader(Mix({"web": web, "code": code}, weights={...}), ...)``.
+
+    ``parts``: datasets by name. ``weights``: by name, or a list in the order of the parts; they need not add up to 1,
+    and 0 turns a part off. ``temperature``: weights of ``size ** (1 / temperature)`` instead. Without both, parts are
+    drawn by size. ``seed``: of the parts' orders, beside the loader's. ``epoch``: how long one pass over the mixture
+    is: ``"longest"``, until the part whose own pass takes longest at its weight has been read once; ``"shortest"``,
+    until the first one has; or a number of samples, of all ranks together. Parts start over as often as they must, in
+    the middle of an epoch too, and continue in the next epoch where they stopped: every part gives each of its samples
+    once before it gives any twice. ``part_field``: a field of each sample for the name of its part, ``"__part__"`` say.
+
+    ``guided``: draw parts with a higher utility more often, from what the loop says by ``report``; see ``Guided`` for
+    its declared bias. ``True``, a function from a part's last losses to a number, or a ``Guided``. Off by default.
+
+    ``mix[i]`` is a sample as its part returns it, with the part's transform applied. Raises ``ValueError`` naming the
+    argument that is wrong.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[str, Dataset],
+        *,
+        weights: Mapping[str, float] | Sequence[float] | None = None,
+        seed: int = 0,
+        epoch: str | int = "longest",
+        temperature: float | None = None,
+        guided: Any = None,
+        part_field: str | None = None,
+    ) -> None:
+        self.parts = _checked(parts)
+        self.sizes = {name: len(part) for name, part in self.parts.items()}
+        if weights is not None and temperature is not None:
+            raise ValueError("temperature: it gives the weights; leave weights out, or give them and no temperature")
+        by_size = weights is None
+        self.weights = (
+            tempered(1.0 if temperature is None else temperature, self.sizes)
+            if by_size
+            else weights_of(weights, self.sizes)
+        )
+        self.seed = whole("seed", seed, 0)
+        if isinstance(epoch, str) and epoch not in EPOCHS:
+            raise ValueError(f"epoch={epoch!r}: give 'longest', 'shortest' or a number of samples")
+        self.epoch = epoch if isinstance(epoch, str) else whole("epoch", epoch, 1)
+        self.guided = Guided.of(guided)
+        if part_field is not None and (not isinstance(part_field, str) or not part_field):
+            raise ValueError(f"part_field={part_field!r}: give the name of a field, '__part__' for instance")
+        self._part_field = part_field
+        self._names = list(self.parts)
+        self._ends = np.cumsum(list(self.sizes.values()))
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._reports: list[tuple[str, float]] = []
+        self._lock = forks.lock()
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples at ``indices``: of each part one plan, and one request per peer."""
+        rows = self._checked(indices)
+        samples: list[Any] = [None] * len(rows)
+        for part, positions, inside in self._by_part(rows):
+            got = self.parts[part].__getitems__(cast(Any, inside))
+            for position, sample in zip(positions.tolist(), got, strict=True):
+                samples[position] = self._named(part, sample)
+        return samples
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield all samples, one part after another."""
+        for name, part in self.parts.items():
+            for sample in part:
+                yield self._named(name, sample)
+
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"{name}: {size} samples at {weight:.3g}"
+            for (name, size), weight in zip(self.sizes.items(), self.weights, strict=True)
+        )
+        return f"Mix({parts}; epoch={self.epoch!r}{', guided' if self.guided else ''})"
+
+    @property
+    def identity(self) -> str:
+        """64 hexadecimal digits that tell these parts, under these names, from all others."""
+        parts = "".join(f"{name}\0{part.manifest.digest}\0" for name, part in self.parts.items())
+        return blake3.blake3(parts.encode()).hexdigest()
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """Where in the index space each part begins."""
+        return dict(zip(self._names, [0, *self._ends[:-1].tolist()], strict=True))
+
+    @property
+    def makes_columns(self) -> bool:
+        """Whether batches can be read as collated columns: no part has a transform, and all have the same fields."""
+        first = self.parts[self._names[0]].fields
+        return all(part.transform is None and part.fields == first for part in self.parts.values())
+
+    def columns(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Return the samples at ``indices`` as one collated batch, by field, in the order of ``indices``."""
+        rows = self._checked(indices)
+        pieces = [
+            (positions, self.parts[part].columns(cast(Any, inside)))
+            for part, positions, inside in self._by_part(rows)
+        ]
+        found = combined(pieces, len(rows))
+        if self._part_field is not None:
+            found[self._part_field] = [self._names[part] for part in self._part_of(rows).tolist()]
+        return found
+
+    def part_of(self, index: int) -> str:
+        """Return the name of the part that a sample belongs to."""
+        return self._names[int(self._part_of(self._checked([index]))[0])]
+
+    def report(self, part: str | Sequence[str], loss: Any) -> None:
+        """Say what the loss was of samples of a part, since the last batch. Without ``guided`` nothing follows.
+
+        ``loss``: a number; or, for a list of parts such as ``batch["__part__"]``, one for each. Each rank draws by
+        what is reported in it; to have all ranks draw the same proportions, report losses averaged over all of them.
+        Raises ``ValueError`` for an unknown part, and for losses that are not finite.
+        """
+        if isinstance(part, str):
+            losses = {part: [float(loss)]}
+        else:
+            values = np.asarray(loss.detach().cpu() if isinstance(loss, torch.Tensor) else loss, np.float64)
+            if values.shape != (len(part),):
+                raise ValueError(f"loss: {values.shape} for {len(part)} samples; give one loss for each")
+            losses = {}
+            for name, value in zip(part, values.tolist(), strict=True):
+                losses.setdefault(name, []).append(value)
+        for name in losses:
+            if name not in self.parts:
+                raise ValueError(f"part={name!r}: there are {', '.join(map(repr, self._names))}")
+        found = [(name, loss_of(name, rms(values))) for name, values in losses.items()]
+        with self._lock:
+            self._reports = (self._reports + found)[-REPORTS_MAX:] if self.guided else []
+
+    def take_reports(self) -> list[tuple[str, float]]:
+        """Return what was reported since the last call: parts and losses. For the loader."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+        return reports
+
+    def stats(self) -> dict[str, dict[str, float]]:
+        """Return counters of this process by part (workers have their own of what they read).
+
+        Those of ``Dataset.stats``; and of the loader that reads this mixture: ``weight``, at which the part is drawn
+        now; ``drawn``, samples handed out; ``passes``, passes of the part that were handed out in full; ``waits`` and
+        ``wait_seconds``, batches that waited for its samples to become resident.
+        """
+        with self._lock:
+            counts = dict(self._counts)
+        own = {
+            name: {each: counts.get((name, each), 0) for each in ("drawn", "passes", "waits", "wait_seconds")}
+            for name in self._names
+        }
+        return {
+            name: {**part.stats(), **own[name], "weight": counts.get((name, "weight"), weight)}
+            for (name, part), weight in zip(self.parts.items(), self.weights, strict=True)
+        }
+
+    def count(self, part: str, name: str, amount: float) -> None:
+        """Add to one of the counters of ``stats``. For the loader."""
+        with self._lock:
+            self._counts[part, name] += amount  # type: ignore[assignment]
+
+    def drawn_at(self, weights: Sequence[float]) -> None:
+        """Record at which weights the parts are drawn from now on. For the loader."""
+        with self._lock:
+            self._counts.update({})
+            for name, weight in zip(self._names, weights, strict=True):
+                self._counts[name, "weight"] = weight  # type: ignore[assignment]
+
+    def close(self) -> None:
+        """Close every part. They open again when they are used again."""
+        for part in self.parts.values():
+            part.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        del state["_lock"]
+        state.update(_reports=[], _counts=Counter())
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=forks.lock())
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _part_of(self, rows: Any) -> Any:
+        return np.searchsorted(self._ends, rows, "right")
+
+    def _by_part(self, rows: Any) -> Iterator[tuple[str, Any, Any]]:
+        """Yield for each part that has some of these samples: its name, their positions, and their rows inside it."""
+        parts = self._part_of(rows)
+        for part in np.unique(parts).tolist():
+            positions = np.flatnonzero(parts == part)
+            start = int(self._ends[part - 1]) if part else 0
+            yield self._names[part], positions, rows[positions] - start
+
+    def _named(self, part: str, sample: Any) -> Any:
+        if self._part_field is None:
+            return sample
+        if not isinstance(sample, dict):
+            raise ValueError(
+                f"part_field={self._part_field!r}: the transform of part {part!r} returns"
+                f" {type(sample).__name__}, which has no fields; have it return a dictionary, or add the name there"
+            )
+        return {**sample, self._part_field: part}
+
+    def _checked(self, indices: Sequence[int]) -> Any:
+        """Return indices, negative ones too, as rows. Raises ``IndexError``, ``TypeError``."""
+        rows = np.asarray(indices)
+        if rows.size == 0:
+            return np.empty(0, np.intp)
+        if rows.dtype.kind not in "iu" or rows.ndim != 1:
+            raise TypeError(f"indices must be integers, not {rows.dtype}")
+        rows = rows.astype(np.intp)
+        wrong = (rows < -len(self)) | (rows >= len(self))
+        if wrong.any():
+            raise IndexError(f"index {int(rows[wrong][0])} is out of range for {len(self)} samples")
+        return np.where(rows < 0, rows + len(self), rows)
+
+
+def _checked(parts: Mapping[str, Dataset]) -> dict[str, Dataset]:
+    if not isinstance(parts, Mapping) or not parts:
+        raise ValueError('parts: give datasets by name, {"web": Dataset(...), "code": Dataset(...)}')
+    if len(parts) > PARTS_MAX:
+        raise ValueError(f"parts: {len(parts)} are more than {PARTS_MAX}; concatenate those drawn at one rate")
+    for name, part in parts.items():
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise ValueError(f"parts: {name!r} is no name; give a string")
+        if isinstance(part, Mix):
+            raise ValueError(f"parts: {name!r} is a Mix; give its parts here, with their weights multiplied by its own")
+        if not isinstance(part, Dataset):
+            raise ValueError(f"parts: {name!r} is a {type(part).__name__}; give a quiver_client.Dataset")
+        if not len(part):
+            raise ValueError(f"parts: {name!r} has no samples; leave it out")
+    return dict(parts)
