@@ -22,8 +22,9 @@ from quiver.manifest import Manifest
 from quiver.plan import plan_batch
 from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
-from quiver_client.failure import failure
+from quiver_client.failure import Named
 from quiver_client.fields import Fields, Sample
+from quiver_client.loaded import Loaded, LoadedByMethod, LoadedRows, made
 from quiver_client.manifest_download import open_manifest
 from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.orphans import watch_parent_of_worker
@@ -185,25 +186,14 @@ class Dataset(TorchDataset[Any]):
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
         rows = self.checked(indices)
-        if not len(rows):
-            return []
-        samples = self._fields.samples(self.manifest, rows, self.read(rows))
-        if self._transform is None:
-            return list(samples)
-        transform, out = self._transform, []
-        for row, sample in zip(rows, samples, strict=True):
-            try:
-                out.append(transform(sample))
-            except (StopIteration, IndexError) as error:  # a loop would take them for the end of the dataset
-                raise failure("transform", error, self.manifest, [int(row)]) from error
-        return out
+        return made(LoadedRows(self, rows, rows, self.read(rows))) if len(rows) else []
 
     def _alone(self, index: int) -> Any:
         """Return one sample, by a subclass's ``__getitem__`` if it overrides that."""
-        try:
+        if not self._makes_samples():
             return self[index]
-        except StopIteration as error:
-            raise failure(f"{type(self).__name__}.__getitem__", error, self.manifest, [index]) from error
+        rows = np.asarray([index], np.intp)
+        return made(LoadedByMethod(self, rows, rows, in_batches=False))[0]
 
     def _let_views_be_sent(self) -> None:
         """Have ``multiprocessing`` pickle views: a worker that cannot pickle a batch reports it on stderr only, and the
@@ -246,6 +236,25 @@ class Dataset(TorchDataset[Any]):
         """Return the verified bytes of ``rows (n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is read."""
         span = self._fields.span
         return self._open().read(plan_batch(self.manifest, rows, span)) if span is not None else None
+
+    def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
+        """Read the bytes of the samples at ``indices``, which are made of them later.
+
+        ``lose``: a sample that the origin lost raises when it is made; else reading raises for the whole batch.
+        """
+        rows = self.checked(indices)
+        if self._makes_samples() or type(self).__getitems__ is not Dataset.__getitems__:
+            in_batches = type(self).__getitems__ is not Dataset.__getitems__
+            return LoadedByMethod(self, rows, rows, in_batches)
+        return LoadedRows(self, rows, rows, self.read(rows))
+
+    def named(self, index: int) -> Named:
+        """Return how messages name a sample."""
+        return Named.of(self.manifest, index, index)
+
+    def raw_samples(self, rows: npt.NDArray[np.intp], batch: Batch | None) -> Iterator[Sample]:
+        """Yield the samples of a batch that was read, before any transform, each copied when it is yielded."""
+        return self._fields.samples(self.manifest, rows, batch)
 
     def columns(self, indices: Sequence[int]) -> dict[str, Any]:
         """Return the samples at ``indices`` as one collated batch, by field. No transform is applied."""

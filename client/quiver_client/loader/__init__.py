@@ -1,7 +1,8 @@
 """The loader: decides which samples a training loop reads next, and prefetches them.
 
 ``dataloader`` is torch's DataLoader over all of it. It prefetches batches by ``threads`` of this process or by torch's
-``workers``. ``sampler`` decides the order, by means of
+``workers``, which make batches by ``source``; ``randomness`` seeds each sample. ``sampler`` decides the order, by
+means of
 
 - ``passes``: which epoch comes next and what of it is consumed; ``epoch``: one pass over one epoch's share;
   ``state``: the checkpoint, and how ranks merge theirs

@@ -22,7 +22,7 @@ from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.dataset import Dataset
-from quiver_client.failure import failure
+from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.consumer import CacheConsumer
@@ -232,7 +232,8 @@ class BatchSampler(Sampler[list[int]]):
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
-        return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
+        named = [self.dataset.named(row) for row in rows[:NAMED].tolist()]
+        return failure("collate_fn, or the dataset,", error, named, len(rows))
 
     def fetched(self, epoch: Epoch, number: int) -> None:
         """The bytes of a batch are in memory."""
