@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, cast
 
 import blake3
@@ -18,10 +19,12 @@ from torch.utils.data import Dataset as TorchDataset
 
 from quiver import forks
 from quiver_client.dataset import Dataset
+from quiver_client.loaded import Interleaved, Loaded, Make
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.guided import REPORTS_MAX, Guided, loss_of, rms
 from quiver_client.loader.mix_schedule import tempered, weights_of
 from quiver_client.mix_columns import combined
+from quiver_client.seeding import Seeds
 
 EPOCHS: Final = ("longest", "shortest")
 PARTS_MAX: Final = 1024  # each reports its needs by a thread of its own
@@ -60,12 +63,10 @@ class Mix(TorchDataset[Any]):
         self.sizes = {name: len(part) for name, part in self.parts.items()}
         if weights is not None and temperature is not None:
             raise ValueError("temperature: it gives the weights; leave weights out, or give them and no temperature")
-        by_size = weights is None
-        self.weights = (
-            tempered(1.0 if temperature is None else temperature, self.sizes)
-            if by_size
-            else weights_of(weights, self.sizes)
-        )
+        if weights is not None:
+            self.shares = weights_of(weights, self.sizes)
+        else:
+            self.shares = tempered(1 if temperature is None else temperature, self.sizes)
         self.seed = whole("seed", seed, 0)
         if isinstance(epoch, str) and epoch not in EPOCHS:
             raise ValueError(f"epoch={epoch!r}: give 'longest', 'shortest' or a number of samples")
@@ -93,14 +94,14 @@ class Mix(TorchDataset[Any]):
         for part, positions, inside in self._by_part(rows):
             got = self.parts[part].__getitems__(cast(Any, inside))
             for position, sample in zip(positions.tolist(), got, strict=True):
-                samples[position] = self._named(part, sample)
+                samples[position] = self.marked(part, sample)
         return samples
 
     def __iter__(self) -> Iterator[Any]:
         """Yield all samples, one part after another."""
         for name, part in self.parts.items():
             for sample in part:
-                yield self._named(name, sample)
+                yield self.marked(name, sample)
 
     def __repr__(self) -> str:
         parts = ", ".join(
@@ -110,28 +111,40 @@ class Mix(TorchDataset[Any]):
         return f"Mix({parts}; epoch={self.epoch!r}{', guided' if self.guided else ''})"
 
     @property
+    def weights(self) -> tuple[float, ...]:
+        """The weights in the order of the parts; their sum is 1."""
+        return tuple(share / sum(self.shares) for share in self.shares)
+
+    @property
     def identity(self) -> str:
         """64 hexadecimal digits that tell these parts, under these names, from all others."""
-        parts = "".join(f"{name}\0{part.manifest.digest}\0" for name, part in self.parts.items())
+        parts = "".join(f"{name}\0{identity}\0" for name, identity in sorted(self.identities.items()))
         return blake3.blake3(parts.encode()).hexdigest()
+
+    @property
+    def identities(self) -> dict[str, str]:
+        """Of each part the hexadecimal digits that tell its samples from all others."""
+        return {name: str(part.manifest.digest) for name, part in self.parts.items()}
 
     @property
     def offsets(self) -> dict[str, int]:
         """Where in the index space each part begins."""
         return dict(zip(self._names, [0, *self._ends[:-1].tolist()], strict=True))
 
-    @property
-    def makes_columns(self) -> bool:
-        """Whether batches can be read as collated columns: no part has a transform, and all have the same fields."""
-        first = self.parts[self._names[0]].fields
-        return all(part.transform is None and part.fields == first for part in self.parts.values())
+    def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
+        """Read the bytes of the samples at ``indices``, which are made of them later. See ``Dataset.load``."""
+        rows = self._checked(indices)
+        which = self._part_of(rows)
+        parts: list[Any] = [None] * len(self._names)
+        for part, _, inside in self._by_part(rows):
+            parts[self._names.index(part)] = self.parts[part].load(inside, lose=lose)
+        return _NamedParts(self, [each or () for each in parts], which, rows)
 
     def columns(self, indices: Sequence[int]) -> dict[str, Any]:
         """Return the samples at ``indices`` as one collated batch, by field, in the order of ``indices``."""
         rows = self._checked(indices)
         pieces = [
-            (positions, self.parts[part].columns(cast(Any, inside)))
-            for part, positions, inside in self._by_part(rows)
+            (positions, self.parts[part].columns(cast(Any, inside))) for part, positions, inside in self._by_part(rows)
         ]
         found = combined(pieces, len(rows))
         if self._part_field is not None:
@@ -197,7 +210,6 @@ class Mix(TorchDataset[Any]):
     def drawn_at(self, weights: Sequence[float]) -> None:
         """Record at which weights the parts are drawn from now on. For the loader."""
         with self._lock:
-            self._counts.update({})
             for name, weight in zip(self._names, weights, strict=True):
                 self._counts[name, "weight"] = weight  # type: ignore[assignment]
 
@@ -215,6 +227,11 @@ class Mix(TorchDataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=forks.lock())
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the parts, in order."""
+        return list(self._names)
+
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _part_of(self, rows: Any) -> Any:
@@ -228,7 +245,8 @@ class Mix(TorchDataset[Any]):
             start = int(self._ends[part - 1]) if part else 0
             yield self._names[part], positions, rows[positions] - start
 
-    def _named(self, part: str, sample: Any) -> Any:
+    def marked(self, part: str, sample: Any) -> Any:
+        """Return a sample with the name of its part, if ``part_field`` asks for that."""
         if self._part_field is None:
             return sample
         if not isinstance(sample, dict):
@@ -252,7 +270,24 @@ class Mix(TorchDataset[Any]):
         return np.where(rows < 0, rows + len(self), rows)
 
 
-def _checked(parts: Mapping[str, Dataset]) -> dict[str, Dataset]:
+class _NamedParts(Interleaved):
+    """The samples of a batch of a mixture, each with the name of its part if that is asked for."""
+
+    def __init__(self, mix: Mix, parts: Sequence[Any], which: Any, indices: Any) -> None:
+        super().__init__(parts, which, indices)
+        self._mix, self._part_of = mix, which
+
+    def makers(self, seeds: Seeds | None) -> Iterator[Make]:
+        names = self._mix.names
+        for part, make in zip(self._part_of.tolist(), super().makers(seeds), strict=True):
+            yield partial(_marked, self._mix, names[part], make)
+
+
+def _marked(mix: Mix, part: str, make: Make) -> Any:
+    return mix.marked(part, make())
+
+
+def _checked(parts: Any) -> dict[str, Dataset]:
     if not isinstance(parts, Mapping) or not parts:
         raise ValueError('parts: give datasets by name, {"web": Dataset(...), "code": Dataset(...)}')
     if len(parts) > PARTS_MAX:

@@ -89,11 +89,15 @@ class ShardLayout:
 
 
 class Drawn(NamedTuple):
-    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early."""
+    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early.
+
+    ``epochs`` ``(n,)``: the epoch that each sample is of, where they are of different ones.
+    """
 
     number: int
     rows: Ints
     substituted: int
+    epochs: Ints | None = None
 
 
 class Epoch:

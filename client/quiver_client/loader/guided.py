@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 BISECTIONS: Final = 100  # more than a float's 53 bits and its exponents need
 REPORTS_MAX: Final = 65_536  # reports that wait for the loop's next batch
 
@@ -76,7 +74,9 @@ class Guided:
             return guided
         if callable(guided):
             return cls(utility=guided)
-        raise ValueError(f"guided={guided!r}: give True, a function from a part's last losses to its utility, or Guided")
+        raise ValueError(
+            f"guided={guided!r}: give True, a function from a part's last losses to its utility, or Guided"
+        )
 
     def weights(
         self, base: Sequence[float], utilities: Sequence[float | None], available: Sequence[float]

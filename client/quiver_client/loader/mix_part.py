@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import blake3
 import numpy as np
 
-from quiver.substitution import Ints, Mask
+from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.state import State, fitted, make_state, unpack
 
@@ -77,9 +78,27 @@ class PartPasses:
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     @property
+    def deal(self) -> Deal:
+        return self._deal
+
+    @property
     def share(self) -> int:
         """Samples of this rank in one pass."""
         return self._deal.share_samples
+
+    @property
+    def pending(self) -> int:
+        """Samples of the open passes that are not drawn yet."""
+        return sum(epoch.pending for epoch, _ in self._open)
+
+    def usable(self, view: View) -> int:
+        """Return how many of those are resident."""
+        return sum(int(epoch.order.left[view.resident].sum()) for epoch, _ in self._open)
+
+    def dealt_before(self) -> str:
+        """Return a digest of what was read of the passes before their shares were dealt; "" for nothing."""
+        done = [np.packbits(done).tobytes() for _, done in self._open if done.any()]
+        return blake3.blake3(b"".join(done)).hexdigest(16) if done else ""
 
     def settle(self, rank: int, world_size: int) -> None:
         """Deal to this rank of this many. Called before the first pass is opened."""
@@ -149,6 +168,17 @@ class PartPasses:
             own = np.arange(self.share) < offset
             self._open = [self._opened(number, np.zeros(self._deal.samples, bool), own)]
             self._next = number + 1
+
+    def copied(self) -> PartPasses:
+        """Return passes that begin where what was consumed of these ends."""
+        copy = PartPasses(self.name, self._identity, self.layout, self._deal)
+        copy.load(self.states())
+        return copy
+
+    def draw_plain(self, count: int) -> Ints:
+        """Draw samples as if all were resident."""
+        chosen = self.choose(count, lambda epoch, wanted: epoch.choose(wanted, None, None)) if count else []
+        return self.draw(chosen).rows if chosen else np.zeros(0, np.int64)
 
     # -- the state ----------------------------------------------------------------------------------------------------
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import NamedTuple
 
-import numpy as np
-
 from quiver.substitution import Ints
 from quiver_client.dataset import Dataset
 from quiver_client.loader.consumer import CacheConsumer
@@ -16,7 +14,7 @@ from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
 from quiver_client.loader.mix_part import Chosen, PartPasses, Taken
-from quiver_client.loader.mix_schedule import Schedule, interleaved
+from quiver_client.loader.mix_schedule import Schedule, spread
 from quiver_client.mix import Mix
 
 
@@ -83,6 +81,7 @@ class InFlight(NamedTuple):
     """A batch that was drawn and not consumed."""
 
     rows: Ints  # (n,): of the mixture
+    epochs: Ints  # (n,): the pass of its part that each sample is of
     taken: tuple[tuple[MixedPart, Taken], ...]
     after: Schedule  # when the batch is consumed
 
@@ -106,12 +105,9 @@ class MixPass:
 
     def draw(self, taken: Sequence[tuple[MixedPart, Taken]], after: Schedule) -> int:
         """Record a batch; return its number. The samples of its parts are spread evenly over it."""
-        counts = [len(each.rows) for _, each in taken]
-        where = interleaved(counts)
-        rows = np.zeros(len(where), np.int64)
-        for at, (part, each) in enumerate(taken):
-            rows[where == at] = each.rows + part.offset
+        rows = spread([each.rows + part.offset for part, each in taken])
+        epochs = spread([each.epochs for _, each in taken])
         number, self.drawn = self.drawn, self.drawn + 1
-        self.in_flight[number] = InFlight(rows, tuple(taken), after)
+        self.in_flight[number] = InFlight(rows, epochs, tuple(taken), after)
         self.pending -= len(rows)
         return number

@@ -9,7 +9,7 @@ its place.
 from __future__ import annotations
 
 import logging
-import time
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from quiver import forks
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
-from quiver_client.failure import failure
+from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.epoch import Deal, Drawn
@@ -29,12 +29,12 @@ from quiver_client.loader.guided import Losses
 from quiver_client.loader.mix_agreement import MixAgreement
 from quiver_client.loader.mix_part import Chosen
 from quiver_client.loader.mix_pass import MixedPart, MixPass
-from quiver_client.loader.mix_schedule import UNIT, Schedule, in_units, placed_after, samples_for
+from quiver_client.loader.mix_schedule import Schedule, in_units, placed_after, samples_for, spread
 from quiver_client.loader.mix_state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
-from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, consumer_names
+from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share
+from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.mix import Mix
 
 log = logging.getLogger("quiver_client")
@@ -99,9 +99,10 @@ class MixBatchSampler(BatchSampler):
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * self._deal.batch_size
         self._parts = [MixedPart(mix, name, self._part_deal(name), self._lock, soon) for name in mix.parts]
-        self._names = consumer_names(job_of(job), mix.identity)
-        self._agreement = None if self._rank.is_whole else MixAgreement(mix, self._deal)
-        self._base = in_units(mix.weights)
+        self._name = shared_name(job_of(job), mix.identity)
+        self._agreed = None if self._rank.is_whole else MixAgreement(mix, self._deal)
+        # Guided weights change, so all have one unit.
+        self._base = mix.shares if mix.guided is None else in_units(mix.weights)
         self._schedule = Schedule.fresh(self._base)  # of the next batch to draw
         self._handed_out = self._schedule  # of the batch after those that were handed out
         self._steps = 0  # batches that were handed out since the run began
@@ -111,6 +112,7 @@ class MixBatchSampler(BatchSampler):
         self._named: int | None = None
         self._current: MixPass | None = None
         self._reading: MixPass | None = None
+        self._has_begun = False  # a batch of the current pass was handed out
         self._is_read_through = False
         self._waiting: MixedPart = self._parts[0]
 
@@ -131,6 +133,11 @@ class MixBatchSampler(BatchSampler):
     def sampler(self) -> Any:
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return MixShare(self)
+
+    def __iter__(self) -> Any:
+        # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
+        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._named is not None)
+        return self._batches()
 
     @property
     def epoch(self) -> int:
@@ -196,9 +203,10 @@ class MixBatchSampler(BatchSampler):
             self._named = None
             each = [loaded.parts[part.name] for part in self._parts]
             self._schedule = Schedule.fresh(self._base)
-            if tuple(part.weight for part in each) == self._base:
+            is_same = tuple(part.weight for part in each) == self._base
+            if is_same:
                 self._schedule = Schedule(self._base, tuple(part.deficit for part in each))
-            self._load_guided(loaded.guided)
+            self._load_guided(loaded.guided, is_same=is_same)
             self._handed_out = self._schedule
 
     def check_shares(self) -> None:
@@ -223,21 +231,24 @@ class MixBatchSampler(BatchSampler):
             self._rank.settle()
             self._settle_parts()
             self._place()
-            self._current = self._reading = epoch = MixPass(self._at.epoch, self._left(self._at))
+            epoch = MixPass(self._at.epoch, self._left(self._at))
+            self._current = self._reading = epoch
             for part in self._drawn_parts:
                 part.wait.cancel()
-                part.consumer.begin(self._consumer_name(part))
+                part.consumer.begin(self._name_of(part))
                 part.passes.is_read = True
                 part.passes.open_next()
-        if self._agreement is not None:
-            self._agreement.begin_at(self._rank.current, self._at.epoch, self._dealt_before())
+        if self._agreed is not None:
+            self._agreed.begin_at(self._rank.current, epoch.number, self._dealt_before())
         for part in self._drawn_parts:
             part.consumer.start(wait_for_answer=self.substitute)
         return epoch
 
     def poll(self, epoch: Any) -> bool:
         with self._lock:
-            return epoch is not self._reading or not epoch.pending or self._choose_parts(epoch) is not None
+            if epoch is not self._reading or not epoch.pending:
+                return True
+            return self._choose_parts(epoch) is not None
 
     def is_current(self, epoch: Any) -> bool:
         return epoch is self._current
@@ -265,8 +276,8 @@ class MixBatchSampler(BatchSampler):
         part = self.mix.part_of(int(rows[0]))
         first = self.mix.offsets[part]
         inside = [row - first for row in rows.tolist() if 0 <= row - first < self.mix.sizes[part]]
-        what = f"collate_fn, or part {part!r} of the mix,"
-        return failure(what, error, self.mix.parts[part].manifest, inside)
+        named = [self.mix.parts[part].named(row) for row in inside[:NAMED]]
+        return failure(f"collate_fn, or part {part!r} of the mix,", error, named, len(inside))
 
     def fetched(self, epoch: Any, number: int) -> None:
         with self._lock:
@@ -283,7 +294,7 @@ class MixBatchSampler(BatchSampler):
             self._take_reports()
             for part, taken in batch.taken:
                 part.consume(taken, waited_seconds)
-            self._handed_out = batch.after
+            self._handed_out, self._has_begun = batch.after, True
             self._steps += 1
             at = self._at
             self._at = replace(at, batches=at.batches + 1, taken=at.taken + len(batch.rows))
@@ -327,11 +338,12 @@ class MixBatchSampler(BatchSampler):
     def _place(self) -> None:
         """Go to where the next pass begins."""
         at, named, self._named = self._at, self._named, None
-        broken_off, self._current = self._current is not None, None
+        broken_off = self._current is not None and self._has_begun
+        self._current, self._has_begun = None, False
         if named is None:
-            if self._is_partial and (broken_off or not self._left(at)):
+            if broken_off or (self._is_partial and not self._left(at)):
                 self._at = Position(at.epoch + 1)
-        elif named == at.epoch and not (broken_off and self._is_partial):
+        elif named == at.epoch and not broken_off:
             pass
         elif named == at.epoch + 1 and self._is_partial:
             self._at = Position(named)
@@ -354,7 +366,8 @@ class MixBatchSampler(BatchSampler):
             samples = self.mix.epoch // world_size if deal.drop_last else -(-self.mix.epoch // world_size)
         else:
             shares = [replace(each.passes.deal, world_size=world_size, rank=0).share_samples for each in self._parts]
-            needed = [samples_for(w, share) for w, share in zip(self._base, shares, strict=True) if w]
+            unit = sum(self._base)
+            needed = [samples_for(w, unit, share) for w, share in zip(self._base, shares, strict=True) if w]
             samples = max(needed) if self.mix.epoch == "longest" else min(needed)
         return samples // deal.batch_size * deal.batch_size if deal.drop_last else samples
 
@@ -402,14 +415,18 @@ class MixBatchSampler(BatchSampler):
             )
 
     def _dealt_before(self) -> list[Any]:
-        """Return what ranks must agree on when a pass begins: before which samples the shares were dealt."""
-        return [[part.name, part.passes.dealt_before()] for part in self._parts] + [self._at.before]
+        """Return what ranks must agree on when a pass begins: after which samples the shares were dealt.
+
+        Guided ranks may be in different passes of a part.
+        """
+        parts = [] if self._losses is not None else [part.passes.dealt_before() for part in self._parts]
+        return [*parts, self._at.before] if self._at.before or any(parts) else []
 
     def _compare_end(self) -> None:
         with self._lock:
             is_read_through, self._is_read_through = self._is_read_through, False
-        if is_read_through and self._agreement is not None:
-            self._agreement.finish(self._rank.current)
+        if is_read_through and self._agreed is not None:
+            self._agreed.finish(self._rank.current)
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
@@ -417,8 +434,8 @@ class MixBatchSampler(BatchSampler):
     def _drawn_parts(self) -> list[MixedPart]:
         return [part for part, weight in zip(self._parts, self._base, strict=True) if weight]
 
-    def _consumer_name(self, part: MixedPart) -> bytes:
-        text = f"{self._names}\0{part.name}\0{self._rank.current[0]}"
+    def _name_of(self, part: MixedPart) -> bytes:
+        text = f"{self._name}\0{part.name}\0{self._rank.current[0]}"
         return blake3.blake3(text.encode()).digest(CONSUMER_BYTES)
 
     def _choose_parts(self, epoch: MixPass) -> list[tuple[MixedPart, Chosen]] | None:
@@ -442,7 +459,8 @@ class MixBatchSampler(BatchSampler):
         by_name = {part.name: len(each.rows) for part, each in taken}
         self._schedule = self._schedule.after([by_name.get(part.name, 0) for part in self._parts])
         number = epoch.draw(taken, self._schedule)
-        return Drawn(number, epoch.rows(number), sum(each.substituted for _, each in taken))
+        batch = epoch.in_flight[number]
+        return Drawn(number, batch.rows, sum(each.substituted for _, each in taken), batch.epochs)
 
     def _stop_reading(self) -> None:
         self._reading = None
@@ -465,7 +483,7 @@ class MixBatchSampler(BatchSampler):
         self._guided_at = block
         if is_first:  # resumed within a block, whose weights the state has
             return
-        base = [weight / UNIT for weight in self._base]
+        base = self.mix.weights
         available = [part.available for part in self._parts]
         weights = guided.weights(base, self._losses.utilities(block), available)
         self._schedule = replace(self._schedule, weights=in_units(weights))
@@ -484,9 +502,11 @@ class MixBatchSampler(BatchSampler):
         if self._losses is None:
             return None
         self._take_reports()
-        return {"weights": list(self._handed_out.weights), "steps": self._steps, **self._losses.state()}
+        weights = dict(zip(self.mix.parts, self._handed_out.weights, strict=True))
+        return {"weights": weights, "steps": self._steps, **self._losses.state()}
 
-    def _load_guided(self, state: Mapping[str, Any] | None) -> None:
+    def _load_guided(self, state: Mapping[str, Any] | None, *, is_same: bool) -> None:
+        """Take over losses and, if the weights that the user gave are the same, the weights that they led to."""
         self._guided_at = -1
         if self._losses is None or self.mix.guided is None:
             return
@@ -494,13 +514,27 @@ class MixBatchSampler(BatchSampler):
         if state is None:
             return
         try:
-            weights = [int(weight) for weight in state["weights"]]
+            weights = [int(state["weights"][name]) for name in self.mix.parts]
             self._steps = int(state["steps"])
             self._losses.load(state)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"state: 'guided' cannot be read: {error}; was it made by state_dict()?") from error
-        if len(weights) == len(self._parts) and sum(weights) == UNIT and self._schedule.deficits:
+        if is_same and sum(weights) == sum(self._base):
             self._schedule = replace(self._schedule, weights=tuple(weights))
+
+    def plain_rows(self) -> Ints:
+        """Return this rank's samples of the coming epoch ``(n,)`` as they come if all are resident."""
+        with self._lock:
+            passes = [part.passes.copied() for part in self._parts]
+            schedule, left = self._handed_out, self._left(self._at)
+        batches = [np.zeros(0, np.int64)]
+        while left:
+            counts = schedule.counts(min(self._deal.batch_size, left))
+            schedule = schedule.after(counts)
+            taken = [each.draw_plain(count) for each, count in zip(passes, counts, strict=True)]
+            batches.append(spread([rows + part.offset for rows, part in zip(taken, self._parts, strict=True)]))
+            left -= sum(counts)
+        return np.concatenate(batches)
 
 
 class MixShare(Share):

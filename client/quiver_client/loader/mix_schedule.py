@@ -9,8 +9,8 @@ may be given, the earliest due first. That is the schedule by earliest deadline 
 problem (Discrete Mathematics 32, 1980), known as P-fair scheduling (Baruah et al., Algorithmica 15, 1996); giving to
 the part with the largest deficit alone would let a deficit grow beyond one sample where many parts fall due at once.
 
-All is counted in integers: a weight in ``UNIT``ths of the mixture, and a *deficit*, the share due to a part minus what
-it was given, in ``UNIT``ths of a sample. Floating point would drift.
+All is counted in integers, since floating point would drift: weights are integers, their sum is the *unit*; a
+*deficit*, the share due to a part minus what it was given, is in fractions of a sample, of which a unit makes one.
 """
 
 from __future__ import annotations
@@ -18,24 +18,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any, Final
 
 import numpy as np
 
 from quiver.substitution import Ints
 
-UNIT: Final = 1 << 53  # with 53 bits, a weight is a float's
+UNIT: Final = 1 << 53  # of weights that are floats
+UNIT_MAX: Final = 1 << 62  # serialisers know integers of 64 bits
+RATIO_MAX: Final = 1 << 40  # of the largest to the smallest weight
 Weights = tuple[int, ...]
 
 
-def weights_of(weights: Mapping[str, float] | Sequence[float] | None, sizes: Mapping[str, int]) -> tuple[float, ...]:
-    """Return one weight per part, in the order of ``sizes`` (part → samples), which add up to 1; ``None``: equal ones.
+def weights_of(weights: Any, sizes: Mapping[str, int]) -> Weights:
+    """Return the weights that a user gave, as integers in the order of ``sizes`` (part → samples): their sum is 1.
 
-    A weight of 0 turns a part off. Raises ``ValueError`` naming ``weights``.
+    Decimals are taken as they are written: 0.1, 0.7 and 0.2 are 1, 7 and 2. A weight of 0 turns a part off. Raises
+    ``ValueError`` naming ``weights``.
     """
     names = list(sizes)
-    if weights is None:
-        return (1 / len(names),) * len(names)
     if isinstance(weights, Mapping):
         unknown = [name for name in weights if name not in sizes]
         missing = [name for name in names if name not in weights]
@@ -45,15 +47,21 @@ def weights_of(weights: Mapping[str, float] | Sequence[float] | None, sizes: Map
         given = [weights[name] for name in names]
     else:
         given = _listed(weights, names)
-    values = [_weight(name, value) for name, value in zip(names, given, strict=True)]
-    largest = max(values)
-    if not largest > 0:
+    exact = [_weight(name, value) for name, value in zip(names, given, strict=True)]
+    largest = max(exact)
+    if not largest:
         raise ValueError("weights: all are 0, so there is nothing to draw; give at least one part more than 0")
-    scaled = [value / largest for value in values]  # their sum is finite, then
-    return tuple(value / math.fsum(scaled) for value in scaled)
+    for name, value in zip(names, exact, strict=True):
+        if 0 < value * RATIO_MAX < largest:
+            raise ValueError(f"weights: {name!r} is hardly ever drawn, at {float(value)}; give it 0 to never draw it")
+    scale = math.lcm(*(value.denominator for value in exact))
+    whole = [int(value * scale) for value in exact]
+    common = math.gcd(*whole)
+    found = tuple(value // common for value in whole)
+    return found if sum(found) <= UNIT_MAX else in_units([float(value / largest) for value in exact])
 
 
-def tempered(temperature: Any, sizes: Mapping[str, int]) -> tuple[float, ...]:
+def tempered(temperature: Any, sizes: Mapping[str, int]) -> Weights:
     """Return weights proportional to ``size ** (1 / temperature)``, as usual in multilingual training.
 
     1: by size; towards infinity: equal (Arivazhagan et al., 2019, "Massively multilingual NMT in the wild", who take 5;
@@ -64,8 +72,11 @@ def tempered(temperature: Any, sizes: Mapping[str, int]) -> tuple[float, ...]:
         raise ValueError(
             f"temperature={temperature!r}: give a number above 0; 1 draws by size, larger ones more evenly"
         )
-    logs = [math.log(size) / float(temperature) for size in sizes.values()]
-    return weights_of([math.exp(value - max(logs)) for value in logs], sizes)
+    if temperature == 1:
+        return weights_of(sizes, sizes)
+    largest = max(sizes.values())
+    scaled = [max((size / largest) ** (1 / float(temperature)), 2 / RATIO_MAX) for size in sizes.values()]
+    return weights_of(scaled, sizes)
 
 
 def in_units(weights: Sequence[float]) -> Weights:
@@ -86,7 +97,7 @@ def in_units(weights: Sequence[float]) -> Weights:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Weights in ``UNIT``ths, and what each part is owed ``(parts,)``. Never changed: ``after`` returns the next one."""
+    """Weights, and what each part is owed ``(parts,)``. A value: ``after`` returns the next one."""
 
     weights: Weights
     deficits: tuple[int, ...]
@@ -95,12 +106,17 @@ class Schedule:
     def fresh(cls, weights: Weights) -> Schedule:
         return cls(weights, (0,) * len(weights))
 
+    @property
+    def unit(self) -> int:
+        return sum(self.weights)
+
     def counts(self, size: int) -> tuple[int, ...]:
         """Return how many samples of each part the next batch of ``size`` has ``(parts,)``."""
+        unit = self.unit
         owed = [deficit + weight * size for deficit, weight in zip(self.deficits, self.weights, strict=True)]
-        due = [max(each // UNIT, 0) for each in owed]
+        due = [max(each // unit, 0) for each in owed]
         # Of each part, the sample after those that are due, if its share has begun to grow towards it.
-        may = [part for part, each in enumerate(owed) if each > due[part] * UNIT and self.weights[part]]
+        may = [part for part, each in enumerate(owed) if each > due[part] * unit and self.weights[part]]
         missing = size - sum(due)
         if missing < 0:  # only where deficits came from other weights, and more falls due at once than fits
             return _cut(due, -missing, self)
@@ -113,13 +129,13 @@ class Schedule:
 
     def after(self, counts: Sequence[int]) -> Schedule:
         """Return the schedule after a batch with ``counts`` samples of the parts."""
-        size = sum(counts)
+        size, unit = sum(counts), self.unit
         owed = zip(self.deficits, self.weights, counts, strict=True)
-        return replace(self, deficits=tuple(deficit + weight * size - UNIT * count for deficit, weight, count in owed))
+        return replace(self, deficits=tuple(deficit + weight * size - unit * count for deficit, weight, count in owed))
 
     def _due_at(self, part: int, nth: int) -> tuple[int, int]:
         """Return when the ``nth`` sample of a part from here on falls due, and the part: ties go to the first."""
-        return (((nth * UNIT - self.deficits[part]) * UNIT) // max(self.weights[part], 1), part)
+        return (((nth * self.unit - self.deficits[part]) << 64) // max(self.weights[part], 1), part)
 
 
 def interleaved(counts: Sequence[int]) -> Ints:
@@ -133,19 +149,29 @@ def interleaved(counts: Sequence[int]) -> Ints:
     return parts[np.argsort((nth + 0.5) / np.repeat(each, each), kind="stable")].astype(np.int64)
 
 
+def spread(parts: Sequence[Ints]) -> Ints:
+    """Return the values of several parts as one batch, in the order of ``interleaved``."""
+    where = interleaved([len(each) for each in parts])
+    values = np.zeros(len(where), np.int64)
+    for at, each in enumerate(parts):
+        values[where == at] = each
+    return values
+
+
 def placed_after(weights: Weights, samples: int) -> tuple[int, ...]:
     """Return how many of the first ``samples`` samples belong to each part, by largest remainder."""
+    unit = sum(weights)
     owed = [weight * samples for weight in weights]
-    counts = [each // UNIT for each in owed]
-    by_remainder = sorted(range(len(owed)), key=lambda part: (-(owed[part] % UNIT), part))
+    counts = [each // unit for each in owed]
+    by_remainder = sorted(range(len(owed)), key=lambda part: (-(owed[part] % unit), part))
     for part in by_remainder[: samples - sum(counts)]:
         counts[part] += 1
     return tuple(counts)
 
 
-def samples_for(weight: int, share: int) -> int:
+def samples_for(weight: int, unit: int, share: int) -> int:
     """Return after how many samples of the mixture a part of this weight has given ``share`` samples for certain."""
-    return -(-share * UNIT // weight)
+    return -(-share * unit // weight)
 
 
 def _cut(due: list[int], excess: int, schedule: Schedule) -> tuple[int, ...]:
@@ -157,7 +183,7 @@ def _cut(due: list[int], excess: int, schedule: Schedule) -> tuple[int, ...]:
     return tuple(due)
 
 
-def _listed(weights: Sequence[float], names: list[str]) -> list[float]:
+def _listed(weights: Any, names: list[str]) -> list[float]:
     try:
         given = list(weights)
     except TypeError:
@@ -170,11 +196,9 @@ def _listed(weights: Sequence[float], names: list[str]) -> list[float]:
     return given
 
 
-def _weight(name: str, value: Any) -> float:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(value, bool) or not 0 <= number < math.inf:
+def _weight(name: str, value: Any) -> Fraction:
+    is_number = hasattr(value, "__float__") and not isinstance(value, bool | str)
+    number = float(value) if is_number else math.nan
+    if not 0 <= number < math.inf:
         raise ValueError(f"weights: {name!r} has {value!r}; give a finite number of at least 0")
-    return number
+    return Fraction(repr(number))

@@ -6,7 +6,7 @@
     before     samples of this epoch that were handed out to all ranks before that
     left       samples of this epoch that are left for this rank
     mix_seed   the mixture's own seed
-    parts      by name: ``weight``, in 2**-53 of the mixture; ``deficit``, in 2**-53 of a sample (``mix_schedule``); and
+    parts      by name: ``weight``, an integer, and ``deficit``, see ``mix_schedule``; and
                ``passes``, the states of the part's passes that are not consumed, oldest first, each as one dataset's
     guided     of a guided mixture: ``weights`` now, ``drawn`` batches, and the losses that count
 
@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from quiver_client.loader.mix_schedule import UNIT
 from quiver_client.loader.epoch import Deal
+from quiver_client.loader.mix_schedule import UNIT_MAX
 from quiver_client.loader.state import State, merge_states, pack
 
 VERSION: Final = 1
@@ -210,7 +210,7 @@ def _is_complete(state: State) -> bool:
 
 def _part(name: Any, part: Any) -> PartState:
     known: tuple[tuple[str, Callable[[Any], bool]], ...] = (
-        ("weight", lambda value: 0 <= value <= UNIT),
+        ("weight", lambda value: 0 <= value <= UNIT_MAX),
         ("deficit", lambda value: abs(value) < 1 << 63),
     )
     if not isinstance(name, str) or not isinstance(part, Mapping):
