@@ -8,29 +8,34 @@ it (``quiver_client.loader.mix_sampler``), part by part: every part keeps its ow
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 
 import blake3
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver import forks
-from quiver_client.dataset import Dataset
-from quiver_client.loaded import Interleaved, Loaded, Make
+from quiver_client.concatenated import Concatenated
+from quiver_client.failure import Named
+from quiver_client.loaded import Loaded, Make
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.guided import REPORTS_MAX, Guided, loss_of, rms
 from quiver_client.loader.mix_schedule import tempered, weights_of
-from quiver_client.mix_columns import combined
+from quiver_client.placement import Placement
+from quiver_client.readable import Readable
+from quiver_client.resolution import resolved
 from quiver_client.seeding import Seeds
+from quiver_client.selection import Columns, Ints
 
 EPOCHS: Final = ("longest", "shortest")
 PARTS_MAX: Final = 1024  # each reports its needs by a thread of its own
 
 
-class Mix(TorchDataset[Any]):
+class Mix(Readable):
     """Datasets drawn in proportion to weights: ``DataLoader(Mix({"web": web, "code": code}, weights={...}), ...)``.
 
     ``parts``: datasets by name. ``weights``: by name, or a list in the order of the parts; they need not add up to 1,
@@ -48,9 +53,9 @@ class Mix(TorchDataset[Any]):
     argument that is wrong.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a property of the mixture
         self,
-        parts: Mapping[str, Dataset],
+        parts: Mapping[str, TorchDataset[Any]],
         *,
         weights: Mapping[str, float] | Sequence[float] | None = None,
         seed: int = 0,
@@ -75,33 +80,24 @@ class Mix(TorchDataset[Any]):
         if part_field is not None and (not isinstance(part_field, str) or not part_field):
             raise ValueError(f"part_field={part_field!r}: give the name of a field, '__part__' for instance")
         self._part_field = part_field
-        self._names = list(self.parts)
-        self._ends = np.cumsum(list(self.sizes.values()))
+        self._all = Concatenated(self.parts.values())
         self._counts: Counter[tuple[str, str]] = Counter()
         self._reports: list[tuple[str, float]] = []
         self._lock = forks.lock()
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self._all)
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``: of each part one plan, and one request per peer."""
-        rows = self._checked(indices)
-        samples: list[Any] = [None] * len(rows)
-        for part, positions, inside in self._by_part(rows):
-            got = self.parts[part].__getitems__(cast(Any, inside))
-            for position, sample in zip(positions.tolist(), got, strict=True):
-                samples[position] = self.marked(part, sample)
-        return samples
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield all samples, one part after another."""
-        for name, part in self.parts.items():
-            for sample in part:
-                yield self.marked(name, sample)
+        samples = self._all.__getitems__(indices)
+        if self._part_field is None:
+            return samples
+        parts = self.parts_of(indices)
+        return [self.marked(part, sample) for part, sample in zip(parts, samples, strict=True)]
 
     def __repr__(self) -> str:
         parts = ", ".join(
@@ -116,44 +112,72 @@ class Mix(TorchDataset[Any]):
         return tuple(share / sum(self.shares) for share in self.shares)
 
     @property
-    def identity(self) -> str:
-        """64 hexadecimal digits that tell these parts, under these names, from all others."""
-        parts = "".join(f"{name}\0{identity}\0" for name, identity in sorted(self.identities.items()))
-        return blake3.blake3(parts.encode()).hexdigest()
-
-    @property
-    def identities(self) -> dict[str, str]:
-        """Of each part the hexadecimal digits that tell its samples from all others."""
-        return {name: str(part.manifest.digest) for name, part in self.parts.items()}
+    def names(self) -> list[str]:
+        """The names of the parts, in order."""
+        return list(self.parts)
 
     @property
     def offsets(self) -> dict[str, int]:
         """Where in the index space each part begins."""
-        return dict(zip(self._names, [0, *self._ends[:-1].tolist()], strict=True))
+        return dict(zip(self.parts, [0, *self._all.cumulative_sizes[:-1]], strict=True))
+
+    def parts_of(self, indices: Sequence[int]) -> list[str]:
+        """Return the names of the parts that samples belong to."""
+        names = self.names
+        found = np.searchsorted(self._all.cumulative_sizes, self.checked(indices), "right")
+        return [names[part] for part in found.tolist()]
+
+    # -- as a loader reads it: the parts one after another ------------------------------------------------------------
+
+    @property
+    def identity(self) -> str:
+        """64 hexadecimal digits that tell these parts, under these names, from all others."""
+        parts = "".join(f"{name}\0{part.identity}\0" for name, part in sorted(self.parts.items()))
+        return blake3.blake3(b"quiver-mix-v1" + parts.encode()).hexdigest()
+
+    @property
+    def can_collate(self) -> bool:
+        return self._all.can_collate
+
+    @property
+    def scalars(self) -> Columns:
+        return self._all.scalars
+
+    def placement(self) -> Placement:
+        return self._all.placement()
+
+    def named(self, index: int) -> Named:
+        return self._all.named(index)
+
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any], indices: Ints) -> Seeds:
+        return self._all.seeds(seed, epochs, indices)
 
     def load(self, indices: Sequence[int], *, lose: bool = False) -> Loaded:
-        """Read the bytes of the samples at ``indices``, which are made of them later. See ``Dataset.load``."""
-        rows = self._checked(indices)
-        which = self._part_of(rows)
-        parts: list[Any] = [None] * len(self._names)
-        for part, _, inside in self._by_part(rows):
-            parts[self._names.index(part)] = self.parts[part].load(inside, lose=lose)
-        return _NamedParts(self, [each or () for each in parts], which, rows)
+        loaded = self._all.load(indices, lose=lose)
+        return loaded if self._part_field is None else _Marked(self, loaded, self.parts_of(indices))
 
     def columns(self, indices: Sequence[int]) -> dict[str, Any]:
         """Return the samples at ``indices`` as one collated batch, by field, in the order of ``indices``."""
-        rows = self._checked(indices)
-        pieces = [
-            (positions, self.parts[part].columns(cast(Any, inside))) for part, positions, inside in self._by_part(rows)
-        ]
-        found = combined(pieces, len(rows))
-        if self._part_field is not None:
-            found[self._part_field] = [self._names[part] for part in self._part_of(rows).tolist()]
-        return found
+        found = self._all.columns(indices)
+        return found if self._part_field is None else {**found, self._part_field: self.parts_of(indices)}
 
-    def part_of(self, index: int) -> str:
-        """Return the name of the part that a sample belongs to."""
-        return self._names[int(self._part_of(self._checked([index]))[0])]
+    def marked(self, part: str, sample: Any) -> Any:
+        """Return a sample with the name of its part, if ``part_field`` asks for that."""
+        if self._part_field is None:
+            return sample
+        if not isinstance(sample, dict):
+            raise ValueError(
+                f"part_field={self._part_field!r}: the transform of part {part!r} returns"
+                f" {type(sample).__name__}, which has no fields; have it return a dictionary, or add the name there"
+            )
+        return {**sample, self._part_field: part}
+
+    def _of(self, positions: Ints) -> Self:
+        raise ValueError(
+            "Mix: a selection of a mixture would have other proportions; select from its parts, and mix those"
+        )
+
+    # -- what the loop says, and what was counted ---------------------------------------------------------------------
 
     def report(self, part: str | Sequence[str], loss: Any) -> None:
         """Say what the loss was of samples of a part, since the last batch. Without ``guided`` nothing follows.
@@ -173,7 +197,7 @@ class Mix(TorchDataset[Any]):
                 losses.setdefault(name, []).append(value)
         for name in losses:
             if name not in self.parts:
-                raise ValueError(f"part={name!r}: there are {', '.join(map(repr, self._names))}")
+                raise ValueError(f"part={name!r}: there are {', '.join(map(repr, self.names))}")
         found = [(name, loss_of(name, rms(values))) for name, values in losses.items()]
         with self._lock:
             self._reports = (self._reports + found)[-REPORTS_MAX:] if self.guided else []
@@ -187,18 +211,19 @@ class Mix(TorchDataset[Any]):
     def stats(self) -> dict[str, dict[str, float]]:
         """Return counters of this process by part (workers have their own of what they read).
 
-        Those of ``Dataset.stats``; and of the loader that reads this mixture: ``weight``, at which the part is drawn
-        now; ``drawn``, samples handed out; ``passes``, passes of the part that were handed out in full; ``waits`` and
-        ``wait_seconds``, batches that waited for its samples to become resident.
+        Those of ``Dataset.stats``, which parts of one ``Dataset`` object share; and of the loader that reads this
+        mixture: ``weight``, at which the part is drawn now; ``drawn``, samples handed out; ``passes``, passes of the
+        part that were handed out in full; ``waits`` and ``wait_seconds``: how often, and how long, batches waited for
+        samples of the part to become resident.
         """
         with self._lock:
             counts = dict(self._counts)
         own = {
             name: {each: counts.get((name, each), 0) for each in ("drawn", "passes", "waits", "wait_seconds")}
-            for name in self._names
+            for name in self.parts
         }
         return {
-            name: {**part.stats(), **own[name], "weight": counts.get((name, "weight"), weight)}
+            name: {**_stats_of(part), **own[name], "weight": counts.get((name, "weight"), weight)}
             for (name, part), weight in zip(self.parts.items(), self.weights, strict=True)
         }
 
@@ -210,13 +235,12 @@ class Mix(TorchDataset[Any]):
     def drawn_at(self, weights: Sequence[float]) -> None:
         """Record at which weights the parts are drawn from now on. For the loader."""
         with self._lock:
-            for name, weight in zip(self._names, weights, strict=True):
+            for name, weight in zip(self.parts, weights, strict=True):
                 self._counts[name, "weight"] = weight  # type: ignore[assignment]
 
     def close(self) -> None:
         """Close every part. They open again when they are used again."""
-        for part in self.parts.values():
-            part.close()
+        self._all.close()
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -227,78 +251,60 @@ class Mix(TorchDataset[Any]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=forks.lock())
 
-    @property
-    def names(self) -> list[str]:
-        """The names of the parts, in order."""
-        return list(self._names)
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+class _Marked:
+    """The samples of a batch of a mixture, each with the name of its part."""
 
-    def _part_of(self, rows: Any) -> Any:
-        return np.searchsorted(self._ends, rows, "right")
+    def __init__(self, mix: Mix, loaded: Loaded, parts: Sequence[str]) -> None:
+        self._mix, self._loaded, self._parts = mix, loaded, parts
 
-    def _by_part(self, rows: Any) -> Iterator[tuple[str, Any, Any]]:
-        """Yield for each part that has some of these samples: its name, their positions, and their rows inside it."""
-        parts = self._part_of(rows)
-        for part in np.unique(parts).tolist():
-            positions = np.flatnonzero(parts == part)
-            start = int(self._ends[part - 1]) if part else 0
-            yield self._names[part], positions, rows[positions] - start
+    def __len__(self) -> int:
+        return len(self._loaded)
 
-    def marked(self, part: str, sample: Any) -> Any:
-        """Return a sample with the name of its part, if ``part_field`` asks for that."""
-        if self._part_field is None:
-            return sample
-        if not isinstance(sample, dict):
-            raise ValueError(
-                f"part_field={self._part_field!r}: the transform of part {part!r} returns"
-                f" {type(sample).__name__}, which has no fields; have it return a dictionary, or add the name there"
-            )
-        return {**sample, self._part_field: part}
+    def named(self, at: int) -> Named:
+        return self._loaded.named(at)
 
-    def _checked(self, indices: Sequence[int]) -> Any:
-        """Return indices, negative ones too, as rows. Raises ``IndexError``, ``TypeError``."""
-        rows = np.asarray(indices)
-        if rows.size == 0:
-            return np.empty(0, np.intp)
-        if rows.dtype.kind not in "iu" or rows.ndim != 1:
-            raise TypeError(f"indices must be integers, not {rows.dtype}")
-        rows = rows.astype(np.intp)
-        wrong = (rows < -len(self)) | (rows >= len(self))
-        if wrong.any():
-            raise IndexError(f"index {int(rows[wrong][0])} is out of range for {len(self)} samples")
-        return np.where(rows < 0, rows + len(self), rows)
+    def maker(self, at: int) -> tuple[str, tuple[type[Exception], ...]]:
+        return self._loaded.maker(at)
 
-
-class _NamedParts(Interleaved):
-    """The samples of a batch of a mixture, each with the name of its part if that is asked for."""
-
-    def __init__(self, mix: Mix, parts: Sequence[Any], which: Any, indices: Any) -> None:
-        super().__init__(parts, which, indices)
-        self._mix, self._part_of = mix, which
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any]) -> Seeds:
+        return self._loaded.seeds(seed, epochs)
 
     def makers(self, seeds: Seeds | None) -> Iterator[Make]:
-        names = self._mix.names
-        for part, make in zip(self._part_of.tolist(), super().makers(seeds), strict=True):
-            yield partial(_marked, self._mix, names[part], make)
+        for part, make in zip(self._parts, self._loaded.makers(seeds), strict=True):
+            yield partial(_made, self._mix, part, make)
+
+    def together(self) -> Callable[[], list[Any]] | None:
+        return None
 
 
-def _marked(mix: Mix, part: str, make: Make) -> Any:
+def _made(mix: Mix, part: str, make: Make) -> Any:
     return mix.marked(part, make())
 
 
-def _checked(parts: Any) -> dict[str, Dataset]:
+def _stats_of(part: Readable) -> dict[str, int]:
+    """Return the counters of all datasets that a part reads."""
+    found = [cast(Any, leaf).stats() for leaf in part.placement().leaves]
+    return {name: sum(each[name] for each in found) for name in found[0]}
+
+
+def _checked(parts: Any) -> dict[str, Readable]:
     if not isinstance(parts, Mapping) or not parts:
         raise ValueError('parts: give datasets by name, {"web": Dataset(...), "code": Dataset(...)}')
     if len(parts) > PARTS_MAX:
         raise ValueError(f"parts: {len(parts)} are more than {PARTS_MAX}; concatenate those drawn at one rate")
+    found = {}
     for name, part in parts.items():
         if not isinstance(name, str) or not name or "\0" in name:
             raise ValueError(f"parts: {name!r} is no name; give a string")
         if isinstance(part, Mix):
             raise ValueError(f"parts: {name!r} is a Mix; give its parts here, with their weights multiplied by its own")
-        if not isinstance(part, Dataset):
-            raise ValueError(f"parts: {name!r} is a {type(part).__name__}; give a quiver_client.Dataset")
-        if not len(part):
+        if not isinstance(part, TorchDataset):
+            raise ValueError(f"parts: {name!r} is a {type(part).__name__}; give a dataset of Quiver's")
+        try:
+            found[name] = resolved(part)
+        except ValueError as error:
+            raise ValueError(f"parts: {name!r}: {error}") from error
+        if not len(found[name]):
             raise ValueError(f"parts: {name!r} has no samples; leave it out")
-    return dict(parts)
+    return found

@@ -13,7 +13,6 @@ import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
-from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
@@ -23,7 +22,6 @@ from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.trainers import GradientSync, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
-from quiver_client.mix import Mix
 
 PREFETCH_BATCHES: Final = 2
 Batches = ThreadedBatches | NumberedBatches
@@ -62,7 +60,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
-        dataset: Dataset | Mix,
+        dataset: torch.utils.data.Dataset[Any],
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         sampler: Iterable[int] | None = None,
@@ -118,7 +116,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn is None and CollatedDataset.can_read(dataset)
+        by_columns = collate_fn is None and CollatedDataset.can_read(order.samples)
         self.epoch: OrderPass | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
@@ -136,7 +134,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._source = Source(dataset, self.collate_fn, order.deal.seed, by_columns=by_columns)
+        self._source = Source(order.samples, self.collate_fn, order.deal.seed, by_columns=by_columns)
         self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
         # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
         self._passing: weakref.ref[_Pass] | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from quiver_client.loader.epoch import Deal
@@ -16,9 +15,7 @@ class MixAgreement(RankAgreement):
     """``RankAgreement`` about a mixture: it is one dataset, made of its parts."""
 
     def __init__(self, mix: Mix, deal: Deal) -> None:
-        paths = ", ".join(f"{name}={part.manifest.path}" for name, part in mix.parts.items())
-        whole: Any = SimpleNamespace(path=paths, digest=mix.identity)
-        super().__init__(whole, deal, None)
+        super().__init__(mix.placement(), mix.identity, deal, None)
         self._settings |= {
             "weights": list(mix.shares),
             "parts": list(mix.parts),

@@ -8,7 +8,6 @@ from threading import RLock
 from typing import NamedTuple
 
 from quiver.substitution import Ints
-from quiver_client.dataset import Dataset
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
@@ -24,12 +23,13 @@ class MixedPart:
     def __init__(self, mix: Mix, name: str, deal: Deal, lock: RLock, soon_samples: int | None) -> None:
         """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
         self.name = name
-        self.dataset: Dataset = mix.parts[name]
         self.offset = mix.offsets[name]
-        self.passes = PartPasses(name, mix.identities[name], ShardLayout.of(self.dataset.manifest), deal)
+        placement = mix.parts[name].placement()
+        self.passes = PartPasses(name, mix.parts[name].identity, ShardLayout.of(placement), deal)
         self.wait = DrawWait()
-        self.consumer = CacheConsumer(self.dataset, self.passes, self.wait, lock, soon_samples=soon_samples)
-        self._labels = LabelWatch.of(self.dataset) if deal.shuffle else None
+        self.consumer = CacheConsumer(placement.leaves, self.passes, self.wait, lock, soon_samples=soon_samples)
+        self._labels = LabelWatch.of(placement) if deal.shuffle else None
+        self._leaves = placement.leaves
         self._mix = mix
 
     def choose(self, count: int, *, substitute: bool, lookahead: int | None) -> Chosen | None:
@@ -57,7 +57,7 @@ class MixedPart:
             self.consumer.starved(seconds)
             self._mix.count(self.name, "wait_seconds", seconds)
         taken = self.passes.draw(chosen)
-        self.dataset.count("substitutions", taken.substituted)
+        self._leaves[0].count("substitutions", taken.substituted)
         return taken
 
     def consume(self, taken: Taken, waited_seconds: float) -> None:

@@ -82,7 +82,7 @@ class MixBatchSampler(BatchSampler):
                 raise ValueError(f"{name}: {UNSUPPORTED[name]}")
         Sampler.__init__(self)
         mix: Mix = dataset
-        self.mix = mix
+        self.mix = self.samples = mix
         self.substitute = bool(substitute) and bool(shuffle)
         self._rank = SettledRank(rank, world_size)
         self._lookahead = lookahead_of(lookahead)
@@ -246,9 +246,10 @@ class MixBatchSampler(BatchSampler):
 
     def poll(self, epoch: Any) -> bool:
         with self._lock:
-            if epoch is not self._reading or not epoch.pending:
+            reading = self._reading
+            if reading is None or epoch is not reading or not reading.pending:
                 return True
-            return self._choose_parts(epoch) is not None
+            return self._choose_parts(reading) is not None
 
     def is_current(self, epoch: Any) -> bool:
         return epoch is self._current
@@ -258,11 +259,12 @@ class MixBatchSampler(BatchSampler):
             with self._lock:
                 if epoch is not self._current and epoch.pending:
                     raise RuntimeError(DISPLACED)
-                if epoch is not self._reading or not epoch.pending:
+                reading = self._reading
+                if reading is None or epoch is not reading or not reading.pending:
                     return None
-                chosen = self._choose_parts(epoch)
+                chosen = self._choose_parts(reading)
                 if chosen is not None:
-                    return self._take_parts(epoch, chosen)
+                    return self._take_parts(reading, chosen)
                 waiting = self._waiting
             waiting.consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
@@ -273,11 +275,8 @@ class MixBatchSampler(BatchSampler):
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
-        part = self.mix.part_of(int(rows[0]))
-        first = self.mix.offsets[part]
-        inside = [row - first for row in rows.tolist() if 0 <= row - first < self.mix.sizes[part]]
-        named = [self.mix.parts[part].named(row) for row in inside[:NAMED]]
-        return failure(f"collate_fn, or part {part!r} of the mix,", error, named, len(inside))
+        named = [self.mix.named(row) for row in rows[:NAMED].tolist()]
+        return failure("collate_fn, or a part of the mix,", error, named, len(rows))
 
     def fetched(self, epoch: Any, number: int) -> None:
         with self._lock:

@@ -111,7 +111,7 @@ class MixState:
     @property
     def is_at_end(self) -> bool:
         """Whether everything of the epoch was handed out."""
-        return self.numbers["left"] == 0
+        return not self.numbers["left"]
 
 
 def is_mix(state: Any) -> bool:
@@ -216,7 +216,7 @@ def _part(name: Any, part: Any) -> PartState:
     if not isinstance(name, str) or not isinstance(part, Mapping):
         raise ValueError("state: 'parts' is no dictionary of parts; was it made by state_dict()?")
     for field, fits in known:
-        value = part.get(field)
+        value: Any = part.get(field)
         if isinstance(value, bool) or not hasattr(value, "__index__") or not fits(value.__index__()):
             raise ValueError(f"state: {field!r} of part {name!r} is missing or no integer in range")
     passes = part.get("passes")

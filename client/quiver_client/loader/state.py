@@ -104,6 +104,8 @@ def rest_of(state: Mapping[str, Any]) -> Ints | None:
 
 def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     """Return the state, checked. Raises ``ValueError`` if it is of another dataset or seed; its rank may be any."""
+    if isinstance(state, Mapping) and "parts" in state:
+        raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
     state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
@@ -225,8 +227,6 @@ def _checked(state: Mapping[str, Any]) -> State:
     """Return the state with plain numbers: a serialiser may have turned them into numpy's."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: give a dictionary made by state_dict(), not {type(state).__name__}")
-    if "parts" in state:
-        raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
     if "version" in state and state["version"] != VERSION:
         raise ValueError(
             f"state: it is version {state['version']!r}, but this release of Quiver reads version {VERSION}"
