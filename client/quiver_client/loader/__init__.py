@@ -12,5 +12,8 @@ means of
   ``user_sampler``: an order of the user's; ``trainers``: what Accelerate, Lightning and others read and wrap
 - ``recording``: what ``ledger=`` and ``replay=`` do; ``ledger``: the writer and the reader of the file;
   ``ledger_format``: its frames; ``batch_encoding``: a batch as bytes
+- ``mix_sampler``: the order of a mixture, by ``mix_schedule`` (how many of each part), ``guided`` (weights that follow
+  losses), ``mix_part`` (a part's passes), ``mix_pass`` (one pass over the mixture), ``mix_state`` and
+  ``mix_agreement``; ``order``: what the loader needs of any order
 - ``arguments``: checks of arguments; ``labels``: a warning where batches are not mixed
 """

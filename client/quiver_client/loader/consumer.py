@@ -9,16 +9,15 @@ from __future__ import annotations
 import time
 import weakref
 from threading import RLock
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
 
 from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, View
 from quiver_client.loader.draw_wait import DrawWait
-from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.epoch import ShardLayout
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
-from quiver_client.loader.passes import Passes
 from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
 from quiver_client.placement import Leaf
@@ -29,11 +28,36 @@ REPORT_SECONDS: Final = (0.1, 1.0)  # bounds of the time between two reports
 SOON_SHARDS_MAX: Final = 1024
 
 
+class Read(Protocol):
+    """What of a pass, or of several open ones, has yet to be read."""
+
+    @property
+    def left(self) -> Ints:
+        """Entries by shard whose bytes have yet to be read ``(shards,)``."""
+        ...
+
+    def soon(self, samples: int) -> list[int]:
+        """Return the shards of the next ``samples`` entries, in the order of their first use."""
+        ...
+
+
+class Pending(Protocol):
+    """The passes of a consumer, as far as reports of needs depend on them."""
+
+    @property
+    def layout(self) -> ShardLayout: ...
+
+    @property
+    def reading(self) -> Read | None:
+        """``None`` while no loop reads."""
+        ...
+
+
 class CacheConsumer:
     """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
 
     def __init__(
-        self, leaves: tuple[Leaf, ...], passes: Passes, wait: DrawWait, lock: RLock, *, soon_samples: int | None
+        self, leaves: tuple[Leaf, ...], passes: Pending, wait: DrawWait, lock: RLock, *, soon_samples: int | None
     ) -> None:
         """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
         self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
@@ -127,7 +151,7 @@ class CacheConsumer:
         least, most = REPORT_SECONDS
         return report, least / 2 if is_starving else min(max(shard_seconds / 2, least), most)
 
-    def _soon(self, epoch: Epoch, view: View | None) -> tuple[int, ...]:
+    def _soon(self, epoch: Read, view: View | None) -> tuple[int, ...]:
         if self._soon_samples is None:
             return ()
         shards = epoch.soon(self._soon_samples)

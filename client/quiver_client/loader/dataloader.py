@@ -14,12 +14,12 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
-from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
+from quiver_client.loader.trainers import GradientSync, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
@@ -123,12 +123,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
         by_columns = collate_fn is None and CollatedDataset.can_read(order.samples)
-        self.epoch: Epoch | None = None  # what the workers draw from
+        self.epoch: OrderPass | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
             order.deal.batch_size,  # an integer of torch's or numpy's is accepted, too
-            sampler=cast(Any, Share(order) if sampler is None else sampler),
+            sampler=cast(Any, order.sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
@@ -234,7 +234,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 class _Pass:
     """The iterator of the training loop: counts a batch as consumed when it hands it out."""
 
-    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
+    def __init__(self, order: BatchOrder, epoch: OrderPass, batches: Batches, sync: GradientSync) -> None:
         self._order, self._epoch, self._sync = order, epoch, sync
         self.displaced = False
         self._batches: Batches | None = batches
@@ -282,7 +282,7 @@ class _Pass:
             batches.close()
 
 
-def _drop(order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
+def _drop(order: BatchOrder, epoch: OrderPass, batches: Batches, sync: GradientSync) -> None:
     """End a pass that was garbage-collected, in any thread, so without waiting: ``close`` could wait for itself."""
     sync.end()
     order.abandon(epoch)

@@ -131,11 +131,15 @@ def _shards_of(manifest: Manifest) -> Ints:
 
 
 class Drawn(NamedTuple):
-    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early."""
+    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early.
+
+    ``epochs`` ``(n,)``: the epoch that each sample is of, where they are of different ones.
+    """
 
     number: int
     rows: Ints
     substituted: int
+    epochs: Ints | None = None
 
 
 class Epoch:

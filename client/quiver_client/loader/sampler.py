@@ -34,6 +34,7 @@ from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
+from quiver_client.mix import Mix
 from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
@@ -49,6 +50,14 @@ class BatchSampler(Sampler[list[int]]):
     takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
+
+    def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
+        """Return the sampler of this kind of dataset."""
+        if cls is BatchSampler and isinstance(dataset, Mix):
+            from quiver_client.loader.mix_sampler import MixBatchSampler  # a subclass of this class
+
+            return super().__new__(MixBatchSampler)
+        return super().__new__(cls)
 
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
@@ -74,7 +83,7 @@ class BatchSampler(Sampler[list[int]]):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
         settled = SettledRank(*rank_given(sampler, rank, world_size))
-        self._name = _name(job_of(job), identity)
+        self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
         if sampler is not None and isinstance(shuffle, str):
@@ -323,7 +332,7 @@ class BatchSampler(Sampler[list[int]]):
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _name(job: str, dataset: str) -> str:
+def shared_name(job: str, dataset: str) -> str:
     """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
     A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.

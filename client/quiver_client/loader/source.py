@@ -154,7 +154,7 @@ class ThreadedSource:
         source.randomness.has_loop = True
 
     def fetch(self, drawn: Drawn) -> Any:
-        made = self._source.fetch(Request(self._epoch, drawn.rows))
+        made = self._source.fetch(Request(self._epoch, drawn.rows, drawn.epochs))
         return made if isinstance(made, Unmade) else self._finish(made)
 
     def asked(self) -> None:

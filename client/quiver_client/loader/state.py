@@ -111,6 +111,8 @@ def rest_of(state: Mapping[str, Any]) -> Ints | None:
 
 def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     """Return the state, checked. Raises ``ValueError`` if it is of another dataset or seed; its rank may be any."""
+    if isinstance(state, Mapping) and "parts" in state:
+        raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
     state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
@@ -166,6 +168,10 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
+    if any(isinstance(state, Mapping) and "parts" in state for state in states):
+        from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
+
+        return merge_mixes(states)
     states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
     if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
