@@ -18,6 +18,7 @@ from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.state import State
+from quiver_client.loader.own_methods import own_methods
 from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
@@ -137,8 +138,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self._collate = collated if by_columns else self.collate_fn
         self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
-        # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
-        self._passing: weakref.ref[_Pass] | None = None
+        # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
+        self._passing: list[weakref.ref[_Pass]] = []
+        self.__dict__.update(own_methods(self))
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -169,21 +171,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self.order)
 
     def __iter__(self) -> Any:
-        before = self._passing() if self._passing is not None else None
-        if before is not None:
-            before.displaced = before.reading
-        self._end_pass()
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
         epoch = self.order.begin()
         self.epoch = epoch
         if self.num_workers:
-            batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
+            # Persistent workers serve one pass at a time: one that begins within another has workers of its own.
+            workers = self._get_iterator() if self.persistent_workers and self._open_passes() else super().__iter__()
+            batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
         passing = _Pass(self.order, epoch, batches, GradientSync(self))
-        self._passing = weakref.ref(passing)
+        self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
 
     def set_epoch(self, epoch: int) -> None:
@@ -205,13 +205,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def close(self) -> None:
         """Stop prefetching and withdraw the reported needs. The loader can be iterated again, and its state stays."""
-        self._end_pass()
+        for passing in reversed(self._open_passes()):  # the outermost loop's last: the state stays that one's
+            passing.close()
         self.order.close()
 
-    def _end_pass(self) -> None:
-        passing = self._passing() if self._passing is not None else None
-        if passing is not None:
-            passing.close()
+    def _open_passes(self) -> list[_Pass]:
+        """Return the passes that loops read, the oldest first: nested loops, or iterators that were kept."""
+        return [each for each in (refer() for refer in self._passing) if each is not None and each.reading]
 
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
@@ -231,7 +231,6 @@ class _Pass:
 
     def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
         self._order, self._epoch, self._sync = order, epoch, sync
-        self.displaced = False
         self._batches: Batches | None = batches
         self._dropped = weakref.finalize(self, _drop, order, epoch, batches, sync)
         self._dropped.atexit = False
@@ -241,12 +240,12 @@ class _Pass:
         return self
 
     def __next__(self) -> Any:
-        if self._batches is None and not self.displaced:
+        if self._batches is None:
             raise StopIteration
-        if self._batches is None or not self._order.is_current(self._epoch):
-            raise RuntimeError(DISPLACED)
         begun = time.monotonic()
-        self._order.asked()
+        self._order.asked(self._epoch)
+        if not self._order.is_current(self._epoch):
+            raise RuntimeError(DISPLACED)
         try:
             number, batch = next(self._batches)
         except StopIteration:
@@ -256,8 +255,7 @@ class _Pass:
             self._order.end(self._epoch)
             raise
         self._order.consumed(self._epoch, number, time.monotonic() - begun)
-        if self._epoch.finished:
-            self._sync.last()
+        self._sync.handed_out(is_last=self._epoch.finished)
         return batch
 
     def __len__(self) -> int:

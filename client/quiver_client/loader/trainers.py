@@ -120,9 +120,9 @@ class GradientSync:
             self._state = module.GradientState()
             self._state._add_dataloader(self._refer())
 
-    def last(self) -> None:
-        """The batch that is handed out now is the last one."""
-        self._tell(True)
+    def handed_out(self, *, is_last: bool) -> None:
+        """A batch is handed out. Another pass of the loader may have said otherwise meanwhile."""
+        self._tell(is_last)
 
     def end(self) -> None:
         state, self._state = self._state, None
