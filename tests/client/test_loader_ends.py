@@ -163,7 +163,9 @@ def test_a_pass_that_a_loaded_state_ended_does_not_end_as_if_it_were_complete(ma
     got = next(first)
     second = iter(order)
     assert next(second) == permutation(SAMPLES, 0, 1)[:10].tolist()
-    assert got + sum(first, []) == permutation(SAMPLES, 0, 0).tolist(), "another pass does not end it"
+    assert got + [row for batch in first for row in batch] == permutation(SAMPLES, 0, 0).tolist(), (
+        "another pass does not end it"
+    )
     third = iter(order)
     next(third)
     order.load_state_dict(order.state_dict())

@@ -43,6 +43,10 @@ def rows(dataset: Dataset, batch: Any) -> list[int]:
     return [number[key] for key in batch["__key__"]]
 
 
+def read(dataset: Dataset, batches: Any) -> list[int]:
+    return [row for batch in batches for row in rows(dataset, batch)]
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(residency=st.integers(0, 2**32), steps=st.lists(st.sampled_from(["begin", 0, 1, 2, "drop"]), max_size=40))
 @pytest.mark.parametrize("ours", [True, False], ids=["loader", "order"])
@@ -67,7 +71,7 @@ def test_each_of_several_iterators_hands_out_every_sample_once(
             for batch in batches:
                 got += rows(keys, batch)
             assert sorted(got) == ALL
-        assert sorted(sum((rows(keys, batch) for batch in loader), [])) == ALL
+        assert sorted(read(keys, loader)) == ALL
         loader.close()
 
 
@@ -82,7 +86,7 @@ def test_a_loop_that_validates_with_its_own_loader_trains_on_each_sample_once_an
     for number, batch in enumerate(loader):
         trained += rows(keys, batch)
         if number in (0, 4):
-            assert sorted(sum((rows(keys, each) for each in loader), [])) == ALL
+            assert sorted(read(keys, loader)) == ALL
             for _ in loader:
                 break  # a look
         if number == 4:
@@ -91,8 +95,8 @@ def test_a_loop_that_validates_with_its_own_loader_trains_on_each_sample_once_an
     assert sorted(trained) == ALL
     resumed = DataLoader(keys, 16, shuffle=True)
     resumed.load_state_dict(state)
-    assert sorted(trained[:at] + sum((rows(keys, each) for each in resumed), [])) == ALL
-    assert sorted(sum((rows(keys, each) for each in loader), [])) == ALL
+    assert sorted(trained[:at] + read(keys, resumed)) == ALL
+    assert sorted(read(keys, loader)) == ALL
     assert loader.state_dict()["epoch"] == 2, "the epochs are those of the training loop"
     assert caplog.messages.count(caplog.messages[0]) == 1
     assert "state_dict() is its state" in caplog.messages[0]
@@ -103,7 +107,7 @@ def test_a_loop_that_validates_with_its_own_loader_trains_on_each_sample_once_an
 def test_the_same_loader_twice_in_a_zip_gives_two_whole_passes_of_one_epoch(keys: Dataset) -> None:
     loader = DataLoader(keys, 16, shuffle=True, substitute=False)
     pairs = [(rows(keys, first), rows(keys, second)) for first, second in zip(loader, loader, strict=True)]
-    assert sum((first for first, _ in pairs), []) == permutation(SAMPLES, 0, 0).tolist()
+    assert [row for first, _ in pairs for row in first] == permutation(SAMPLES, 0, 0).tolist()
     assert all(first == second for first, second in pairs)
     assert loader.state_dict()["epoch"] == 1
     loader.close()
@@ -145,7 +149,8 @@ def test_a_loader_that_is_no_longer_referred_to_ends_though_its_iterator_had_com
 
 
 def test_the_ledger_of_passes_within_passes_replays(keys: Dataset, tmp_path: Path) -> None:
-    ledger, got = str(tmp_path / "ledger"), {}
+    ledger = str(tmp_path / "ledger")
+    got: dict[int, list[int]] = {}
     with pytest.MonkeyPatch.context() as patched:
         scripted(patched, 5)
         loader = DataLoader(keys, 16, shuffle=True, ledger=ledger)
@@ -153,12 +158,12 @@ def test_the_ledger_of_passes_within_passes_replays(keys: Dataset, tmp_path: Pat
         for number, batch in enumerate(loader):
             outer += rows(keys, batch)
             if number == 3:
-                got[1] = sum((rows(keys, each) for each in loader), [])
+                got[1] = read(keys, loader)
         got[0] = outer
         loader.close()
     again = DataLoader(keys, 16, shuffle=True, replay=ledger)
     for epoch in (0, 1):
-        assert sum((rows(keys, each) for each in again), []) == got[epoch]
+        assert read(keys, again) == got[epoch]
     again.close()
 
 

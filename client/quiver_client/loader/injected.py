@@ -1,23 +1,24 @@
 """Orders that a trainer inserts into a loader: what Lightning reads of a batch sampler to make another one of it.
 
 To deal a sampler of the user's to ranks, to switch shuffling off (``overfit_batches``) and to record what it predicts
-from, Lightning makes the batch sampler again with another ``sampler``, and the loader again with that. It has no public
-protocol for this; it reads the arguments that it has itself recorded of torch's ``BatchSampler``, under the names below.
-Ours presents its arguments likewise. ``tests/trainers`` runs the real package.
+from, Lightning makes the batch sampler again with another ``sampler``, and the loader again with that. There is no
+public protocol for this: of torch's ``BatchSampler`` it reads the arguments that it has recorded itself, and ours
+presents its arguments under the same names (``rebuilding``). ``tests/trainers`` runs the real package.
 """
 
 from __future__ import annotations
 
 from typing import Any, Final
 
+from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.sampler import BatchSampler
 
 WRAPPED: Final = "_batch_sampler"  # what a wrapper of a batch sampler calls it: Lightning's for ``predict``
 SEEN: Final = "seen_batch_indices"  # where that one lists what was drawn
 
 COMPOSED: Final = (
-    "batch_sampler: this loader composes its batches itself; give batch_size, or a quiver_client.BatchSampler, which has"
-    " all that determines the order. For batches of another sampler, give torch's DataLoader over the dataset"
+    "batch_sampler: this loader composes its batches itself; give batch_size, or a quiver_client.BatchSampler. For"
+    " batches of another kind, give torch's DataLoader over the dataset"
 )
 
 
@@ -33,8 +34,8 @@ def order_of(batch_sampler: Any, dataset: Any, *others: bool) -> BatchSampler:
         raise ValueError("batch_sampler: it is over another dataset object; give the loader batch_sampler.dataset")
     if any(others):
         raise ValueError(
-            "batch_sampler: it determines batch_size, shuffle, sampler, drop_last, seed, ranks and all else of the order;"
-            " give these to it, and not to the loader"
+            "batch_sampler: it determines batch_size, shuffle, sampler and drop_last; give these to it, and not to the"
+            " loader"
         )
     return order
 
@@ -49,6 +50,6 @@ class SeenBatches:
         if self._wrapper is not None:
             setattr(self._wrapper, SEEN, [])
 
-    def handed_out(self, rows: Any) -> None:
+    def handed_out(self, epoch: Epoch, number: int) -> None:
         if self._wrapper is not None:
-            getattr(self._wrapper, SEEN).append(rows.tolist())
+            getattr(self._wrapper, SEEN).append(epoch.rows(number).tolist())

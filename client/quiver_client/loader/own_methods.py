@@ -2,8 +2,8 @@
 
 Fabric's and Ray Train's wrappers do so: of torch's loader, whose state is its attributes, such a copy has all there is.
 Ours has methods beyond torch's, and a training loop calls them on what the trainer returned. They refer to the loader
-weakly, so that it does not keep itself alive (a wrapper keeps the loader that it wraps), and they call the method of the
-loader's class, so that a subclass may override it.
+weakly, so that it does not keep itself alive (a wrapper keeps the loader that it wraps), and they call the method of
+the loader's class, so that a subclass may override it.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class PutAside:
             self._warned = True
             log.warning(
                 "a pass began within another one, of epoch %d, which has handed out %d batches. Each hands out every"
-                " sample of its share once; until the outer one has ended, state_dict() is its state. If no loop goes on"
-                " with it, delete its iterator, or call loader.close() before the next pass",
+                " sample of its share once; until the outer one has ended, state_dict() is its state. If no loop goes"
+                " on with it, delete its iterator, or call loader.close() before the next pass",
                 opened.epoch.number,
                 opened.epoch.handed_out,
             )

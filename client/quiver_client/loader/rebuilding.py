@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-_NONE: Final = {"__pl_saved_args": (), "__pl_saved_default_kwargs": {}, "__pl_saved_arg_names": ()}
+Order = TypeVar("Order", bound=type)
+_NONE: Final[dict[str, Any]] = {"__pl_saved_args": (), "__pl_saved_default_kwargs": {}, "__pl_saved_arg_names": ()}
 
 
-def rebuildable[Order: type](order: Order) -> Order:
+def rebuildable(order: Order) -> Order:
     """Let Lightning make objects of this class again: decorates a class whose objects have their ``_arguments``."""
     for name, value in _NONE.items():
         setattr(order, name, value)
-    setattr(order, "__pl_saved_kwargs", property(_copied))  # noqa: B010 - Python would mangle the name as written
+    setattr(order, "__pl_saved_kwargs", property(_copied))
     return order
 
 

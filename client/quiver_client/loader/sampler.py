@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import blake3
@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 from quiver import forks
 from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
-from quiver.substitution import Ints
+from quiver.substitution import Ints, Mask
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
 from quiver_client.loader import draw_wait
@@ -33,9 +33,10 @@ from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
+from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import refuse_wrapper, share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
@@ -45,6 +46,7 @@ DISPLACED: Final = (
 )
 
 
+@rebuildable
 class BatchSampler(Sampler[list[int]]):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
@@ -70,6 +72,7 @@ class BatchSampler(Sampler[list[int]]):
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
         for name, file in (("ledger", ledger), ("replay", replay)):
@@ -101,6 +104,7 @@ class BatchSampler(Sampler[list[int]]):
         self._labels = LabelWatch.of(dataset) if deal.shuffle else None
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
@@ -118,12 +122,17 @@ class BatchSampler(Sampler[list[int]]):
 
         There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
         """
-        return Share(self) if self._passes.user is None else self._passes.user.sampler
+        return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Which shard each sample lies in, and what shards have."""
+        return self._passes.layout
 
     def __len__(self) -> int:
         """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
@@ -241,6 +250,10 @@ class BatchSampler(Sampler[list[int]]):
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
 
+    def tell_residency(self, told: Callable[[Epoch, Mask], None]) -> None:
+        """Call this with the pass and which shards are resident, in the reporting thread, before each report."""
+        self._consumer.on_view = told
+
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
         return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
@@ -341,7 +354,9 @@ class BatchSampler(Sampler[list[int]]):
 
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
         if self._wait.is_waiting:
-            self._consumer.starved(self._wait.end(time.monotonic()))
+            seconds = self._wait.end(time.monotonic())
+            self.starved_seconds += seconds
+            self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self.dataset.count("substitutions", drawn.substituted)

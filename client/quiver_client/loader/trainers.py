@@ -15,9 +15,10 @@ from types import FrameType
 from typing import Any, Final, Protocol
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from quiver_client.loader.epoch import Deal
+from quiver_client.loader.trainer_loops import counts_passes
 
 log = logging.getLogger("quiver_client")
 
@@ -79,7 +80,25 @@ class Share(DistributedSampler[Any]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        self._order.set_epoch(epoch)
+        if not counts_passes(sys._getframe(1)):
+            self._order.set_epoch(epoch)
+
+
+class SequentialShare(Share, SequentialSampler):
+    """A share that is not shuffled: trainers tell that by this class, and would else switch shuffling off."""
+
+    @property
+    def data_source(self) -> Any:
+        return self.dataset
+
+    @data_source.setter
+    def data_source(self, dataset: Any) -> None:
+        """Accept what torch's constructor sets."""
+
+
+def share_of(order: SharedOrder) -> Share:
+    """Return the rank's share of an order, as a sampler."""
+    return Share(order) if order.deal.shuffle else SequentialShare(order)
 
 
 def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: bool) -> None:
