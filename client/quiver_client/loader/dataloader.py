@@ -218,9 +218,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Make the next pass read this epoch, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``."""
-        return self.order.state_dict()
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``.
+
+        ``merged=True``: the merged state of all ranks, for a checkpoint that rank 0 alone writes. Call it in all ranks,
+        at the same point of training: each returns the same state, which loads into any world size. It raises in all of
+        them if one raises, and ``TimeoutError`` if a rank has not called it for ten minutes. Without torch.distributed
+        it is ``merge_states([loader.state_dict()])``.
+        """
+        return self.order.state_dict(merged=merged)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.

@@ -29,6 +29,7 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.merged_state import merged_state, trainers_state
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
@@ -36,7 +37,7 @@ from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import refuse_wrapper, share_of
+from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
@@ -167,14 +168,16 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
-        with self._lock:
-            self._recorder.flush()
-            claimant = self._aside.claimant()
-            if claimant is not None:
-                return self._passes.state_of(claimant, is_recorded=self._recorder.is_recording)
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        """
+        if merged:
+            return merged_state(self._state, *self._passes.rank.current)
+        if keeps_one_state(sys._getframe(1)):
+            return trainers_state(self._state, *self._passes.rank.current)
+        return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -300,6 +303,14 @@ class BatchSampler(Sampler[list[int]]):
                 self._return_to_outer()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> State:
+        with self._lock:
+            self._recorder.flush()
+            claimant = self._aside.claimant()
+            if claimant is not None:
+                return self._passes.state_of(claimant, is_recorded=self._recorder.is_recording)
+            return self._passes.state(is_recorded=self._recorder.is_recording)
 
     @property
     def _consumer_name(self) -> bytes:

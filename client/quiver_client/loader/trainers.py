@@ -23,6 +23,12 @@ from quiver_client.loader.trainer_loops import counts_passes
 log = logging.getLogger("quiver_client")
 
 WRAPPERS: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
+# Modules that ask all ranks for a state, and keep that of one: Accelerate's, Lightning's, Fabric's.
+ONE_STATE: Final = (
+    "accelerate.checkpointing",
+    *("lightning.pytorch.utilities.combined_loader", "pytorch_lightning.utilities.combined_loader"),
+    *("lightning.fabric.strategies.", "lightning_fabric.strategies."),
+)
 STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that call us on behalf of a wrapper
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
@@ -36,6 +42,13 @@ SKIPPED: Final = (
     " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped;"
     " instead of a sampler= that draws again in each pass, a list that was drawn once"
 )
+
+
+def keeps_one_state(asking: FrameType | None) -> bool:
+    """Whether the caller, identified by its frame, asks all ranks for a state and keeps that of one rank alone."""
+    while asking is not None and str(asking.f_globals.get("__name__")).startswith("quiver_client."):
+        asking = asking.f_back  # what a loader's method does, its order does
+    return asking is not None and str(asking.f_globals.get("__name__")).startswith(ONE_STATE)
 
 
 class SharedOrder(Protocol):
