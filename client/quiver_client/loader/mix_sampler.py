@@ -36,6 +36,7 @@ from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, 
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
 
 log = logging.getLogger("quiver_client")
 
@@ -114,6 +115,7 @@ class MixBatchSampler(BatchSampler):
         self._reading: MixPass | None = None
         self._has_begun = False  # a batch of the current pass was handed out
         self._is_read_through = False
+        self.starved_seconds = 0.0
         self._waiting: MixedPart = self._parts[0]
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
@@ -161,8 +163,8 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far, part by part. See ``merge_states``."""
+    def _state(self) -> State:
+        """Return what was handed out so far, part by part."""
         with self._lock:
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
@@ -268,7 +270,8 @@ class MixBatchSampler(BatchSampler):
                 waiting = self._waiting
             waiting.consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
+    def asked(self, epoch: Any = None) -> None:
+        """A loop waits for a batch. A mixture has one pass at a time: one that begins ends the one before."""
         with self._lock:
             for part in self._drawn_parts:
                 part.consumer.asked()
@@ -326,6 +329,13 @@ class MixBatchSampler(BatchSampler):
             for part in self._parts:
                 part.passes.put_back()
             self._schedule, self._guided_at = self._handed_out, -1
+
+    def show_first_fill(self, line: Any) -> None:
+        """Show nothing: a mixture fills several caches, at rates of their own."""
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.mix.placement().leaves
 
     # -- where the mixture is -----------------------------------------------------------------------------------------
 
@@ -428,6 +438,10 @@ class MixBatchSampler(BatchSampler):
             self._agreed.finish(self._rank.current)
 
     # -- a batch ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        return self._rank.current
 
     @property
     def _drawn_parts(self) -> list[MixedPart]:
