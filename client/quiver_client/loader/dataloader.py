@@ -15,6 +15,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
+from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
 from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
@@ -25,7 +26,7 @@ from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
 PREFETCH_BATCHES: Final = 2
-Batches = ThreadedBatches | NumberedBatches
+Batches = ThreadedBatches | NumberedBatches | CompleteBatches
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -52,6 +53,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
+    error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
+    batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
+    repeated if there are several ranks, or with ``drop_last``. ``errors_max``: how many bad samples an epoch may have,
+    or which fraction of the rank's samples; by default one in a thousand and at least one. Beyond it a ``RuntimeError``
+    names them all (docs/transforms.md).
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
@@ -84,6 +91,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        on_error: str = "raise",
+        errors_max: float | None = None,
         **stock: Any,
     ) -> None:
         if batch_sampler is not None:
@@ -100,6 +109,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
+        self._on_error = ErrorPolicy.parsed(on_error, errors_max)
+        self._errors = ErrorLog(self._on_error)
         order = BatchSampler(
             dataset,
             batch_size,
@@ -135,7 +146,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._source = Source(dataset, self.collate_fn, order.deal.seed, by_columns=by_columns)
+        self._source = Source(
+            dataset, self.collate_fn, order.deal.seed, by_columns=by_columns, is_tolerant=self._on_error.is_tolerant
+        )
         self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
         # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
         self._passing: weakref.ref[_Pass] | None = None
@@ -177,15 +190,29 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
         epoch = self.order.begin()
         self.epoch = epoch
+        samples = epoch.pending
+        if self._on_error.on_error == "replace":
+            self.order.hold_last(epoch)
         if self.num_workers:
             batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
         else:
             keep_what_is_freed()
             source = ThreadedSource(self._source, epoch.number, self._pinned)
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
+        if self._on_error.is_tolerant:
+            self._errors.begin(samples)
+            replaces = self._on_error.on_error == "replace"
+            batches = CompleteBatches(
+                batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
+            )
         passing = _Pass(self.order, epoch, batches, GradientSync(self))
         self._passing = weakref.ref(passing)
         return passing
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this process, as ``dataset.stats()`` does, ``skipped`` and ``replaced`` among them:
+        samples that ``on_error`` left out, or had another one take the place of."""
+        return self.order.dataset.stats()
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass read this epoch, or what a loaded state left of it."""

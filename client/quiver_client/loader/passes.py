@@ -63,6 +63,12 @@ class Passes:
             return self._deal
         return replace(self._deal, rank=rank, world_size=world_size)
 
+    @property
+    def keeps_size(self) -> bool:
+        """Whether batches keep their number and size, by repeating samples in place of bad ones: other ranks have as
+        many, or ``drop_last`` promises whole ones."""
+        return self._deal.world_size > 1 or self._deal.drop_last
+
     def settle(self) -> bool:
         """Settle the rank as this process has it now; return whether that changed the deal."""
         self.rank.settle()
@@ -179,9 +185,13 @@ class Passes:
             self._consumed[self._left_out] = True
         batches = resume["batches"] if resume is not None else 0
         replayed = replay.order(number, self._deal, self.layout) if replay is not None else None
-        if replayed is not None and len(replayed) < len(share):
-            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
-        return Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        known = len(replayed.rows) + len(replayed.lost) if replayed is not None else len(share)
+        if known < len(share):
+            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, known, len(share))
+        epoch = Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        if self.keeps_size:
+            epoch.keep_size(resume.get("owed", 0) if resume is not None else 0)
+        return epoch
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +210,8 @@ class Passes:
         if self._deal.world_size == 1 and (self.done.any() or (epoch.has_skipped and is_recorded)):
             state = self._state(epoch.number, 0, self._consumed, nothing)
             return counting(state, self._before + epoch.batches)
-        return counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
+        state = counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
+        return {**state, "owed": epoch.owed} if epoch.owed else state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""

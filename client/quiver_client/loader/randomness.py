@@ -186,12 +186,18 @@ class Randomness:
             yield turn
         finally:
             turn.end()
-            if turn.has_drawn:
-                self.is_used = True
-            elif not self.is_used and self._has_probed:
-                self._false_alarms += 1
-                self._ignored = 2 ** min(self._false_alarms, 16) - 1
-            self._has_probed = True
+
+    def found(self, *, drawn: bool, is_check: bool) -> None:
+        """A batch was made seeded, and its samples drew from the generators or did not.
+
+        ``is_check``: since a generator changed when it was made unseeded.
+        """
+        self._has_probed = True
+        if drawn:
+            self.is_used = True
+        elif is_check and not self.is_used:
+            self._false_alarms += 1
+            self._ignored = 2 ** min(self._false_alarms, 16) - 1
 
     def loop_left(self) -> None:
         """The loop's thread returns to the loop, with a batch."""

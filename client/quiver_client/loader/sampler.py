@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import blake3
+import numpy as np
 from torch.utils.data import Sampler
 
 from quiver import forks
@@ -24,6 +25,7 @@ from quiver.substitution import Ints
 from quiver_client.dataset import Dataset
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
+from quiver_client.loader.amendments import Amendment
 from quiver_client.loader.arguments import job_of, lookahead_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
@@ -38,6 +40,7 @@ from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
+HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
     "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
 )
@@ -98,6 +101,8 @@ class BatchSampler(Sampler[list[int]]):
         self._labels = LabelWatch.of(dataset) if deal.shuffle else None
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self._was_asked = forks.event()
+        self._amendments: dict[int, Amendment] = {}  # of batches in which samples were bad, until they are consumed
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
@@ -192,6 +197,7 @@ class BatchSampler(Sampler[list[int]]):
                 self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
             self._wait.cancel()
+            self._amendments.clear()
             self._consumer.begin(self._consumer_name)
             self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
         if self._agreement is not None:
@@ -203,7 +209,9 @@ class BatchSampler(Sampler[list[int]]):
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
         with self._lock:
-            return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
+            if epoch is not self._passes.reading or not epoch.pending:
+                return True
+            return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
         """Whether no other pass has begun since, and no state was loaded."""
@@ -220,15 +228,23 @@ class BatchSampler(Sampler[list[int]]):
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
                     return None
-                entries = self._choose(epoch)
+                is_held = epoch.is_held(self.deal.batch_size)
+                entries = self._choose(epoch) if not is_held else None
                 if entries is not None:
                     return self._take(epoch, entries)
+                self._was_asked.clear()
+            if is_held:
+                self._was_asked.wait(HELD_SECONDS)
+                continue
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self) -> None:
         """The training loop waits for a batch."""
         with self._lock:
             self._consumer.asked()
+            if self._passes.reading is not None:
+                self._passes.reading.asked()
+            self._was_asked.set()
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
@@ -240,10 +256,33 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             epoch.fetched(number)
 
+    def hold_last(self, epoch: Epoch) -> None:
+        """Keep the last batch's samples pending until the loop asks for it: they may replace bad ones of others."""
+        with self._lock:
+            if not self._passes.keeps_size:
+                epoch.hold_last()
+
+    def replace(self, epoch: Epoch, number: int, failed: Mapping[int, int], wanted: int) -> Ints:
+        """Return up to ``wanted`` samples to hand out in place of bad ones: pending ones, else some once more.
+
+        ``failed``: bad samples by their place in the batch, in which those count that were added before. They are
+        consumed with the batch.
+        """
+        with self._lock:
+            epoch.mark_bad(np.fromiter(failed.values(), np.int64, len(failed)))
+            rows, shards = epoch.add_pending(number, wanted)
+            repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
+            added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
+            self._amend(number, Amendment(tuple(added), tuple(sorted(failed))))
+        self.dataset.count("replaced", len(added))
+        self.dataset.count("skipped", len(failed) - len(added))
+        return np.concatenate([rows, repeated])
+
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
             self._recorder.consumed(number)
+            self._amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -266,6 +305,7 @@ class BatchSampler(Sampler[list[int]]):
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
+                self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
 
@@ -305,7 +345,16 @@ class BatchSampler(Sampler[list[int]]):
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self.dataset.count("substitutions", drawn.substituted)
+        if epoch.owed and len(drawn.rows) < self.deal.batch_size:
+            repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
+            self._amend(drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
+
+    def _amend(self, number: int, change: Amendment) -> None:
+        before = self._amendments.get(number, Amendment())
+        self._amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(number, self._amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read

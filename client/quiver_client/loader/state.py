@@ -3,6 +3,8 @@
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
     done    one bit per sample: consumed before the shares were dealt; None for none
     own     one bit per entry of this rank's share: consumed since, in ``batches`` batches; None for none
+    owed    how many samples are to be repeated at the end of the share, since as many bad ones were replaced; missing
+            for none
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
     sampler True where a sampler gives the order, and missing elsewhere; such a state is one rank's and never merged
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
@@ -33,6 +35,7 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
     "drop_last": bool,
 }
 _BITS: Final = ("done", "own")
+_COUNTS: Final = ("before", "owed")  # missing for none
 _REST: Final = np.dtype("<i8")
 _SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
@@ -193,6 +196,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         "own": None,
     }
     merged.pop("before", None)
+    merged.pop("owed", None)
     return counting(merged, max(counted(state) for state in at_start))
 
 
@@ -239,10 +243,9 @@ def _checked(state: Mapping[str, Any]) -> State:
         raise ValueError("state: rank, world_size or batch_size out of range")
     if not 0 < plain["samples"] < SAMPLES_MAX:
         raise ValueError(f"state: {plain['samples']} samples are none, or more than a dataset has")
-    before = plain.get("before", 0)
-    if isinstance(before, np.integer):
-        plain["before"] = before = before.item()
-    if type(before) is not int or not (plain["epoch"] >= 0 and plain["batches"] >= 0 and before >= 0):
+    for name in _COUNTS:
+        plain |= {name: _counted(plain[name])} if name in plain else {}
+    if plain["epoch"] < 0 or plain["batches"] < 0:
         raise ValueError("state: epoch or batches out of range")
     _check_bits(plain["done"], plain["samples"])
     if "rest" in plain:
@@ -253,6 +256,13 @@ def _checked(state: Mapping[str, Any]) -> State:
         if not 0 <= int(rows.min()) <= int(rows.max()) < plain["samples"]:
             raise ValueError(f"state: 'rest' has indices outside the dataset's {plain['samples']} samples")
     return plain
+
+
+def _counted(count: Any) -> int:
+    value = count.item() if isinstance(count, np.integer) else count
+    if type(value) is not int or value < 0:
+        raise ValueError("state: epoch or batches out of range")
+    return value
 
 
 def _what(name: str) -> str:
