@@ -118,7 +118,13 @@ class Turn:
         seed_globals(seed)
         self._seeded = Globals.now() if self._confirm and not self.has_drawn else None
 
+    def draws(self) -> bool:
+        """Whether a sample has drawn from the generators so far."""
+        self._see()
+        return self.has_drawn
+
     def end(self) -> None:
+        """Put back the states that the program has."""
         self._see()
         own, self._own = self._own, None
         if own is not None:

@@ -104,9 +104,15 @@ class Source:
         """
         outcome = Outcome()
         with self.randomness.alone() as turn:
-            self._seeded(loaded, seeds, outcome, turn)
-            turn.seed(int.from_bytes(blake3.blake3(seeds.tobytes()).digest(8), "little"))
-            self._collate(loaded, outcome)
+            of_batch = int.from_bytes(blake3.blake3(seeds.tobytes()).digest(8), "little")
+            if not self.randomness.is_used and loaded.together() is not None:
+                turn.seed(of_batch)
+                outcome = self._attempted(loaded, seeds)
+            if (outcome.failed is None and not outcome.samples) or turn.draws():  # each sample by itself
+                outcome = Outcome()
+                self._seeded(loaded, seeds, outcome, turn)
+                turn.seed(of_batch)
+                self._collate(loaded, outcome)
         self.randomness.found(drawn=turn.has_drawn, is_check=is_check)
         return self._result(request, loaded, outcome)
 
