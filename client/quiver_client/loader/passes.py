@@ -17,6 +17,7 @@ import numpy as np
 from quiver.digest import Digest
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.lazy_sampler import LazyEpoch
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
 from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
@@ -94,8 +95,8 @@ class Passes:
 
         Never fewer than a whole epoch: a trainer that asks once, as Lightning does, uses the number for all epochs.
         """
-        whole = self.user.batches(self._deal) if self.user is not None else None
-        return max(self.deal.batches if whole is None else whole, self._resumed_batches or 0)
+        whole = self.deal.batches if self.user is None else self.user.batches(self._deal)
+        return max(whole, self._resumed_batches or 0)
 
     @property
     def _resumed_batches(self) -> int | None:
@@ -114,6 +115,9 @@ class Passes:
         """Return how many batches a state has left for this rank."""
         samples, rest = self._deal.samples, rest_of(resume)
         deal = self.deal
+        if "given" in resume and self.user is not None:
+            given: int = resume["given"]
+            return max(self.user.batches(deal) - given // deal.batch_size, 0)
         left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
         share = replace(deal, samples=left).share_samples
         own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
@@ -149,7 +153,8 @@ class Passes:
         self.resumed_from, self._has_begun = resume, False
         self._before = resume.get("before", 0) if resume is not None else 0
         left = ceil(epoch.pending / self._deal.batch_size)
-        self._length = counted(resume) + left if resume is not None else None
+        is_known = resume is not None and not isinstance(epoch, LazyEpoch)
+        self._length = counted(resume) + left if resume is not None and is_known else None
         self._resume, self._is_named = None, False
         self.current = self.reading = epoch
         self._next_epoch = epoch.number + 1
@@ -175,6 +180,10 @@ class Passes:
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
+        lazy = self.user.lazy(number, done, resume, self.layout, self._deal) if self.user is not None else None
+        if lazy is not None:
+            self.done, self._consumed, self._left_out = done, done.copy(), np.zeros(0, np.int64)
+            return lazy
         order = self._deal.order(number, done) if self.user is None else self.user.rows(number, done, resume)
         share, left_out = self._deal.share(order)
         own = unpack(resume["own"], len(share)) if resume is not None else None

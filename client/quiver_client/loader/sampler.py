@@ -208,6 +208,8 @@ class BatchSampler(Sampler[list[int]]):
 
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
+        if epoch is self._passes.reading:
+            epoch.prepare(self.deal.batch_size)
         with self._lock:
             if epoch is not self._passes.reading or not epoch.pending:
                 return True
@@ -223,6 +225,8 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
         """
         while True:
+            if epoch is self._passes.reading:
+                epoch.prepare(self.deal.batch_size)
             with self._lock:
                 if epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)

@@ -8,6 +8,8 @@
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
     sampler True where a sampler gives the order, and missing elsewhere; such a state is one rank's and never merged
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
+    given   how many samples a sampler that has no end in sight had given when these were handed out
+    sampler_state  its own state then, if it has one
 
 ``merge_states`` merges the states of several ranks: everything consumed becomes ``done``, and what remains is dealt
 again. A state of one rank alone can be merged by itself. Bits are packed, the first in the highest bit. No value is an
@@ -35,7 +37,7 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
     "drop_last": bool,
 }
 _BITS: Final = ("done", "own")
-_COUNTS: Final = ("before", "owed")  # missing for none
+_COUNTS: Final = ("before", "owed", "given")  # missing for none
 _REST: Final = np.dtype("<i8")
 _SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
@@ -142,7 +144,7 @@ def fitted(state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool 
 
 
 def _fitted_sampler(state: State, ours: Mapping[str, Any], *, sampler: bool) -> State:
-    if not sampler and (state["world_size"] > 1 or "rest" in state):
+    if not sampler and (state["world_size"] > 1 or _is_bound(state)):
         raise ValueError("state: a sampler gave its order; give the loader the same sampler")
     for name in ("world_size", "rank"):
         if state[name] != ours[name]:
@@ -164,7 +166,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         raise ValueError("states: none given; give one of each rank")
     states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
-    if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
+    if any(state.get("sampler") and (world_size > 1 or _is_bound(state)) for state in states):
         raise ValueError("states: a sampler gave each rank its own order; load each state in its rank")
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
@@ -256,6 +258,11 @@ def _checked(state: Mapping[str, Any]) -> State:
         if not 0 <= int(rows.min()) <= int(rows.max()) < plain["samples"]:
             raise ValueError(f"state: 'rest' has indices outside the dataset's {plain['samples']} samples")
     return plain
+
+
+def _is_bound(state: Mapping[str, Any]) -> bool:
+    """Whether what is left of a sampler's order does not follow from the samples that are done."""
+    return any(name in state for name in ("rest", "given", "sampler_state"))
 
 
 def _counted(count: Any) -> int:
