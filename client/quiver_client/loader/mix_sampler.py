@@ -60,6 +60,8 @@ class Position:
 class MixBatchSampler(BatchSampler):
     """What ``BatchSampler(Mix(...), ...)`` returns: see there. Each iteration is one epoch of the mixture."""
 
+    can_replace = False
+
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
         dataset: Any,

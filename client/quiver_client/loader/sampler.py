@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import blake3
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
@@ -22,6 +23,7 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
+from quiver_client.loader.amendments import Amendment
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
@@ -43,6 +45,7 @@ from quiver_client.placement import Leaf
 from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
+HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
     "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
     " loader again"
@@ -124,6 +127,7 @@ class BatchSampler(Sampler[list[int]]):
         self._lock = forks.rlock()
         self._wait = DrawWait()
         self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
+        self._was_asked = forks.event()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon)
@@ -223,6 +227,9 @@ class BatchSampler(Sampler[list[int]]):
             self._recorder.close()
         self._consumer.close()
 
+    can_replace = True
+    """Whether bad samples can be replaced or skipped."""
+
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
@@ -244,8 +251,12 @@ class BatchSampler(Sampler[list[int]]):
 
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
+        if epoch is self._passes.reading:
+            epoch.prepare(self.deal.batch_size)
         with self._lock:
-            return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
+            if epoch is not self._passes.reading or not epoch.pending:
+                return True
+            return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
         """Whether this pass was asked last, and no state was loaded since."""
@@ -257,6 +268,8 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
+            if epoch is self._passes.reading:
+                epoch.prepare(self.deal.batch_size)
             with self._lock:
                 if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
                     return self._take_plain(epoch) if epoch.pending else None
@@ -264,9 +277,14 @@ class BatchSampler(Sampler[list[int]]):
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
                     return None
-                entries = self._choose(epoch)
+                is_held = epoch.is_held(self.deal.batch_size)
+                entries = self._choose(epoch) if not is_held else None
                 if entries is not None:
                     return self._take(epoch, entries)
+                self._was_asked.clear()
+            if is_held:
+                self._was_asked.wait(HELD_SECONDS)
+                continue
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Epoch | None = None) -> None:
@@ -275,6 +293,9 @@ class BatchSampler(Sampler[list[int]]):
             if epoch is not None:
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+            if self._passes.reading is not None:
+                self._passes.reading.asked()
+            self._was_asked.set()
 
     def show_first_fill(self, line: ProgressLine) -> None:
         """Tell the line before each report, in the reporting thread, which shards are resident."""
@@ -297,11 +318,34 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             epoch.fetched(number)
 
+    def hold_last(self, epoch: Epoch) -> None:
+        """Keep the last batch's samples pending until the loop asks for it: they may replace bad ones of others."""
+        with self._lock:
+            if not self._passes.keeps_size:
+                epoch.hold_last()
+
+    def replace(self, epoch: Epoch, number: int, failed: Mapping[int, int], wanted: int) -> Ints:
+        """Return up to ``wanted`` samples to hand out in place of bad ones: pending ones, else some once more.
+
+        ``failed``: bad samples by their place in the batch, in which those count that were added before. They are
+        consumed with the batch.
+        """
+        with self._lock:
+            epoch.mark_bad(np.fromiter(failed.values(), np.int64, len(failed)))
+            rows, shards = epoch.add_pending(number, wanted)
+            repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
+            added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
+            self._amend(epoch, number, Amendment(tuple(added), tuple(sorted(failed))))
+        self._leaves[0].count("replaced", len(added))
+        self._leaves[0].count("skipped", len(failed) - len(added))
+        return np.concatenate([rows, repeated])
+
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
+            epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -329,6 +373,7 @@ class BatchSampler(Sampler[list[int]]):
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
+                self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
                 self._return_to_outer()
@@ -407,7 +452,16 @@ class BatchSampler(Sampler[list[int]]):
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)
+        if epoch.owed and len(drawn.rows) < self.deal.batch_size:
+            repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
+            self._amend(epoch, drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
+
+    def _amend(self, epoch: Epoch, number: int, change: Amendment) -> None:
+        before = epoch.amendments.get(number, Amendment())
+        epoch.amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(epoch, number, epoch.amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read
