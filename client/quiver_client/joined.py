@@ -228,8 +228,9 @@ def join(
     if how not in get_args(How):
         raise ValueError(f"how={how!r}: choose inner or strict")
     parts = [resolved(each) for each in datasets]
+    keys = [_keys(part, on, number) for number, part in enumerate(parts)]
     names = _chosen(_names([part.fields for part in parts], on, suffixes), fields)
-    rows = matched([_keys(part, on, number) for number, part in enumerate(parts)], on, strict=how == "strict")
+    rows = matched(keys, on, strict=how == "strict")
     aligned = [part.select(each) for part, each in zip(parts, rows, strict=True)]
     joined = [Part(part.reading(list(own)), own) for part, own in zip(aligned, names, strict=True) if own]
     return Joined(joined, transform)
