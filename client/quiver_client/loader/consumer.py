@@ -15,12 +15,13 @@ import numpy as np
 
 from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, View
-from quiver_client.dataset import Dataset
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
 from quiver_client.loader.passes import Passes
+from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
+from quiver_client.placement import Leaf
 
 FIRST_ANSWER_SECONDS: Final = 2.0
 LEASE_SECONDS: Final = 5.0  # several reports; the cache keeps what a suspended job needs for this long
@@ -32,10 +33,10 @@ class CacheConsumer:
     """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
 
     def __init__(
-        self, dataset: Dataset, passes: Passes, wait: DrawWait, lock: RLock, *, soon_samples: int | None
+        self, leaves: tuple[Leaf, ...], passes: Passes, wait: DrawWait, lock: RLock, *, soon_samples: int | None
     ) -> None:
         """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
-        self._dataset, self._passes, self._wait, self._lock = dataset, passes, wait, lock
+        self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
         self._rate = LoopRate()
@@ -64,7 +65,7 @@ class CacheConsumer:
         if self._reporter is not None:
             self._reporter.nudge()
             return
-        channel = self._dataset.needs()
+        channel = needs_of(self._leaves)
         if channel is None:
             return
         self._reporter = NeedsReporter(len(self._layout.counts), channel, self._report)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.rank import SettledRank
@@ -40,7 +39,7 @@ class Passes:
     """The passes of one loader in one rank. ``user``: the sampler that gives the order, in place of a seed."""
 
     def __init__(
-        self, dataset: Digest, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
+        self, dataset: str, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -50,7 +49,7 @@ class Passes:
         self.is_resumed = False  # from the state of another run, whose ledger is continued
         self.done: Mask = np.zeros(0, bool)  # (samples,): consumed before the shares of this pass were dealt
         self.resumed_from: State | None = None  # the state that this pass resumed from
-        self._dataset = str(dataset)
+        self.dataset = dataset  # its identity
         self._deal = deal
         self._deal = self.deal
         self._next_epoch = 0
@@ -224,7 +223,7 @@ class Passes:
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
-        belongs = belonging(state, self._dataset, self._deal)
+        belongs = belonging(state, self.dataset, self._deal)
         is_foreign = belongs.get("sampler") and self.user is None
         resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
@@ -238,7 +237,7 @@ class Passes:
         if self.user is not None:
             rank, world_size = self.rank.current
             deal = replace(deal, rank=rank, world_size=world_size)
-        return self._located(fitted(state, self._dataset, deal, sampler=self.user is not None))
+        return self._located(fitted(state, self.dataset, deal, sampler=self.user is not None))
 
     def _located(self, state: State) -> State:
         """Return a state that says which samples are consumed where it said which positions of an order are."""
@@ -248,7 +247,7 @@ class Passes:
         return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
-        return make_state(self._dataset, self.deal, epoch, batches, done, own)
+        return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
         rank, world_size = self.rank.current
