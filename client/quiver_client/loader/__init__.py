@@ -5,7 +5,7 @@
 means of
 
 - ``passes``: which epoch comes next and what of it is consumed; ``epoch``: one pass over one epoch's share;
-  ``state``: the checkpoint, and how ranks merge theirs
+  ``state``: the checkpoint, and how ranks merge theirs; ``merged_state``: the same, through ``group_store``
 - ``consumer``: what is reported to the cache, and what is resident; ``several_needs``: the same over several caches;
   ``draw_wait``: how long a draw waits for that; ``loop_rate``: how fast the loop reads, and when it pauses
 - ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import warnings
 import weakref
@@ -19,7 +20,7 @@ from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
+from quiver_client.loader.trainers import GradientSync, Share, keeps_one_state, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
@@ -196,9 +197,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Make the next pass read this epoch, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``."""
-        return self.order.state_dict()
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``.
+
+        ``merged=True``: the merged state of all ranks, for a checkpoint that rank 0 alone writes. Call it in all ranks,
+        at the same point of training: each returns the same state, which loads into any world size. It raises in all of
+        them if one raises, and ``TimeoutError`` if a rank has not called it for ten minutes. Without torch.distributed
+        it is ``merge_states([loader.state_dict()])``.
+        """
+        return self.order.state_dict(merged=merged or keeps_one_state(sys._getframe(1)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.

@@ -25,8 +25,10 @@ from quiver_client.loader.state import (
     counting,
     fitted,
     has_positions,
+    is_untouched,
     located,
     make_state,
+    of_sampler,
     rest_of,
     unpack,
 )
@@ -210,7 +212,8 @@ class Passes:
         count the batches of this deal, and the pass that resumes deals again.
         """
         if self.current is None:
-            return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            untouched = self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            return self._resume or (untouched if self.user is None else self._ranks(of_sampler(untouched, None)))
         epoch, nothing = self.current, self.done[:0]
         if self.user is not None:
             return self._users_state(self.user, epoch)
@@ -224,7 +227,7 @@ class Passes:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
         belongs = belonging(state, self.dataset, self._deal)
-        is_foreign = belongs.get("sampler") and self.user is None
+        is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
         resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
         self._resume, self.is_resumed = resume, True
@@ -233,11 +236,11 @@ class Passes:
             self.user.leave_at(self._next_epoch)
 
     def _fitted(self, state: State) -> State:
-        deal = self.deal
-        if self.user is not None:
-            rank, world_size = self.rank.current
-            deal = replace(deal, rank=rank, world_size=world_size)
-        return self._located(fitted(state, self.dataset, deal, sampler=self.user is not None))
+        if self.user is None:
+            return self._located(fitted(state, self.dataset, self.deal))
+        rank, world_size = self.rank.current
+        deal = replace(self.deal, rank=rank, world_size=world_size)
+        return fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed)
 
     def _located(self, state: State) -> State:
         """Return a state that says which samples are consumed where it said which positions of an order are."""
@@ -250,7 +253,11 @@ class Passes:
         return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
-        rank, world_size = self.rank.current
         done = np.ones_like(self._consumed) if epoch.finished else self._consumed
         state = counting(self._state(epoch.number, 0, done, self.done[:0]), self._before + epoch.batches)
-        return user.state({**state, "rank": rank, "world_size": world_size}, epoch)
+        return user.state(self._ranks(state), epoch)
+
+    def _ranks(self, state: State) -> State:
+        """Return the state of a sampler's order as that of this rank."""
+        rank, world_size = self.rank.current
+        return {**state, "rank": rank, "world_size": world_size}

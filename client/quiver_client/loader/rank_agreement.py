@@ -25,6 +25,7 @@ from torch.utils.data import DistributedSampler
 from quiver.digest import Digest
 from quiver.errors import Misconfigured
 from quiver_client.loader.epoch import Deal
+from quiver_client.loader.group_store import group_store
 from quiver_client.loader.state import State
 from quiver_client.placement import Placement
 
@@ -174,7 +175,4 @@ def _store(rank: int, world_size: int) -> Any:
     distributed = torch.distributed
     if world_size < 2 or not distributed.is_available() or not distributed.is_initialized():
         return None
-    if (distributed.get_rank(), distributed.get_world_size()) != (rank, world_size):
-        return None
-    get_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # torch has no public name for it
-    return get_store() if get_store is not None else None
+    return group_store() if (distributed.get_rank(), distributed.get_world_size()) == (rank, world_size) else None

@@ -27,12 +27,13 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
+from quiver_client.loader.merged_state import merged_state
 from quiver_client.loader.passes import Passes
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.resolution import resolved
 
@@ -163,11 +164,14 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
-        with self._lock:
-            self._recorder.flush()
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        """
+        if merged or keeps_one_state(sys._getframe(1)):
+            return merged_state(self._state, *self._passes.rank.current)
+        return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -282,6 +286,11 @@ class BatchSampler(Sampler[list[int]]):
                     self._recorder.flush()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> State:
+        with self._lock:
+            self._recorder.flush()
+            return self._passes.state(is_recorded=self._recorder.is_recording)
 
     @property
     def _consumer_name(self) -> bytes:
