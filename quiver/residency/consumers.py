@@ -32,6 +32,7 @@ class DatasetNeeds:
     sample_bytes: Floats  # of each shard, on average
     key: int = 0  # the number of its domain's key
     consumers: int = 0
+    is_planned: bool = False  # all uses to come are known of each of them
 
 
 class Group(NamedTuple):

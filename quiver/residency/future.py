@@ -7,12 +7,11 @@ the best horizon, less the rent for the room until then; for one that is absent,
 
 This is Lagrangian relaxation, as in offline caching with general costs. Where each shard is used once, the price is one
 over the time beyond which a shard is not kept for its next use: Belady's rule. The table is computed again when it is
-old compared with the time that it took, so that however many consumers there are, it takes a small share of the time.
+old compared with the time that it takes, so that however many consumers there are, that is a small share of all time.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -26,7 +25,9 @@ from quiver.residency.consumers import Consumer, DatasetNeeds, Floats, Ints, Mas
 HORIZONS_MAX: Final = 48
 CELLS_MAX: Final = 1 << 22  # horizons times shards: 32 MiB
 SLOTS_MAX: Final = 1 << 20  # with more shards known, nothing is planned
-COST_SHARE: Final = 20.0  # a table is used for this many times as long as it took to make
+# A table is used for about twenty times as long as it takes to make.
+ENTRY_SECONDS: Final = 20 * 20e-9
+CELL_SECONDS: Final = 20 * 30e-9
 PAYS_BACK: Final = 0.9  # of a shard's bytes, that fetching it must save: a whole shard is one read, its samples many
 STEPS_FIRST: Final = 24  # of bisection, to find the price,
 STEPS_LATER: Final = 4  # and to follow it,
@@ -93,7 +94,6 @@ class FutureCache:
         of = (shards.names, *(it.order for it in consumers))
         if self._of == of and now < self._until:
             return self._future
-        began = time.perf_counter()
         if self._of[:1] != of[:1] or len(self._of) != len(of):
             self._price = None
         table = _table(len(shards.sizes), datasets, consumers, now, fill_seconds)
@@ -111,7 +111,8 @@ class FutureCache:
             profit - PAYS_BACK * shards.sizes,
         )
         self._of = of
-        self._until = now + COST_SHARE * (time.perf_counter() - began)
+        entries = sum(len(it.order.shards) for it in consumers if it.order is not None)
+        self._until = now + ENTRY_SECONDS * entries + CELL_SECONDS * HORIZONS_MAX * len(shards.sizes)
         return self._future
 
 

@@ -139,7 +139,7 @@ class Needs:
         mine: Mask,
         grown: Grown | None = None,
         *,
-        samples: Ints | None = None,
+        samples: npt.ArrayLike | None = None,
     ) -> None:
         """Add a dataset's shards: names ``(n, 32)``, bytes, which are held here, and which this daemon fetches.
 
@@ -162,7 +162,7 @@ class Needs:
         self.key_of[slots] = number
         self.shown = self._shown()
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
-        sample_bytes = sizes / np.maximum(samples, 1) if samples is not None else sizes
+        sample_bytes = sizes / np.maximum(np.asarray(samples, np.int64), 1) if samples is not None else sizes
         self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)), sample_bytes, number)
 
     def _number(self, key: U8 | None) -> int:
@@ -239,7 +239,18 @@ class Needs:
             if before.group != of:
                 self._recount(before.group, before.name, None)
             self.datasets[before.dataset].consumers -= 1
+            self._mark_planned(before.dataset)
+        self._mark_planned(dataset)
         return True
+
+    def is_planned(self, dataset: Digest) -> bool:
+        """Whether all uses to come are known of each consumer of a dataset, and there is one."""
+        it = self.datasets.get(dataset)
+        return it is not None and it.is_planned
+
+    def _mark_planned(self, dataset: Digest) -> None:
+        of = [it.order is not None for it in self.consumers.values() if it.dataset == dataset]
+        self.datasets[dataset].is_planned = bool(of) and all(of)
 
     def wants_order(self, consumer: bytes) -> bool:
         """Whether a consumer named a list of its uses to come that is not known here, so that it should send it."""
@@ -259,6 +270,7 @@ class Needs:
         for name in lost or ():
             if name in self.consumers:
                 self.consumers[name].order = None
+                self._mark_planned(self.consumers[name].dataset)
         return order if lost is not None else None
 
     def leave(self, consumer: bytes) -> None:
@@ -277,6 +289,7 @@ class Needs:
         if gone is not None:
             self._recount(gone.group, consumer, None)
             self.datasets[gone.dataset].consumers -= 1
+            self._mark_planned(gone.dataset)
 
     def _recount(self, group: Group, consumer: bytes, now: Consumer | None) -> None:
         """Count a group's needs with a consumer's new report, or without it."""

@@ -150,7 +150,7 @@ class _Round:
         assert self._future is not None
         commitments = self._needs.commitments
         slots = self._needs.shown.slots_of(self._shelf.digests)
-        keep: Mask = ((slots >= 0) & np.isfinite(self._future.first)[slots]).any(axis=1)
+        keep: Mask = np.logical_or.reduce((slots >= 0) & np.isfinite(self._future.first)[slots], axis=1)
         return Candidates(self._shelf, without=[*commitments.evicting, *commitments.coming], keep=keep)
 
     # -- known uses ---------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ FULL: Final = 255  # "all of the shard" in a report
 class ConsumerReport:
     """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up.
 
-    ``order`` identifies a list of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if it is sent.
+    ``order`` identifies a list of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
     """
 
     consumer: bytes

@@ -145,6 +145,11 @@ class Epoch:
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
         return self.order.left + self._unread
 
+    @property
+    def read(self) -> int:
+        """Entries whose bytes are in memory, or were consumed in this pass."""
+        return len(self.order.shards) - self.pending - int(self._unread.sum())
+
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""
         shards = self.order.shards[self.order.plain(samples)]

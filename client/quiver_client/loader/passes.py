@@ -149,6 +149,13 @@ class Passes:
         self._next_epoch = epoch.number + 1
         return epoch
 
+    def following(self, epoch: Epoch) -> Ints | None:
+        """Return the samples of the epoch after this one in their order, as far as known; ``None`` if they are not."""
+        if self.user is not None:
+            return epoch.share if self.user.is_fixed else None
+        whole = np.zeros(self._deal.samples, bool)
+        return self._deal.share(self._deal.order(epoch.number + 1, whole))[0]
+
     def consumed(self, rows: Ints) -> None:
         """The loop received these samples of the current pass."""
         self._has_begun = True
