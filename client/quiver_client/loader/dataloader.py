@@ -44,6 +44,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
     the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.
+    ``shuffle``: ``True`` or ``"full"`` mixes all samples. ``"block"`` reads the shards in random order and mixes the
+    samples of ``block_shards`` of them at a time (by default 16, or 64 where a shard's samples stood together in the
+    origin; fewer in small datasets): a fixed order whose shards are needed once and briefly, for tokens that are packed
+    in order and whoever cannot substitute (docs/shuffles.md). ``substitute`` does not apply to it.
     ``lookahead``: among how many pending samples a batch may choose; ``"auto"``: the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
@@ -62,7 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self,
         dataset: Dataset,
         batch_size: int | None = 1,
-        shuffle: bool | None = None,
+        shuffle: bool | str | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
@@ -83,6 +87,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        block_shards: int | None = None,
         **stock: Any,
     ) -> None:
         if batch_sampler is not None:
@@ -102,7 +107,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         order = BatchSampler(
             dataset,
             batch_size,
-            shuffle=bool(shuffle),
+            shuffle=False if shuffle is None else shuffle,
             drop_last=drop_last,
             substitute=substitute,
             lookahead=lookahead,
@@ -113,6 +118,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             ledger=ledger,
             replay=replay,
             sampler=sampler,
+            block_shards=block_shards,
         )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.

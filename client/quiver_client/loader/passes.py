@@ -19,7 +19,18 @@ from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
-from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
+from quiver_client.loader.state import (
+    State,
+    belonging,
+    counted,
+    counting,
+    fitted,
+    has_positions,
+    located,
+    make_state,
+    rest_of,
+    unpack,
+)
 from quiver_client.loader.user_sampler import UserSampler
 
 log = logging.getLogger("quiver_client")
@@ -149,12 +160,16 @@ class Passes:
         self._next_epoch = epoch.number + 1
         return epoch
 
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch."""
+        deal = self.deal
+        return deal.share(deal.order(epoch, np.zeros(deal.samples, bool), self.layout.shard_of))[0]
+
     def following(self, epoch: Epoch) -> Ints | None:
-        """Return the samples of the epoch after this one in their order, as far as known; ``None`` if they are not."""
+        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
         if self.user is not None:
             return epoch.share if self.user.is_fixed else None
-        whole = np.zeros(self._deal.samples, bool)
-        return self._deal.share(self._deal.order(epoch.number + 1, whole))[0]
+        return self.share(epoch.number + 1)
 
     def consumed(self, rows: Ints) -> None:
         """The loop received these samples of the current pass."""
@@ -176,7 +191,10 @@ class Passes:
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
-        order = self._deal.order(number, done) if self.user is None else self.user.rows(number, done, resume)
+        if self.user is None:
+            order = self._deal.order(number, done, self.layout.shard_of)
+        else:
+            order = self.user.rows(number, done, resume)
         share, left_out = self._deal.share(order)
         own = unpack(resume["own"], len(share)) if resume is not None else None
         self.done, self._consumed = done, done.copy()
@@ -214,7 +232,7 @@ class Passes:
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
         belongs = belonging(state, self._dataset, self._deal)
         is_foreign = belongs.get("sampler") and self.user is None
-        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs
+        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
         self._resume, self.is_resumed = resume, True
         self._next_epoch, self._is_named = resume["epoch"], False
@@ -226,7 +244,14 @@ class Passes:
         if self.user is not None:
             rank, world_size = self.rank.current
             deal = replace(deal, rank=rank, world_size=world_size)
-        return fitted(state, self._dataset, deal, sampler=self.user is not None)
+        return self._located(fitted(state, self._dataset, deal, sampler=self.user is not None))
+
+    def _located(self, state: State) -> State:
+        """Return a state that says which samples are consumed where it said which positions of an order are."""
+        if not has_positions(state):
+            return state
+        done = unpack(state["done"], self._deal.samples)
+        return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
         return make_state(self._dataset, self.deal, epoch, batches, done, own)

@@ -126,6 +126,7 @@ def _settings(manifest: Manifest, deal: Deal, sampler: Any) -> Facts:
     if sampler is None:
         seed = deal.seed if deal.shuffle else 0
         facts |= {"seed": seed, "shuffle": deal.shuffle, "drop_last": deal.drop_last, "batch_size": deal.batch_size}
+        facts["block_shards"] = deal.block_shards
     elif isinstance(sampler, DistributedSampler):
         seed = sampler.seed if sampler.shuffle else 0
         facts |= {"seed": seed, "shuffle": sampler.shuffle, "drop_last": sampler.drop_last}

@@ -24,11 +24,11 @@ from quiver.substitution import Ints
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.passes import Passes
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
@@ -56,7 +56,7 @@ class BatchSampler(Sampler[list[int]]):
         dataset: Dataset,
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -67,6 +67,7 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        block_shards: int | None = None,
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
@@ -77,25 +78,33 @@ class BatchSampler(Sampler[list[int]]):
         self._name = _name(job_of(job), dataset.manifest.digest)
         self.dataset = dataset
         user = UserSampler(sampler, len(dataset)) if sampler is not None else None
+        if sampler is not None and isinstance(shuffle, str):
+            raise ValueError("sampler: it determines the order; give either sampler or shuffle")
+        layout = ShardLayout.of(dataset.manifest)
+        is_shuffled, blocks = shuffle_of(shuffle, block_shards, layout)
         deal = Deal(
             samples=len(dataset),
             seed=whole("seed", seed, 0),
-            shuffle=bool(shuffle),
+            shuffle=is_shuffled,
             rank=0,
             world_size=1,
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
+            block_shards=blocks,
         )
-        self.substitute = bool(substitute) and deal.shuffle and sampler is None and replay is None
+        is_fixed = not deal.shuffle or bool(deal.block_shards) or sampler is not None or replay is not None
+        self.substitute = bool(substitute) and not is_fixed
         self._lookahead = lookahead_of(lookahead)
         digest = dataset.manifest.digest
-        self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
+        self._passes = Passes(digest, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
         self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset) if deal.shuffle else None
+        self._labels = LabelWatch.of(dataset, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        if self._labels is not None and blocks and not self._labels.is_idle:
+            self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
         takes_any = self.substitute and self._lookahead is None
@@ -174,6 +183,10 @@ class BatchSampler(Sampler[list[int]]):
         user = self._passes.user
         if user is not None and not user.is_share:
             self._passes.rank.refuse_whole()
+
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch, in the order of the permutation."""
+        return self._passes.share(epoch)
 
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state stays."""

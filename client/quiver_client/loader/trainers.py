@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, Protocol
 
-import numpy as np
 from torch.utils.data import DistributedSampler
 
+from quiver.substitution import Ints
 from quiver_client.loader.epoch import Deal
 
 log = logging.getLogger("quiver_client")
@@ -45,6 +45,7 @@ class SharedOrder(Protocol):
     @property
     def epoch(self) -> int: ...
     def set_epoch(self, epoch: int) -> None: ...
+    def share(self, epoch: int) -> Ints: ...
 
 
 class Share(DistributedSampler[Any]):
@@ -71,9 +72,7 @@ class Share(DistributedSampler[Any]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __iter__(self) -> Iterator[int]:
-        deal = self._order.deal
-        share, _ = deal.share(deal.order(self.epoch, np.zeros(deal.samples, bool)))
-        return iter(share.tolist())
+        return iter(self._order.share(self.epoch).tolist())
 
     def __len__(self) -> int:
         return self.num_samples
