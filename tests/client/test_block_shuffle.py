@@ -7,16 +7,22 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quiver.residency import ConsumerReport
 from quiver.shuffles import block_permutation, default_block_shards
 from quiver_client import BatchSampler, DataLoader, Dataset, index, merge_states
 from quiver_client.loader.epoch import ShardLayout
+from quiver_client.loader.several_needs import SeveralNeeds
 from tests.client.test_loader import flat, rows_in
 from tests.support.data import Files, make_files, random_files
 from tests.support.residency import scripted
@@ -318,3 +324,39 @@ def test_a_mixed_layout_needs_no_warning(tmp_path: Path, dataset: Make, caplog: 
     with caplog.at_level(logging.WARNING, "quiver_client"):
         assert len(list(DataLoader(ds, 32, shuffle="block", block_shards=4))) == 32
     assert "uniform shuffle" not in caplog.text
+
+
+@given(st.integers(0, 200), st.integers(1, 6))
+def test_uses_to_come_are_divided_by_manifest(done: int, block_shards: int) -> None:
+    sizes = [np.full(count, 100.0) for count in (4, 1, 7)]
+    uses = block_permutation(np.arange(120) % 12, 0, 0, block_shards).astype(np.int32) % 12
+    channels = [Heard() for _ in sizes]
+    several = SeveralNeeds(channels, sizes)
+    report = ConsumerReport(bytes(16), np.full(12, 255, np.uint8), 1.0, 0.0, 5.0, order=bytes(16), uses=uses)
+    for at in (0, done):
+        several.report(replace(report, order_at=at))
+    begin = 0
+    for channel, size in zip(channels, sizes, strict=True):
+        first, last = channel.heard
+        own = [shard - begin for shard in uses.tolist() if begin <= shard < begin + len(size)]
+        assert last.uses is not None
+        assert last.uses.tolist() == own
+        assert own[last.order_at :] == [s - begin for s in uses[done:].tolist() if begin <= s < begin + len(size)]
+        assert first.order == last.order
+        begin += len(size)
+    assert len({channel.heard[0].order for channel in channels}) == len(sizes)
+
+
+class Heard:
+    """A channel that keeps what is reported."""
+
+    orphaned = None
+
+    def __init__(self) -> None:
+        self.heard: list[ConsumerReport] = []
+
+    def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
+        self.heard.append(report)
+        return np.ones(len(report.left), np.uint8)
+
+    def close(self) -> None: ...

@@ -190,6 +190,11 @@ class Epoch:
         left = self.order.left + self._unread
         return left if self._beside is None else left + self._beside
 
+    @property
+    def read(self) -> int:
+        """Entries whose bytes are in memory, or were consumed in this pass."""
+        return len(self.order.shards) - self.pending - int(self._unread.sum())
+
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""
         shards = self.order.shards[self.order.plain(samples)]

@@ -108,7 +108,9 @@ class BatchSampler(Sampler[list[int]]):
         self._wait = DrawWait()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
-        self._consumer = CacheConsumer(placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon)
+        self._consumer = CacheConsumer(
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+        )
         self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
