@@ -78,6 +78,12 @@ class Placement:
         return len(self.rows)
 
     @property
+    def bytes(self) -> int:
+        """The bytes of all samples, without what lies beside."""
+        sizes = [leaf.manifest.blob_sizes(slice(None))[leaf.manifest.tables.blob_of] for leaf in self.leaves]
+        return int(np.concatenate(sizes)[self.rows].sum())
+
+    @property
     def firsts(self) -> Ints:
         """The first row of each leaf ``(leaves,)``."""
         counts = [len(leaf.manifest) for leaf in self.leaves]

@@ -17,7 +17,8 @@ import numpy as np
 from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.draw_wait import DrawWait
-from quiver_client.loader.epoch import ShardLayout
+from quiver_client.loader.epoch import Epoch, ShardLayout
+from quiver_client.loader.known_order import KnownOrder, KnownUses
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
 from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
@@ -58,12 +59,23 @@ class CacheConsumer:
     """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
 
     def __init__(
-        self, leaves: tuple[Leaf, ...], passes: Pending, wait: DrawWait, lock: RLock, *, soon_samples: int | None
+        self,
+        leaves: tuple[Leaf, ...],
+        passes: Pending,
+        wait: DrawWait,
+        lock: RLock,
+        *,
+        soon_samples: int | None,
+        known: KnownOrder | None = None,
     ) -> None:
-        """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
+        """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order.
+
+        ``known``: the uses to come of an order that nothing changes, to report them all.
+        """
         self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
+        self._known = known
         self._rate = LoopRate()
         self._pauses = LoopPauses()
         self._name = b""
@@ -137,6 +149,9 @@ class CacheConsumer:
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
             soon = self._soon(epoch, view) if epoch is not None else ()
             rate, is_starving = self._rate.value, self._wait.is_waiting
+            fixed = epoch if isinstance(epoch, Epoch) and epoch.is_known else None
+            read = fixed.read if fixed is not None and self._known is not None else 0
+        known = self._known.uses(fixed, read) if fixed is not None and self._known is not None else KnownUses()
         ahead = 0.0
         on_view, reporter = self.on_view, self._reporter
         if on_view is not None and epoch is not None and view is not None and reporter and reporter.is_answered:
@@ -151,6 +166,9 @@ class CacheConsumer:
             lease_seconds=LEASE_SECONDS,
             soon=soon,
             ordered=self._soon_samples is not None,
+            order=known.identifier,
+            order_at=known.at,
+            uses=known.shards,
         )
         shard_seconds = self._layout.shard_bytes / rate if rate > 0 else 0.0
         least, most = REPORT_SECONDS

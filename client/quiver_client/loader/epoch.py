@@ -155,6 +155,9 @@ class Replayed(NamedTuple):
 class Epoch:
     """Which entries of one rank's share of one epoch are pending, drawn and consumed."""
 
+    is_known = True
+    """Whether all its samples are known when it begins."""
+
     def __init__(
         self,
         epoch: int,
@@ -221,6 +224,11 @@ class Epoch:
 
     def look_ahead(self, number: int) -> None:
         """Find out whether a batch is the last one, if that is not known. Called without the sampler's lock."""
+
+    @property
+    def read(self) -> int:
+        """Entries whose bytes are in memory, or were consumed in this pass."""
+        return len(self.order.shards) - self.pending - int(self._unread.sum())
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""

@@ -91,6 +91,8 @@ class SamplerReader:
 class LazyEpoch(Epoch):
     """A pass whose samples a reader gives. Its methods but ``prepare`` are called with the sampler's lock held."""
 
+    is_known = False
+
     def __init__(self, number: int, reader: SamplerReader, layout: ShardLayout, *, drop_last: bool) -> None:
         super().__init__(number, np.zeros(0, np.int64), layout)
         self._layout = layout

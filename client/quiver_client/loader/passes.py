@@ -194,6 +194,12 @@ class Passes:
         deal = self.deal
         return deal.share(deal.order(epoch, np.zeros(deal.samples, bool), self.layout.shard_of))[0]
 
+    def following(self, epoch: Epoch) -> Ints | None:
+        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
+        if self.user is not None:
+            return epoch.share if self.user.is_fixed else None
+        return self.share(epoch.number + 1)
+
     def consumed(self, rows: Ints) -> None:
         """The loop received these samples of the current pass."""
         self._has_begun = True

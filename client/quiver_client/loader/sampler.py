@@ -28,6 +28,7 @@ from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, who
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
+from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.merged_state import merged_state, trainers_state
 from quiver_client.loader.passes import OpenPass, Passes
@@ -130,7 +131,10 @@ class BatchSampler(Sampler[list[int]]):
         self._was_asked = forks.event()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
-        self._consumer = CacheConsumer(placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon)
+        known = None if self.substitute else KnownOrder(layout.shard_of, self._passes.following)
+        self._consumer = CacheConsumer(
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
+        )
         self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
