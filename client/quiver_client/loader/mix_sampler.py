@@ -228,6 +228,7 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             if self._current is not None:
                 self.abandon(self._current)
+            self._put_back()
             self._rank.settle()
             self._settle_parts()
             self._place()
@@ -308,13 +309,16 @@ class MixBatchSampler(BatchSampler):
                     for part, taken in batch.taken:
                         part.passes.consume(taken)
                 self._stop_reading()
-                self._handed_out = self._schedule
+                self._handed_out, self._guided_at = self._schedule, -1
                 self._at = Position(self._at.epoch + 1)
                 self._current = None
         self._compare_end()
 
     def abandon(self, epoch: Any) -> None:
-        """Stop reading the pass. What was drawn ahead is pending again."""
+        """Stop reading the pass. What was drawn ahead is pending again when the next one begins.
+
+        Not yet: a loader also calls this at the end of a pass, before ``end``.
+        """
         with self._lock:
             if not self.is_current(epoch) or self._reading is None:
                 return
@@ -322,10 +326,6 @@ class MixBatchSampler(BatchSampler):
             if epoch.finished:
                 self._at = Position(self._at.epoch + 1)
                 self._current = None
-                return
-            for part in self._parts:
-                part.passes.put_back()
-            self._schedule, self._guided_at = self._handed_out, -1
 
     # -- where the mixture is -----------------------------------------------------------------------------------------
 
@@ -348,6 +348,12 @@ class MixBatchSampler(BatchSampler):
             self._at = Position(named)
         else:
             self._jump(named)
+
+    def _put_back(self) -> None:
+        """Make pending again what was drawn and not handed out, in a pass that was broken off."""
+        for part in self._parts:
+            part.passes.put_back()
+        self._schedule, self._guided_at = self._handed_out, -1
 
     def _jump(self, epoch: int) -> None:
         counts = placed_after(self._base, epoch * self._whole_epoch)
@@ -524,6 +530,8 @@ class MixBatchSampler(BatchSampler):
     def plain_rows(self) -> Ints:
         """Return this rank's samples of the coming epoch ``(n,)`` as they come if all are resident."""
         with self._lock:
+            if self._reading is None:
+                self._settle_parts()
             passes = [part.passes.copied() for part in self._parts]
             schedule, left = self._handed_out, self._left(self._at)
         batches = [np.zeros(0, np.int64)]

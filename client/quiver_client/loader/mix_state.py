@@ -102,7 +102,7 @@ class MixState:
                 " those that are no longer to be drawn; a part that is new needs a new run"
             )
         for name in _SAME:
-            if self.numbers[name] != ours[name] and name != "drop_last":
+            if name != "drop_last" and self.numbers[name] != ours[name]:
                 raise ValueError(
                     f"state: its {_what(name)} is {_short(self.numbers[name])}, this loader's {_short(ours[name])};"
                     " it cannot be resumed here"
