@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from quiver_client import BatchSampler, DataLoader, Dataset, Guided, Mix, merge_states
 from quiver_client.loader import mix_pass as mix_pass_module
+from quiver_client.loader.epoch import ShardLayout
 from quiver_client.loader.mix_schedule import Schedule
 from tests.support.data import Files, make_files, random_files
 from tests.support.residency import Rack, alive, scripted, still, told
@@ -107,17 +108,16 @@ def test_proportions_are_exact_and_each_part_comes_once_per_pass_whatever_is_res
     batch_size: int,
     world_size: int,
     drop_last: bool,
-    patience: float,
-    lookahead: Any,
+    **more: Any,
 ) -> None:
     mix = Mix(parts, weights=weights, epoch=300)
     numbers = np.asarray(weights) / sum(weights)
     by_rank: list[list[np.ndarray[Any, Any]]] = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(world_size):
-            scripted(patch, residency + rank, patience)
+            scripted(patch, residency + rank, more["patience"])
             order = BatchSampler(
-                mix, batch_size, rank=rank, world_size=world_size, drop_last=drop_last, lookahead=lookahead
+                mix, batch_size, rank=rank, world_size=world_size, drop_last=drop_last, lookahead=more["lookahead"]
             )
             by_rank.append([np.asarray(batch) for _ in range(2) for batch in order])
             assert len(by_rank[-1]) == 2 * len(order)
@@ -158,7 +158,8 @@ def test_without_weights_each_sample_comes_once_per_epoch(parts: dict[str, Datas
     loader = loader_of(mix, batch_size=10)
     for _ in range(2):
         counts = Counter(row for batch in batches_of(loader) for row in batch)
-        assert len(counts) == len(mix) == 109 and set(counts.values()) == {1}
+        assert len(counts) == len(mix) == 109
+        assert set(counts.values()) == {1}
     loader.close()
     flat = Mix(parts, temperature=1e9)
     assert flat.weights == pytest.approx((1 / 3,) * 3)
@@ -195,7 +196,8 @@ def test_samples_come_from_their_parts_with_the_transform_of_each(
         assert sample["image"][:-1] in indexed[name].content.values()
     assert bool(mix.stats()["a"]["samples"]) == (not workers)  # workers count for themselves
     loader.close()
-    assert mix[3]["__part__"] == mix.parts_of([3])[0] == "a" and mix[-1] == b[len(b) - 1] | {"__part__": "b"}
+    assert mix[3]["__part__"] == mix.parts_of([3])[0] == "a"
+    assert mix[-1] == b[len(b) - 1] | {"__part__": "b"}
     assert len(list(mix)) == len(mix) == 70 + 2 * len(b)
     stats = mix.stats()
     assert {name: each["drawn"] for name, each in stats.items()} == {"a": 70, "b": 70}
@@ -227,7 +229,9 @@ def test_a_stock_loader_reads_a_mixture_by_its_batch_sampler(parts: dict[str, Da
     assert isinstance(order, BatchSampler)
     stock = torch.utils.data.DataLoader(mix, batch_sampler=order, num_workers=2)
     counts = Counter(row for batch in batches_of(stock) for row in batch)
-    assert len(stock) == 11 and len(counts) == 109 and set(counts.values()) == {1}
+    assert len(stock) == 11
+    assert len(counts) == 109
+    assert set(counts.values()) == {1}
     order.close()
 
 
@@ -235,7 +239,7 @@ def test_the_share_shows_the_plain_order(parts: dict[str, Dataset]) -> None:
     mix = Mix(parts, weights=[1, 2, 3], epoch=100)
     order = BatchSampler(mix, 16, substitute=False, rank=1, world_size=2)
     share = order.sampler
-    assert (len(share), share.num_replicas, share.rank, share.drop_last) == (50, 2, 1, False)  # type: ignore
+    assert (len(share), share.num_replicas, share.rank, share.drop_last) == (50, 2, 1, False)  # type: ignore[arg-type, attr-defined]
     assert list(share) == [row for batch in order for row in batch]
     assert list(share) == [row for batch in order for row in batch]
     order.close()
@@ -297,7 +301,34 @@ def test_each_part_reports_what_it_still_needs(parts: dict[str, Dataset], monkey
     names = {racks[name].reports[-1].consumer for name in "ab"}
     assert len(names) == 2
     order.close()
-    assert racks["a"].left and racks["b"].left
+    assert racks["a"].left
+    assert racks["b"].left
+
+
+def test_a_part_that_is_repeated_every_few_batches_keeps_its_drained_shards(
+    parts: dict[str, Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It needs them again soon; but not before all that its present pass needs is resident."""
+    _, watches = still(monkeypatch)
+    mix = Mix({name: parts[name] for name in "ab"}, weights=[1, 100], epoch="longest")
+    order = BatchSampler(mix, 2)
+    epoch = order.begin()
+    often = watches[1]
+    often.holds(slice(None))
+    watches[0].holds(slice(None))
+    shard_of = ShardLayout.of(parts["b"].placement()).shard_of
+    left = np.bincount(shard_of)
+    for number in range(12):
+        drawn = order.draw(epoch)
+        assert drawn is not None
+        order.fetched(epoch, number)
+        order.consumed(epoch, number)
+        left -= np.bincount(shard_of[drawn.rows[drawn.rows >= 70] - 70], minlength=len(left))
+    assert 0 < (left == 0).sum() < len(left), "some shards are drained, and some are not"
+    assert (often.report()[0].left > 0).all()  # type: ignore[call-arg]
+    often.holds(np.flatnonzero(np.arange(len(left)) != np.argmax(left)))
+    assert ((often.report()[0].left > 0) == (left > 0)).all()  # type: ignore[call-arg]
+    order.close()
 
 
 def _left(rack: Rack, counts: Any) -> int:
@@ -308,7 +339,9 @@ def _left(rack: Rack, counts: Any) -> int:
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(stop=st.lists(st.integers(0, 12), min_size=1, max_size=3), batch_size=st.integers(3, 20), seed=st.integers(0, 99))
+@given(
+    stop=st.lists(st.integers(0, 12), min_size=1, max_size=3), batch_size=st.integers(3, 20), seed=st.integers(0, 99)
+)
 def test_a_run_that_is_killed_and_resumed_anywhere_reads_each_part_once_per_pass(
     parts: dict[str, Dataset], stop: list[int], batch_size: int, seed: int
 ) -> None:
@@ -325,7 +358,8 @@ def test_a_run_that_is_killed_and_resumed_anywhere_reads_each_part_once_per_pass
             state = torch_saved(loader.state_dict())
             loader.close()
     sizes = [len(batch) for batch in rows]
-    assert sum(sizes) % 150 == 0 and sum(sizes) <= 150 * (1 + len(stop))
+    assert sum(sizes) % 150 == 0
+    assert sum(sizes) <= 150 * (1 + len(stop))
     for name, part in parts.items():
         assert_passes(part, [keys_of(rows, name)])
     weights = np.asarray([4, 1, 3]) / 8
@@ -369,7 +403,8 @@ def test_the_states_of_four_ranks_merge_into_another_world_size(
         loader.load_state_dict(merged)
         length = len(loader)
         own = batches_of(loader)
-        assert sum(map(len, own)) == -(-(whole - 128) // other) and length >= len(own) + 4
+        assert sum(map(len, own)) == -(-(whole - 128) // other)
+        assert length >= len(own) + 4
         lengths.add(tuple(map(len, own)))
         loader.close()
         for name in parts:
@@ -377,7 +412,8 @@ def test_the_states_of_four_ranks_merge_into_another_world_size(
     assert len(lengths) == 1
     # Of part a: 64 of 70 were read by four ranks; the rest was dealt to the others, padded where it does not divide.
     counts = Counter(rows["a"])
-    assert set(counts) == set(keys_in(parts["a"])) and sum(counts.values()) - 70 <= len(rows["a"]) - 70
+    assert set(counts) == set(keys_in(parts["a"]))
+    assert sum(counts.values()) - 70 <= len(rows["a"]) - 70
     head = Counter(rows["a"][:64])
     assert max(head.values()) == 1
 
@@ -407,10 +443,12 @@ def test_merged_states_resume_each_pass_exactly(parts: dict[str, Dataset]) -> No
     assert set(a[:46]) | set(read["a"]) == set(keys_in(parts["a"]))
     # Part b has 15 per rank: 12 of each were read.
     b = keys_of(rows, "b")
-    assert set(b[:6]) | set(read["b"]) == set(keys_in(parts["b"])) and sorted(b[6:36]) == sorted(keys_in(parts["b"]))
+    assert set(b[:6]) | set(read["b"]) == set(keys_in(parts["b"]))
+    assert sorted(b[6:36]) == sorted(keys_in(parts["b"]))
     # Part c has 5 of 9 per rank, padded: 12 of each rank are two passes and two samples.
     c = keys_of(rows, "c")
-    assert len(set(c[:5])) == 5 and sorted(c[5:14]) == sorted(keys_in(parts["c"]))
+    assert len(set(c[:5])) == 5
+    assert sorted(c[5:14]) == sorted(keys_in(parts["c"]))
 
 
 def test_ranks_at_both_sides_of_an_epochs_end_merge(parts: dict[str, Dataset]) -> None:
@@ -430,7 +468,8 @@ def test_ranks_at_both_sides_of_an_epochs_end_merge(parts: dict[str, Dataset]) -
     assert (merged["epoch"], merged["before"]) == (1, 0)
     loader = loader_of(mix, batch_size=8)
     loader.load_state_dict(merged)
-    assert loader.order.epoch == 1 and len(batches_of(loader)) == 8
+    assert loader.order.epoch == 1
+    assert len(batches_of(loader)) == 8
     loader.close()
 
 
@@ -459,7 +498,8 @@ def test_a_loop_that_breaks_off_goes_on_with_the_parts_where_they_were(parts: di
     rows += batches_of(loader)
     loader.set_epoch(2)
     rows += batches_of(loader, 5)
-    assert loader.order.epoch == 2 and len(rows) == 18
+    assert loader.order.epoch == 2
+    assert len(rows) == 18
     for name, part in parts.items():
         assert_passes(part, [keys_of(rows, name)])
     loader.close()
@@ -471,28 +511,34 @@ def test_an_epoch_that_is_set_begins_where_the_epochs_before_it_end(parts: dict[
     epochs = [batches_of(loader) for _ in range(4)]
     loader.set_epoch(2)
     assert loader.state_dict()["epoch"] == 2
-    assert batches_of(loader) == epochs[2] and batches_of(loader) == epochs[3]
+    assert batches_of(loader) == epochs[2]
+    assert batches_of(loader) == epochs[3]
     loader.close()
     loader = loader_of(mix, substitute=False)
     loader.set_epoch(3)
-    assert loader.order.epoch == 3 and batches_of(loader) == epochs[3]
+    assert loader.order.epoch == 3
+    assert batches_of(loader) == epochs[3]
     loader.close()
 
 
 def test_a_batch_that_raises_is_not_read_again_in_its_pass(parts: dict[str, Dataset]) -> None:
     mix = Mix(parts, weights=[1, 1, 1], epoch=90, part_field="__part__")
     loader = loader_of(mix, batch_size=15, collate_fn=Failing(at=2))
-    batches, found = iter(loader), []
+    batches, found, raised = iter(loader), [], []
     for _ in range(6):
         try:
             found.append(next(batches))
         except RuntimeError as error:
-            assert "broken" in str(error)
-    assert next(batches, None) is None and len(found) == 5
+            raised.append(str(error))
+    assert next(batches, None) is None
+    assert len(found) == 5
+    assert len(raised) == 1
+    assert "broken" in raised[0]
     again = [list(batch) for batch in loader]
     rows = [[(sample["__part__"], sample["__key__"]) for sample in batch] for batch in [*found, *again]]
     lost = Counter(keys_in(parts["b"])) - Counter(keys_of(rows[:5], "b"))
-    assert sum(lost.values()) == 5 and set(keys_of(rows[5:7], "b")) <= set(keys_in(parts["b"]))
+    assert sum(lost.values()) == 5
+    assert set(keys_of(rows[5:7], "b")) <= set(keys_in(parts["b"]))
     assert sorted(keys_of(rows[5:], "b")) == sorted(keys_in(parts["b"]))
     loader.close()
 
@@ -576,7 +622,8 @@ def test_guided_ranks_that_see_other_losses_still_share_each_pass(parts: dict[st
     share = 35
     second = Counter(each for own in rows for each in keys_of(own, "a")[share : 2 * share])
     first = Counter(each for own in rows for each in keys_of(own, "a")[:share])
-    assert max(first.values()) == 1 and max(second.values(), default=1) == 1
+    assert max(first.values()) == 1
+    assert max(second.values(), default=1) == 1
     left = [key for key in keys_in(parts["a"]) if key not in first]
     assert set(keys_of(rest, "a")[: len(left)]) == set(left)
 
@@ -638,7 +685,7 @@ def test_states_that_do_not_fit_are_refused(parts: dict[str, Dataset]) -> None:
     swapped = BatchSampler(Mix({"a": parts["b"], "b": parts["a"]}), 4)
     cases.append((swapped, state, "its set of datasets is"))
     for order, given_state, message in cases:
-        with pytest.raises(ValueError, match="^state: ") as caught:
+        with pytest.raises(ValueError, match=r"^state: ") as caught:
             order.load_state_dict(given_state)
         assert message in str(caught.value), message
     ranks = []
@@ -647,7 +694,7 @@ def test_states_that_do_not_fit_are_refused(parts: dict[str, Dataset]) -> None:
         next(iter(order))
         ranks.append(order.state_dict())
         order.close()
-    with pytest.raises(ValueError, match="^state: it is that of rank 1 of 2, and this is rank 0 of 2; merge"):
+    with pytest.raises(ValueError, match=r"^state: it is that of rank 1 of 2, and this is rank 0 of 2; merge"):
         order_of("a", "b", rank=0, world_size=2).load_state_dict(ranks[1])
     for wrong, message in (
         ([ranks[0]], "ranks \\[0\\] given"),

@@ -41,7 +41,8 @@ def test_each_part_is_less_than_one_sample_from_its_share_after_every_batch(
     given, total = [0] * len(values), 0
     for size in batches:
         counts = schedule.counts(size)
-        assert sum(counts) == size and min(counts) >= 0
+        assert sum(counts) == size
+        assert min(counts) >= 0
         schedule = schedule.after(counts)
         given, total = [sum(each) for each in zip(given, counts, strict=True)], total + size
         for value, count in zip(exact, given, strict=True):
@@ -74,7 +75,8 @@ def test_counts_carry_over_to_other_weights(changes: list[list[float]], size: in
         schedule = Schedule(in_units(padded), schedule.deficits)
         for _ in range(3):
             counts = schedule.counts(size)
-            assert sum(counts) == size and min(counts) >= 0
+            assert sum(counts) == size
+            assert min(counts) >= 0
             schedule = schedule.after(counts)
             assert all(abs(each) < 2 * schedule.unit for each in schedule.deficits)
 
@@ -136,14 +138,14 @@ def test_parts_are_spread_evenly_over_a_batch(counts: list[int]) -> None:
     ],
 )
 def test_wrong_weights_are_refused(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match="^weights") as caught:
+    with pytest.raises(ValueError, match=r"^weights") as caught:
         weights_of(given, {"a": 1, "b": 1})
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("temperature", [0, -1, float("nan"), "2", True, None])
 def test_wrong_temperatures_are_refused(temperature: Any) -> None:
-    with pytest.raises(ValueError, match="^temperature="):
+    with pytest.raises(ValueError, match=r"^temperature="):
         tempered(temperature, {"a": 1, "b": 1})
 
 
@@ -167,9 +169,9 @@ def test_guided_weights_stay_within_the_declared_bias_and_keep_their_floor(
     base = [weight / total for weight, _, _ in parts]
     found = guided.weights(base, [each for _, each, _ in parts], [each for _, _, each in parts])
     assert sum(found) == pytest.approx(1)
-    for weight, given in zip(found, base, strict=True):
-        assert given / bias * 0.999 <= weight <= given * bias * 1.001
-        assert weight >= explore * given * 0.999
+    for weight, before in zip(found, base, strict=True):
+        assert before / bias * 0.999 <= weight <= before * bias * 1.001
+        assert weight >= explore * before * 0.999
 
 
 def test_a_part_with_a_higher_loss_or_more_resident_shards_is_drawn_more_often() -> None:
@@ -214,7 +216,9 @@ def test_wrong_ways_to_be_guided_are_refused(make: Any, message: str) -> None:
         made.add(0, "a", 1.0)
         made.utilities(2)
 
-    with pytest.raises(ValueError, match="^guided") as caught:
+    with pytest.raises(ValueError, match=r"^guided") as caught:
         use()
     assert str(caught.value).startswith(message)
-    assert Guided.of(None) is None and Guided.of(False) is None and Guided.of(True) == Guided()
+    assert Guided.of(None) is None
+    assert Guided.of(False) is None
+    assert Guided.of(True) == Guided()

@@ -47,6 +47,9 @@ class PartPasses:
         self._open: list[tuple[Epoch, Mask]] = []  # oldest first, each with what was done before its shares were dealt
         self._resumes: list[State] = []  # states of passes to open before others
         self._next = 0  # the pass that comes after those
+        self.is_repeated = False  # each shard is needed again soon after it was drained
+        self._resident: Callable[[], Mask | None] = lambda: None
+        self._has_samples = np.bincount(layout.shard_of, minlength=len(layout.counts)) > 0
 
     def __repr__(self) -> str:
         passes = ", ".join(f"pass {epoch.number}: {epoch.pending} pending" for epoch, _ in self._open)
@@ -60,11 +63,23 @@ class PartPasses:
 
     @property
     def left(self) -> Ints:
-        """Entries by shard whose bytes have yet to be read ``(shards,)``."""
+        """Entries by shard whose bytes have yet to be read ``(shards,)``.
+
+        A part that is repeated every few batches reads a shard again soon after it was drained. Once all that it needs
+        is resident, a drained shard counts as one entry, so that it is not the first to be evicted. Not earlier: what
+        is drained has to make room for what is missing where not all of the part fits.
+        """
         total = np.zeros(len(self.layout.counts), np.int64)
         for epoch, _ in self._open:
             total += epoch.left
+        resident = self._resident() if self.is_repeated else None
+        if resident is not None and not (total[~resident] > 0).any():
+            total[resident & (total == 0) & self._has_samples] = 1
         return total
+
+    def keep(self, resident: Callable[[], Mask | None]) -> None:
+        """Ask ``resident`` which shards are resident when needs are reported."""
+        self._resident = resident
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries, in the order of their first use."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from threading import RLock
 from typing import NamedTuple
 
-from quiver.substitution import Ints
+from quiver.substitution import Ints, Mask
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
@@ -28,6 +28,7 @@ class MixedPart:
         self.passes = PartPasses(name, mix.parts[name].identity, ShardLayout.of(placement), deal)
         self.wait = DrawWait()
         self.consumer = CacheConsumer(placement.leaves, self.passes, self.wait, lock, soon_samples=soon_samples)
+        self.passes.keep(self._resident)
         self._labels = LabelWatch.of(placement) if deal.shuffle else None
         self._leaves = placement.leaves
         self._mix = mix
@@ -68,6 +69,10 @@ class MixedPart:
         self._mix.count(self.name, "passes", passes)
         if self._labels is not None:
             self._labels.seen(taken.rows)
+
+    def _resident(self) -> Mask | None:
+        view = self.consumer.view
+        return view.resident if view is not None else None
 
     @property
     def available(self) -> float:

@@ -238,6 +238,7 @@ class MixBatchSampler(BatchSampler):
                 part.wait.cancel()
                 part.consumer.begin(self._name_of(part))
                 part.passes.is_read = True
+                part.passes.is_repeated = part.passes.share <= self._soon_samples(part)
                 part.passes.open_next()
         if self._agreed is not None:
             self._agreed.begin_at(self._rank.current, epoch.number, self._dealt_before())
@@ -438,6 +439,11 @@ class MixBatchSampler(BatchSampler):
     @property
     def _drawn_parts(self) -> list[MixedPart]:
         return [part for part, weight in zip(self._parts, self._base, strict=True) if weight]
+
+    def _soon_samples(self, part: MixedPart) -> int:
+        """Return about how many samples of a part the next batches have."""
+        weight = dict(zip(self._parts, self._base, strict=True))[part]
+        return SOON_BATCHES * self._deal.batch_size * weight // sum(self._base)
 
     def _name_of(self, part: MixedPart) -> bytes:
         text = f"{self._name}\0{part.name}\0{self._rank.current[0]}"
