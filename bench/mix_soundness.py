@@ -1,7 +1,7 @@
 """Is a mixture sound, guided or not: are proportions exact, passes complete, and does a network learn as much?
 
-The loader's own modules (``mix_schedule``, ``mix_part``, ``guided``) on the simulated caches of ``bench.soundness``, one
-per part: no threads, no bytes, every draw seeded. A batch waits until each part can give its samples, as in the loader;
+The loader's own modules (``mix_schedule``, ``mix_part``, ``guided``) on simulated caches (``bench.soundness``), one per
+part: no threads, no bytes, every draw seeded. A batch waits until each part can give its samples, as in the loader;
 after ``PATIENCE_TICKS`` the missing ones are read past the cache. Not simulated: batches drawn ahead of the loop.
 
 Expected: no duplicate and no omission in any pass; without guidance no part is ever a sample away from its proportion;

@@ -8,9 +8,9 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 
 - ``dataset`` is the description that users hold, ``session`` what one process has open for it: tiers (``tier`` is the
   noun), which are ``embedded`` (a local folder), ``rack`` (its daemons) and ``origin_tier``
-- ``readable`` is what datasets, ``concatenated`` ones and views of them have in common: parts by ``selection`` and
+- ``readable`` is what datasets, ``concatenated`` and ``joined`` ones have in common: parts by ``selection`` and
   ``splitting``, and the ``placement`` of samples in manifests; ``resolution`` reads torch's Subset and ConcatDataset,
-  ``iterable`` is a stream; ``session_sharing`` is how parts share a session, ``summary`` what ``repr`` says
+  ``iterable`` is a stream; ``opened`` is what parts share, ``summary`` what ``repr`` says
 - ``batch`` holds and verifies a batch's samples; ``fields`` makes samples or columns of it, for ``dataset`` and
   ``collated_dataset``; ``loaded`` is a batch whose samples are yet to be made, ``seeding`` seeds them
 - ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards

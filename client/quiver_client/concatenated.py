@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver_client.failure import Named
+from quiver_client.fields import Feature
 from quiver_client.loaded import Interleaved, Loaded
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable, identity_of_rows, is_all
@@ -75,7 +76,16 @@ class Concatenated(ConcatDataset[Any], Readable):
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of the fields of the first part's samples."""
-        return cast(Any, _ours(self.datasets[0])).fields  # type: ignore[no-any-return]
+        return _ours(self.datasets[0]).fields
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """The types of the fields of the first part's samples."""
+        return _ours(self.datasets[0]).features
+
+    @property
+    def reads_bytes(self) -> bool:
+        return any(_ours(each).reads_bytes for each in self.datasets)
 
     @property
     def rows(self) -> Ints | None:
@@ -128,12 +138,6 @@ class Concatenated(ConcatDataset[Any], Readable):
     def placement(self) -> Placement:
         whole = Placement.concatenated([_ours(each).placement() for each in self.datasets])
         return whole if self._rows is None else whole.take(self._rows.array)
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of this process, those of all parts together. See ``Dataset.stats``."""
-        leaves = {id(leaf): cast(Any, leaf) for leaf in self.placement().leaves}
-        found = [leaf.stats() for leaf in leaves.values()]
-        return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
         """Close all parts. They open again when they are used again."""

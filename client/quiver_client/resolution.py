@@ -19,6 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from quiver_client.concatenated import Concatenated
 from quiver_client.failure import Named
+from quiver_client.fields import Feature
 from quiver_client.loaded import Loaded, Make
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable
@@ -113,8 +114,23 @@ class Wrapped(Readable):
         return self._like.identity
 
     @property
+    def fields(self) -> tuple[str, ...]:
+        return self._like.fields
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        return self._like.features
+
+    @property
+    def reads_bytes(self) -> bool:
+        return self._like.reads_bytes
+
+    @property
     def can_collate(self) -> bool:
         return False
+
+    def close(self) -> None:
+        self._like.close()
 
     @property
     def scalars(self) -> Columns:

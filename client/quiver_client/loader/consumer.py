@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from threading import RLock
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, View
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import ShardLayout
+from quiver_client.loader.known_order import KnownOrder, KnownUses
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
 from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
@@ -36,6 +37,11 @@ class Read(Protocol):
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
         ...
 
+    @property
+    def read(self) -> int:
+        """Entries whose bytes are read, as far as a fixed order is."""
+        ...
+
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries, in the order of their first use."""
         ...
@@ -48,8 +54,12 @@ class Pending(Protocol):
     def layout(self) -> ShardLayout: ...
 
     @property
-    def reading(self) -> Read | None:
-        """``None`` while no loop reads."""
+    def reading(self) -> Any:
+        """What is read, a ``Read``; ``None`` while no loop reads."""
+        ...
+
+    def following(self, epoch: Any) -> Ints | None:
+        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
         ...
 
 
@@ -57,12 +67,23 @@ class CacheConsumer:
     """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
 
     def __init__(
-        self, leaves: tuple[Leaf, ...], passes: Pending, wait: DrawWait, lock: RLock, *, soon_samples: int | None
+        self,
+        leaves: tuple[Leaf, ...],
+        passes: Pending,
+        wait: DrawWait,
+        lock: RLock,
+        *,
+        soon_samples: int | None,
+        is_fixed: bool = False,
     ) -> None:
-        """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
+        """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order.
+
+        ``is_fixed``: nothing changes the order of a pass, so that all its uses to come are reported.
+        """
         self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
+        self._order = KnownOrder(self._layout.shard_of, passes.following) if is_fixed else None
         self._rate = LoopRate()
         self._pauses = LoopPauses()
         self._name = b""
@@ -135,6 +156,8 @@ class CacheConsumer:
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
             soon = self._soon(epoch, view) if epoch is not None else ()
             rate, is_starving = self._rate.value, self._wait.is_waiting
+            read = epoch.read if epoch is not None else 0
+        known = self._order.uses(epoch, read) if self._order is not None and epoch is not None else KnownUses()
         ahead = 0.0
         if view is not None:
             ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
@@ -146,6 +169,9 @@ class CacheConsumer:
             lease_seconds=LEASE_SECONDS,
             soon=soon,
             ordered=self._soon_samples is not None,
+            order=known.identifier,
+            order_at=known.at,
+            uses=known.shards,
         )
         shard_seconds = self._layout.shard_bytes / rate if rate > 0 else 0.0
         least, most = REPORT_SECONDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import warnings
 import weakref
@@ -19,7 +20,7 @@ from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync, warn_of_repeats
+from quiver_client.loader.trainers import GradientSync, keeps_one_state, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
@@ -44,6 +45,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
     the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.
+    ``shuffle``: ``True`` or ``"full"`` mixes all samples. ``"block"`` reads the shards in random order and mixes the
+    samples of ``block_shards`` of them at a time (by default 16, or 64 where a shard's samples stood together in the
+    origin; fewer in small datasets): a fixed order whose shards are needed once and briefly, for tokens that are packed
+    in order and whoever cannot substitute (docs/shuffles.md). ``substitute`` does not apply to it.
     ``lookahead``: among how many pending samples a batch may choose; ``"auto"``: the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
@@ -62,7 +67,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self,
         dataset: torch.utils.data.Dataset[Any],
         batch_size: int | None = 1,
-        shuffle: bool | None = None,
+        shuffle: bool | str | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
@@ -83,6 +88,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        block_shards: int | None = None,
         **stock: Any,
     ) -> None:
         if batch_sampler is not None:
@@ -102,7 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         order = BatchSampler(
             dataset,
             batch_size,
-            shuffle=bool(shuffle),
+            shuffle=False if shuffle is None else shuffle,
             drop_last=drop_last,
             substitute=substitute,
             lookahead=lookahead,
@@ -113,6 +119,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             ledger=ledger,
             replay=replay,
             sampler=sampler,
+            block_shards=block_shards,
         )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
@@ -190,9 +197,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Make the next pass read this epoch, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``."""
-        return self.order.state_dict()
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``.
+
+        ``merged=True``: the merged state of all ranks, for a checkpoint that rank 0 alone writes. Call it in all ranks,
+        at the same point of training: each returns the same state, which loads into any world size. It raises in all of
+        them if one raises, and ``TimeoutError`` if a rank has not called it for ten minutes. Without torch.distributed
+        it is ``merge_states([loader.state_dict()])``.
+        """
+        return self.order.state_dict(merged=merged or keeps_one_state(sys._getframe(1)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.manifest import Manifest
+from quiver.shuffles import block_permutation
 from quiver.substitution import (
     DRAINED_AT_ONCE,
     DRAINED_WHERE_ALIKE,
@@ -38,10 +39,19 @@ class Deal:
     world_size: int
     batch_size: int
     drop_last: bool
+    block_shards: int = 0  # of a block shuffle, which ``shuffle`` includes; 0: all samples are mixed
 
-    def order(self, epoch: int, done: Mask) -> Ints:
-        """Return the samples of an epoch to deal: its permutation without those already ``done`` ``(samples,)``."""
-        order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
+    def order(self, epoch: int, done: Mask, shard_of: Ints | None = None) -> Ints:
+        """Return the samples of an epoch to deal: its permutation without those already ``done`` ``(samples,)``.
+
+        ``shard_of`` ``(samples,)``: the shard of each sample, on which a block shuffle depends.
+        """
+        if self.block_shards:
+            if shard_of is None:
+                raise TypeError("the order of a block shuffle depends on the shards of the dataset")
+            order = block_permutation(shard_of, self.seed, epoch, self.block_shards)
+        else:
+            order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
         return order[~done[order]] if done.any() else order
 
     def share(self, order: Ints) -> tuple[Ints, Ints]:
@@ -78,6 +88,11 @@ class ShardLayout:
     shard_bytes: float  # of a shard, on average
     drained_at_once: int = DRAINED_AT_ONCE
     beside: tuple[Ints, ...] = ()
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the samples of a shard may be alike, since they stood together in the origin."""
+        return self.drained_at_once > DRAINED_AT_ONCE
 
     @classmethod
     def of(cls, placement: Placement) -> ShardLayout:
@@ -178,6 +193,11 @@ class Epoch:
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
         left = self.order.left + self._unread
         return left if self._beside is None else left + self._beside
+
+    @property
+    def read(self) -> int:
+        """Entries whose bytes are in memory, or were consumed in this pass."""
+        return len(self.order.shards) - self.pending - int(self._unread.sum())
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
-from quiver_client.loader.state import State, fitted, make_state, unpack
+from quiver_client.loader.state import State, fitted, has_positions, located, make_state, unpack
 
 Chosen = list[tuple[Epoch, Ints]]  # entries of one or, where a pass ends within the batch, of several passes
 Choose = Callable[[Epoch, int], Ints | None]
@@ -80,6 +80,15 @@ class PartPasses:
     def keep(self, resident: Callable[[], Mask | None]) -> None:
         """Ask ``resident`` which shards are resident when needs are reported."""
         self._resident = resident
+
+    @property
+    def read(self) -> int:
+        """Nothing: the uses to come of several passes are not reported as one list."""
+        return 0
+
+    def following(self, epoch: Any) -> Ints | None:
+        """Return ``None``, likewise."""
+        return None
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries, in the order of their first use."""
@@ -236,15 +245,19 @@ class PartPasses:
         return self._open[at][0]
 
     def _opened(self, number: int, done: Mask, own: bytes | Mask | None) -> tuple[Epoch, Mask]:
-        share, _ = self._deal.share(self._deal.order(number, done))
+        share, _ = self._deal.share(self._deal.order(number, done, self.layout.shard_of))
         mask = own if isinstance(own, np.ndarray) else unpack(own, len(share))
         return Epoch(number, share, self.layout, own=mask), done
 
     def _fitted(self, state: State) -> State:
         try:
-            return fitted(state, self._identity, self._deal)
+            state = fitted(state, self._identity, self._deal)
         except ValueError as error:
             raise ValueError(f"part {self.name!r}: {error}") from None
+        if not has_positions(state):
+            return state
+        done = unpack(state["done"], self._deal.samples)
+        return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, number: int, done: Mask, epoch: Epoch | None) -> State:
         own: Any = np.zeros(0, bool)

@@ -23,9 +23,10 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
-from quiver_client.loader.epoch import Deal, Drawn
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
+from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
 from quiver_client.loader.guided import Losses
+from quiver_client.loader.merged_state import merged_state
 from quiver_client.loader.mix_agreement import MixAgreement
 from quiver_client.loader.mix_part import Chosen
 from quiver_client.loader.mix_pass import MixedPart, MixPass
@@ -34,7 +35,7 @@ from quiver_client.loader.mix_state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
 from quiver_client.mix import Mix
 
 log = logging.getLogger("quiver_client")
@@ -64,7 +65,7 @@ class MixBatchSampler(BatchSampler):
         dataset: Any,
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -75,6 +76,7 @@ class MixBatchSampler(BatchSampler):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        block_shards: int | None = None,
     ) -> None:
         """Raises ``ValueError`` naming the argument that is wrong, or that a mixture does not support."""
         for name, value in (("ledger", ledger), ("replay", replay), ("sampler", sampler)):
@@ -83,7 +85,6 @@ class MixBatchSampler(BatchSampler):
         Sampler.__init__(self)
         mix: Mix = dataset
         self.mix = self.samples = mix
-        self.substitute = bool(substitute) and bool(shuffle)
         self._rank = SettledRank(rank, world_size)
         self._lookahead = lookahead_of(lookahead)
         self._deal = Deal(
@@ -95,10 +96,12 @@ class MixBatchSampler(BatchSampler):
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
         )
+        self._shuffle = shuffle, block_shards
+        self.substitute = bool(substitute) and self._deal.shuffle and shuffle != "block"
         self._lock = forks.rlock()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * self._deal.batch_size
-        self._parts = [MixedPart(mix, name, self._part_deal(name), self._lock, soon) for name in mix.parts]
+        self._parts = [MixedPart(mix, name, self._part_deal, self._lock, soon) for name in mix.parts]
         self._name = shared_name(job_of(job), mix.identity)
         self._agreed = None if self._rank.is_whole else MixAgreement(mix, self._deal)
         # Guided weights change, so all have one unit.
@@ -132,7 +135,7 @@ class MixBatchSampler(BatchSampler):
     @property
     def sampler(self) -> Any:
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
-        return MixShare(self)
+        return Share(self)
 
     def __iter__(self) -> Any:
         # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
@@ -161,8 +164,16 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far, part by part. See ``merge_states``."""
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return what was handed out so far, part by part. See ``merge_states``.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        """
+        if merged or keeps_one_state(sys._getframe(1)):
+            return merged_state(self._own_state, *self._rank.current)
+        return self._own_state()
+
+    def _own_state(self) -> State:
         with self._lock:
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
@@ -395,11 +406,12 @@ class MixBatchSampler(BatchSampler):
             "shuffle": self._deal.shuffle,
         }
 
-    def _part_deal(self, name: str) -> Deal:
+    def _part_deal(self, name: str, layout: ShardLayout) -> Deal:
         """Return how a part is dealt: in shares of any length, by an order that depends on its name."""
         text = f"{self._deal.seed}\0{self.mix.seed}\0{name}".encode()
         seed = int.from_bytes(blake3.blake3(text).digest(6), "big")
-        return replace(self._deal, samples=self.mix.sizes[name], seed=seed, batch_size=1)
+        _, blocks = shuffle_of(*self._shuffle, layout)
+        return replace(self._deal, samples=self.mix.sizes[name], seed=seed, batch_size=1, block_shards=blocks)
 
     def _settle_parts(self) -> None:
         for part in self._parts:
@@ -533,7 +545,7 @@ class MixBatchSampler(BatchSampler):
         if is_same and sum(weights) == sum(self._base):
             self._schedule = replace(self._schedule, weights=tuple(weights))
 
-    def plain_rows(self) -> Ints:
+    def share(self, epoch: int) -> Ints:
         """Return this rank's samples of the coming epoch ``(n,)`` as they come if all are resident."""
         with self._lock:
             if self._reading is None:
@@ -548,11 +560,3 @@ class MixBatchSampler(BatchSampler):
             batches.append(spread([rows + part.offset for rows, part in zip(taken, self._parts, strict=True)]))
             left -= sum(counts)
         return np.concatenate(batches)
-
-
-class MixShare(Share):
-    """A rank's share of an epoch of a mixture, as ``loader.sampler``. Iterated, it yields the mixture's plain order."""
-
-    def __iter__(self) -> Any:
-        order: Any = self._order
-        return iter(order.plain_rows().tolist())

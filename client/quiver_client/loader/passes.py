@@ -18,7 +18,20 @@ from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
-from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
+from quiver_client.loader.state import (
+    State,
+    belonging,
+    counted,
+    counting,
+    fitted,
+    has_positions,
+    is_untouched,
+    located,
+    make_state,
+    of_sampler,
+    rest_of,
+    unpack,
+)
 from quiver_client.loader.user_sampler import UserSampler
 
 log = logging.getLogger("quiver_client")
@@ -148,6 +161,17 @@ class Passes:
         self._next_epoch = epoch.number + 1
         return epoch
 
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch."""
+        deal = self.deal
+        return deal.share(deal.order(epoch, np.zeros(deal.samples, bool), self.layout.shard_of))[0]
+
+    def following(self, epoch: Epoch) -> Ints | None:
+        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
+        if self.user is not None:
+            return epoch.share if self.user.is_fixed else None
+        return self.share(epoch.number + 1)
+
     def consumed(self, rows: Ints) -> None:
         """The loop received these samples of the current pass."""
         self._has_begun = True
@@ -168,7 +192,10 @@ class Passes:
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
-        order = self._deal.order(number, done) if self.user is None else self.user.rows(number, done, resume)
+        if self.user is None:
+            order = self._deal.order(number, done, self.layout.shard_of)
+        else:
+            order = self.user.rows(number, done, resume)
         share, left_out = self._deal.share(order)
         own = unpack(resume["own"], len(share)) if resume is not None else None
         self.done, self._consumed = done, done.copy()
@@ -191,7 +218,8 @@ class Passes:
         count the batches of this deal, and the pass that resumes deals again.
         """
         if self.current is None:
-            return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            untouched = self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            return self._resume or (untouched if self.user is None else self._ranks(of_sampler(untouched, None)))
         epoch, nothing = self.current, self.done[:0]
         if self.user is not None:
             return self._users_state(self.user, epoch)
@@ -205,8 +233,8 @@ class Passes:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
         belongs = belonging(state, self.dataset, self._deal)
-        is_foreign = belongs.get("sampler") and self.user is None
-        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs
+        is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
+        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
         self._resume, self.is_resumed = resume, True
         self._next_epoch, self._is_named = resume["epoch"], False
@@ -214,17 +242,28 @@ class Passes:
             self.user.leave_at(self._next_epoch)
 
     def _fitted(self, state: State) -> State:
-        deal = self.deal
-        if self.user is not None:
-            rank, world_size = self.rank.current
-            deal = replace(deal, rank=rank, world_size=world_size)
-        return fitted(state, self.dataset, deal, sampler=self.user is not None)
+        if self.user is None:
+            return self._located(fitted(state, self.dataset, self.deal))
+        rank, world_size = self.rank.current
+        deal = replace(self.deal, rank=rank, world_size=world_size)
+        return fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed)
+
+    def _located(self, state: State) -> State:
+        """Return a state that says which samples are consumed where it said which positions of an order are."""
+        if not has_positions(state):
+            return state
+        done = unpack(state["done"], self._deal.samples)
+        return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
         return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
-        rank, world_size = self.rank.current
         done = np.ones_like(self._consumed) if epoch.finished else self._consumed
         state = counting(self._state(epoch.number, 0, done, self.done[:0]), self._before + epoch.batches)
-        return user.state({**state, "rank": rank, "world_size": world_size}, epoch)
+        return user.state(self._ranks(state), epoch)
+
+    def _ranks(self, state: State) -> State:
+        """Return the state of a sampler's order as that of this rank."""
+        rank, world_size = self.rank.current
+        return {**state, "rank": rank, "world_size": world_size}

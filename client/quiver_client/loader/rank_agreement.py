@@ -25,6 +25,7 @@ from torch.utils.data import DistributedSampler
 from quiver.digest import Digest
 from quiver.errors import Misconfigured
 from quiver_client.loader.epoch import Deal
+from quiver_client.loader.group_store import group_store
 from quiver_client.loader.state import State
 from quiver_client.placement import Placement
 
@@ -133,6 +134,7 @@ def _settings(identity: str, deal: Deal, sampler: Any) -> Facts:
     if sampler is None:
         seed = deal.seed if deal.shuffle else 0
         facts |= {"seed": seed, "shuffle": deal.shuffle, "drop_last": deal.drop_last, "batch_size": deal.batch_size}
+        facts["block_shards"] = deal.block_shards
     elif isinstance(sampler, DistributedSampler):
         seed = sampler.seed if sampler.shuffle else 0
         facts |= {"seed": seed, "shuffle": sampler.shuffle, "drop_last": sampler.drop_last}
@@ -173,7 +175,4 @@ def _store(rank: int, world_size: int) -> Any:
     distributed = torch.distributed
     if world_size < 2 or not distributed.is_available() or not distributed.is_initialized():
         return None
-    if (distributed.get_rank(), distributed.get_world_size()) != (rank, world_size):
-        return None
-    get_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # torch has no public name for it
-    return get_store() if get_store is not None else None
+    return group_store() if (distributed.get_rank(), distributed.get_world_size()) == (rank, world_size) else None

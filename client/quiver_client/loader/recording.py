@@ -31,6 +31,7 @@ def open_recording(dataset: str, deal: Deal, ledger: str | None, replay: str | N
         world_size=deal.world_size,
         batch_size=deal.batch_size,
         drop_last=deal.drop_last,
+        block_shards=deal.block_shards,
     )
     written = _path_of("ledger", ledger, run)
     if written is not None:
@@ -141,7 +142,7 @@ class Replay:
             before = np.zeros(deal.samples, bool) if done is None else done
             if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
                 consumed = [rows for rows in consumed if done[rows].all()]
-            share, _ = deal.share(deal.order(epoch, before))
+            share, _ = deal.share(deal.order(epoch, before, layout.shard_of))
             order = Order(layout.shard_of[share], len(layout.counts))
             for batch in batches:
                 entries, was_skipped = decode_batch(order, batch, deal.batch_size)

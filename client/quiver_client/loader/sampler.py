@@ -22,17 +22,18 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
+from quiver_client.loader.merged_state import merged_state
 from quiver_client.loader.passes import Passes
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.mix import Mix
 from quiver_client.resolution import resolved
@@ -64,7 +65,7 @@ class BatchSampler(Sampler[list[int]]):
         dataset: Dataset[Any],
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -75,6 +76,7 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        block_shards: int | None = None,
     ) -> None:
         self.samples = resolved(dataset)
         placement, identity = self.samples.placement(), self.samples.identity
@@ -85,29 +87,39 @@ class BatchSampler(Sampler[list[int]]):
         self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
+        if sampler is not None and isinstance(shuffle, str):
+            raise ValueError("sampler: it determines the order; give either sampler or shuffle")
+        layout = ShardLayout.of(placement)
+        is_shuffled, blocks = shuffle_of(shuffle, block_shards, layout)
         deal = Deal(
             samples=len(self.samples),
             seed=whole("seed", seed, 0),
-            shuffle=bool(shuffle),
+            shuffle=is_shuffled,
             rank=0,
             world_size=1,
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
+            block_shards=blocks,
         )
-        self.substitute = bool(substitute) and deal.shuffle and sampler is None and replay is None
+        is_fixed = not deal.shuffle or bool(deal.block_shards) or sampler is not None or replay is not None
+        self.substitute = bool(substitute) and not is_fixed
         self._lookahead = lookahead_of(lookahead)
-        self._passes = Passes(identity, ShardLayout.of(placement), deal, settled, user)
+        self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
         self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
-        self._labels = LabelWatch.of(placement) if deal.shuffle else None
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        if self._labels is not None and blocks and not self._labels.is_idle:
+            self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
-        self._consumer = CacheConsumer(placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon)
+        self._consumer = CacheConsumer(
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+        )
         self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
@@ -163,11 +175,14 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
-        with self._lock:
-            self._recorder.flush()
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        """
+        if merged or keeps_one_state(sys._getframe(1)):
+            return merged_state(self._state, *self._passes.rank.current)
+        return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -180,6 +195,10 @@ class BatchSampler(Sampler[list[int]]):
         user = self._passes.user
         if user is not None and not user.is_share:
             self._passes.rank.refuse_whole()
+
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch, in the order of the permutation."""
+        return self._passes.share(epoch)
 
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state stays."""
@@ -278,6 +297,11 @@ class BatchSampler(Sampler[list[int]]):
                     self._recorder.flush()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> State:
+        with self._lock:
+            self._recorder.flush()
+            return self._passes.state(is_recorded=self._recorder.is_recording)
 
     @property
     def _consumer_name(self) -> bytes:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import blake3
 import numpy as np
 import numpy.typing as npt
 
 from quiver.residency import CONSUMER_BYTES, ConsumerReport
+from quiver.substitution import Ints
 from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.placement import Leaf
 
@@ -45,6 +46,8 @@ class SeveralNeeds:
         ends = np.cumsum([len(each) for each in shard_bytes])
         self._spans = [slice(int(end) - len(each), int(end)) for end, each in zip(ends, shard_bytes, strict=True)]
         self._seen = np.zeros(len(self._shard_bytes), np.uint8)
+        self._order = b""  # the identifier of the uses that were divided last,
+        self._uses: list[tuple[Ints, npt.NDArray[np.int32]]] = []  # and by manifest the positions and shards of its own
         self.orphaned: npt.NDArray[np.bool_] | None = None
 
     def report(self, report: ConsumerReport, *, leaving: bool = False) -> U8:
@@ -74,6 +77,7 @@ class SeveralNeeds:
         left = report.left / FULL * self._shard_bytes
         total = float(left.sum())
         parts = []
+        self._divide_uses(report)
         for number, span in enumerate(self._spans):
             own = left[span]
             parts.append(
@@ -84,9 +88,28 @@ class SeveralNeeds:
                     rate=report.rate * float(own.sum()) / total if total else 0.0,
                     ahead_bytes=float(own[self._seen[span] > 0].sum()),
                     soon=tuple(shard - span.start for shard in report.soon if span.start <= shard < span.stop),
+                    **self._uses_of(report, number),
                 )
             )
         return parts
+
+    def _divide_uses(self, report: ConsumerReport) -> None:
+        """Divide a list of uses to come, once."""
+        if report.uses is None or report.order == self._order:
+            return
+        self._order, self._uses = report.order, []
+        for span in self._spans:
+            at = np.flatnonzero((report.uses >= span.start) & (report.uses < span.stop))
+            self._uses.append((at, (report.uses[at] - span.start).astype(np.int32)))
+
+    def _uses_of(self, report: ConsumerReport, number: int) -> dict[str, Any]:
+        """Return what a report says of uses to come, for the manifest of this number."""
+        if not report.order or report.order != self._order:
+            return {"order": b"", "order_at": 0, "uses": None}
+        positions, shards = self._uses[number]
+        identifier = blake3.blake3(report.order + number.to_bytes(4, "big")).digest(len(report.order))
+        done = int(np.searchsorted(positions, report.order_at))
+        return {"order": identifier, "order_at": done, "uses": shards}
 
 
 def part_name(consumer: bytes, number: int) -> bytes:

@@ -14,14 +14,15 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, Protocol
 
-import numpy as np
 from torch.utils.data import DistributedSampler
 
+from quiver.substitution import Ints
 from quiver_client.loader.epoch import Deal
 
 log = logging.getLogger("quiver_client")
 
 WRAPPERS: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
+ONE_STATE: Final = ("accelerate.checkpointing",)  # modules that ask all ranks for a state, and keep that of one
 STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that call us on behalf of a wrapper
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
@@ -37,6 +38,11 @@ SKIPPED: Final = (
 )
 
 
+def keeps_one_state(asking: FrameType | None) -> bool:
+    """Whether the caller, identified by its frame, asks all ranks for a state and keeps that of one rank alone."""
+    return asking is not None and asking.f_globals.get("__name__") in ONE_STATE
+
+
 class SharedOrder(Protocol):
     """The attributes of an order that a share of it reads."""
 
@@ -45,6 +51,7 @@ class SharedOrder(Protocol):
     @property
     def epoch(self) -> int: ...
     def set_epoch(self, epoch: int) -> None: ...
+    def share(self, epoch: int) -> Ints: ...
 
 
 class Share(DistributedSampler[Any]):
@@ -71,9 +78,7 @@ class Share(DistributedSampler[Any]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __iter__(self) -> Iterator[int]:
-        deal = self._order.deal
-        share, _ = deal.share(deal.order(self.epoch, np.zeros(deal.samples, bool)))
-        return iter(share.tolist())
+        return iter(self._order.share(self.epoch).tolist())
 
     def __len__(self) -> int:
         return self.num_samples
