@@ -36,6 +36,7 @@ class MixedPart:
         deal = deal_of(name, layout)
         self.passes = PartPasses(name, mix.parts[name].identity, layout, deal)
         self.wait = DrawWait()
+        self.waited_seconds = 0.0  # for the batch that was drawn last
         self.consumer = CacheConsumer(placement.leaves, self.passes, self.wait, lock, soon_samples=soon_samples)
         self.passes.keep(self._resident)
         self._labels = (
@@ -64,10 +65,11 @@ class MixedPart:
         return self.passes.choose(count, choose)
 
     def draw(self, chosen: Chosen) -> Taken:
+        self.waited_seconds = 0.0
         if self.wait.is_waiting:
-            seconds = self.wait.end(time.monotonic())
-            self.consumer.starved(seconds)
-            self._mix.count(self.name, "wait_seconds", seconds)
+            self.waited_seconds = self.wait.end(time.monotonic())
+            self.consumer.starved(self.waited_seconds)
+            self._mix.count(self.name, "wait_seconds", self.waited_seconds)
         taken = self.passes.draw(chosen)
         self._leaves[0].count("substitutions", taken.substituted)
         return taken

@@ -26,7 +26,6 @@ from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
 from quiver_client.loader.guided import Losses
-from quiver_client.loader.merged_state import merged_state
 from quiver_client.loader.mix_agreement import MixAgreement
 from quiver_client.loader.mix_part import Chosen
 from quiver_client.loader.mix_pass import MixedPart, MixPass
@@ -35,8 +34,9 @@ from quiver_client.loader.mix_state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
+from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
 
 log = logging.getLogger("quiver_client")
 
@@ -79,6 +79,7 @@ class MixBatchSampler(BatchSampler):
         block_shards: int | None = None,
     ) -> None:
         """Raises ``ValueError`` naming the argument that is wrong, or that a mixture does not support."""
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         for name, value in (("ledger", ledger), ("replay", replay), ("sampler", sampler)):
             if value is not None:
                 raise ValueError(f"{name}: {UNSUPPORTED[name]}")
@@ -117,6 +118,7 @@ class MixBatchSampler(BatchSampler):
         self._reading: MixPass | None = None
         self._has_begun = False  # a batch of the current pass was handed out
         self._is_read_through = False
+        self.starved_seconds = 0.0
         self._waiting: MixedPart = self._parts[0]
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
@@ -164,16 +166,8 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def state_dict(self, *, merged: bool = False) -> State:
-        """Return what was handed out so far, part by part. See ``merge_states``.
-
-        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
-        """
-        if merged or keeps_one_state(sys._getframe(1)):
-            return merged_state(self._own_state, *self._rank.current)
-        return self._own_state()
-
-    def _own_state(self) -> State:
+    def _state(self) -> State:
+        """Return what was handed out so far, part by part."""
         with self._lock:
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
@@ -281,8 +275,14 @@ class MixBatchSampler(BatchSampler):
                 waiting = self._waiting
             waiting.consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
+    def asked(self, epoch: Any = None) -> None:
+        """A loop waits for a batch. A mixture has one pass at a time: one that begins ends the one before.
+
+        Raises ``RuntimeError`` if this pass was ended so: its samples are pending again, and others will get them.
+        """
         with self._lock:
+            if epoch is not None and epoch is not self._current and not epoch.finished:
+                raise RuntimeError(DISPLACED)
             for part in self._drawn_parts:
                 part.consumer.asked()
 
@@ -338,6 +338,13 @@ class MixBatchSampler(BatchSampler):
             if epoch.finished:
                 self._at = Position(self._at.epoch + 1)
                 self._current = None
+
+    def show_first_fill(self, line: Any) -> None:
+        """Show nothing: a mixture fills several caches, at rates of their own."""
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return self.mix.placement().leaves
 
     # -- where the mixture is -----------------------------------------------------------------------------------------
 
@@ -449,6 +456,10 @@ class MixBatchSampler(BatchSampler):
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     @property
+    def _ranks(self) -> tuple[int, int]:
+        return self._rank.current
+
+    @property
     def _drawn_parts(self) -> list[MixedPart]:
         return [part for part, weight in zip(self._parts, self._base, strict=True) if weight]
 
@@ -479,6 +490,7 @@ class MixBatchSampler(BatchSampler):
 
     def _take_parts(self, epoch: MixPass, chosen: list[tuple[MixedPart, Chosen]]) -> Drawn:
         taken = [(part, part.draw(found)) for part, found in chosen]
+        self.starved_seconds += max((part.waited_seconds for part, _ in taken), default=0.0)
         by_name = {part.name: len(each.rows) for part, each in taken}
         self._schedule = self._schedule.after([by_name.get(part.name, 0) for part in self._parts])
         number = epoch.draw(taken, self._schedule)

@@ -52,8 +52,8 @@ class BatchOrder(Protocol):
         """Whether no other pass has begun since, and no state was loaded."""
         ...
 
-    def asked(self) -> None:
-        """The training loop waits for a batch."""
+    def asked(self, epoch: Any = None) -> None:
+        """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         ...
 
     def fetched(self, epoch: Any, number: int) -> None:

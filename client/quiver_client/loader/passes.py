@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -35,6 +35,23 @@ from quiver_client.loader.state import (
 from quiver_client.loader.user_sampler import UserSampler
 
 log = logging.getLogger("quiver_client")
+
+_OF_A_PASS: Final = (
+    *("current", "reading", "done", "resumed_from"),
+    *("_before", "_length", "_has_begun", "_consumed", "_left_out"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPass:
+    """What there is to know of a pass that was begun, to go on with it after another pass.
+
+    ``is_left``: when it was put aside, the user had named another epoch to read next, so no loop goes on with it.
+    """
+
+    epoch: Epoch
+    values: Mapping[str, Any]
+    is_left: bool
 
 
 class Passes:
@@ -184,6 +201,27 @@ class Passes:
         if self.current is not None and self.current.finished:
             self.drop()
 
+    def open_pass(self) -> OpenPass | None:
+        """Return the pass that a loop reads, so that ``go_on`` can go on with it."""
+        if self.reading is None:
+            return None
+        values = {name: getattr(self, name) for name in _OF_A_PASS}
+        return OpenPass(self.reading, values, self._is_named and self._next_epoch != self.reading.number)
+
+    def go_on(self, opened: OpenPass) -> None:
+        """Go on with a pass after another one. The epoch that follows is the one after this pass's."""
+        vars(self).update(opened.values)
+        self._next_epoch, self._is_named, self._resume = opened.epoch.number + 1, False, None
+
+    def state_of(self, opened: OpenPass, *, is_recorded: bool) -> State:
+        """Return the state of a pass that is not the current one."""
+        now = {name: getattr(self, name) for name in _OF_A_PASS}
+        vars(self).update(opened.values)
+        try:
+            return self.state(is_recorded=is_recorded)
+        finally:
+            vars(self).update(now)
+
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""
         self.current = self.reading = None
@@ -246,7 +284,7 @@ class Passes:
             return self._located(fitted(state, self.dataset, self.deal))
         rank, world_size = self.rank.current
         deal = replace(self.deal, rank=rank, world_size=world_size)
-        return fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed)
+        return self._located(fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed))
 
     def _located(self, state: State) -> State:
         """Return a state that says which samples are consumed where it said which positions of an order are."""

@@ -27,23 +27,29 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
-from quiver_client.loader.merged_state import merged_state
-from quiver_client.loader.passes import Passes
+from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.progress import ProgressLine
+from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
+from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
+from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
 from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 DISPLACED: Final = (
-    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+    "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
+    " loader again"
 )
 
 
+@rebuildable
 class BatchSampler(Sampler[list[int]]):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
@@ -78,6 +84,7 @@ class BatchSampler(Sampler[list[int]]):
         sampler: Iterable[int] | None = None,
         block_shards: int | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.samples = resolved(dataset)
         placement, identity = self.samples.placement(), self.samples.identity
         for name, file in (("ledger", ledger), ("replay", replay)):
@@ -107,6 +114,7 @@ class BatchSampler(Sampler[list[int]]):
         self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
         self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
+        self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
@@ -115,6 +123,7 @@ class BatchSampler(Sampler[list[int]]):
             self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(
@@ -135,12 +144,17 @@ class BatchSampler(Sampler[list[int]]):
 
         There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
         """
-        return Share(self) if self._passes.user is None else self._passes.user.sampler
+        return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Which shard each sample lies in, and what shards have."""
+        return self._passes.layout
 
     def __len__(self) -> int:
         """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
@@ -156,7 +170,7 @@ class BatchSampler(Sampler[list[int]]):
         epoch = self.begin()
         try:
             while True:
-                self.asked()
+                self.asked(epoch)
                 drawn = self.draw(epoch)
                 if drawn is None:
                     break
@@ -180,14 +194,17 @@ class BatchSampler(Sampler[list[int]]):
 
         ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
         """
-        if merged or keeps_one_state(sys._getframe(1)):
-            return merged_state(self._state, *self._passes.rank.current)
+        if merged:
+            return merged_state(self._state, *self._ranks)
+        if keeps_one_state(sys._getframe(1)):
+            return trainers_state(self._state, *self._ranks)
         return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
             self._passes.load(state)
+            self._aside.clear()
             self._recorder.flush()
 
     def check_shares(self) -> None:
@@ -211,16 +228,16 @@ class BatchSampler(Sampler[list[int]]):
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
-        """Begin the next epoch, or the rest of a resumed one."""
+        """Begin the next epoch, or the rest of a resumed one. A pass that another loop reads is put aside."""
         self._compare_end()
         passes = self._passes
         with self._lock:
+            opened = passes.open_pass()
             if passes.settle():
                 self._recorder, self._replay = open_recording(passes.dataset, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
-            self._wait.cancel()
-            self._consumer.begin(self._consumer_name)
-            self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
+            self._aside.put(opened)
+            self._become_current(epoch)
         if self._agreement is not None:
             self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
         if self._replay is None:
@@ -233,16 +250,18 @@ class BatchSampler(Sampler[list[int]]):
             return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Whether no other pass has begun since, and no state was loaded."""
+        """Whether this pass was asked last, and no state was loaded since."""
         return epoch is self._passes.current
 
     def draw(self, epoch: Epoch) -> Drawn | None:
         """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
 
-        Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
+        Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
             with self._lock:
+                if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+                    return self._take_plain(epoch) if epoch.pending else None
                 if epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
@@ -252,10 +271,23 @@ class BatchSampler(Sampler[list[int]]):
                     return self._take(epoch, entries)
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
-        """The training loop waits for a batch."""
+    def asked(self, epoch: Epoch | None = None) -> None:
+        """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
+            if epoch is not None:
+                self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+
+    def show_first_fill(self, line: ProgressLine) -> None:
+        """Tell the line before each report, in the reporting thread, which shards are resident."""
+        layout = self._passes.layout
+        line.measure(self._leaves[0].manifest.path.stem, layout.sample_bytes * layout.counts)
+        self._consumer.on_view = line.learn
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is read through caches."""
+        return self._leaves
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
@@ -270,7 +302,8 @@ class BatchSampler(Sampler[list[int]]):
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
-            self._recorder.consumed(number)
+            self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
+            self._recorder.consumed(epoch, number)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -282,31 +315,63 @@ class BatchSampler(Sampler[list[int]]):
     def end(self, epoch: Epoch) -> None:
         """The pass has ended: from now on the state is that of the next epoch, with nothing consumed."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._passes.drop()
                 self._recorder.flush()
+                self._return_to_outer()
         self._compare_end()
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
                 if epoch.finished:
                     self._recorder.flush()
+                self._return_to_outer()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> State:
         with self._lock:
             self._recorder.flush()
+            claimant = self._aside.claimant()
+            if claimant is not None:
+                return self._passes.state_of(claimant, is_recorded=self._recorder.is_recording)
             return self._passes.state(is_recorded=self._recorder.is_recording)
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        return self._passes.rank.current
 
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
         return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+
+    def _become_current(self, epoch: Epoch) -> None:
+        self._wait.cancel()
+        self._consumer.begin(self._consumer_name)
+        self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
+
+    def _go_on(self, opened: OpenPass | None) -> None:
+        """Make a pass current that was put aside, in place of the one that is. Locked."""
+        if opened is not None:
+            self._aside.put(self._passes.open_pass())
+            self._passes.go_on(opened)
+            self._become_current(opened.epoch)
+
+    def _return_to_outer(self) -> None:
+        """An inner loop's pass has ended: the outer loop's is current again, before that asks. Locked."""
+        outer = self._aside.innermost()
+        if outer is not None:
+            self._go_on(self._aside.take(outer.epoch))
 
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
@@ -331,9 +396,16 @@ class BatchSampler(Sampler[list[int]]):
                 return None
         return epoch.completed(batch_size, view, self._lookahead)
 
+    def _take_plain(self, epoch: Epoch) -> Drawn:
+        entries = epoch.order.plain(min(self.deal.batch_size, epoch.pending))
+        self._recorder.drawn(epoch, epoch.drawn, entries)
+        return epoch.draw(entries)
+
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
         if self._wait.is_waiting:
-            self._consumer.starved(self._wait.end(time.monotonic()))
+            seconds = self._wait.end(time.monotonic())
+            self.starved_seconds += seconds
+            self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)

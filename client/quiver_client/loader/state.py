@@ -298,13 +298,13 @@ def _share(state: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return deal.share(deal.order(state["epoch"], unpack(state["done"], deal.samples)))[0]
 
 
-def _left_samples(state: Mapping[str, Any]) -> int:
+def _undealt(state: Mapping[str, Any]) -> int:
     """Return how many samples the order has that a state's shares were dealt from."""
     return int(state["samples"]) - int(unpack(state["done"], state["samples"]).sum())
 
 
 def _share_samples(state: Mapping[str, Any]) -> int:
-    return replace(_deal_of(state), samples=_left_samples(state)).share_samples
+    return replace(_deal_of(state), samples=_undealt(state)).share_samples
 
 
 def _has_read_its_share(state: Mapping[str, Any]) -> bool:
@@ -320,7 +320,7 @@ def _positions(states: Sequence[Mapping[str, Any]]) -> bytes | None:
     """
     if not states[0].get("block_shards"):
         return None
-    left = _left_samples(states[0])
+    left = _undealt(states[0])
     consumed = unpack(states[0].get("positions"), left)
     world_size, share = states[0]["world_size"], _share_samples(states[0])
     entries = np.zeros((share, world_size), bool)  # as ``dealt`` deals them
@@ -404,7 +404,7 @@ def _check_block(plain: State) -> None:
     if "positions" in plain:
         if not blocks or type(plain["positions"]) is not bytes:
             raise ValueError("state: 'positions' is not of a block shuffle; was it made by state_dict()?")
-        _check_bits(plain["positions"], _left_samples(plain))
+        _check_bits(plain["positions"], _undealt(plain))
 
 
 def _what(name: str) -> str:
