@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self
 
 import blake3
 import numpy as np
@@ -208,7 +208,7 @@ class Mix(Readable):
             reports, self._reports = self._reports, []
         return reports
 
-    def stats(self) -> dict[str, dict[str, float]]:
+    def stats(self) -> dict[str, Any]:  # by part, where other datasets have one dictionary of counters
         """Return counters of this process by part (workers have their own of what they read).
 
         Those of ``Dataset.stats``, which parts of one ``Dataset`` object share; and of the loader that reads this
@@ -223,7 +223,7 @@ class Mix(Readable):
             for name in self.parts
         }
         return {
-            name: {**_stats_of(part), **own[name], "weight": counts.get((name, "weight"), weight)}
+            name: {**part.stats(), **own[name], "weight": counts.get((name, "weight"), weight)}
             for (name, part), weight in zip(self.parts.items(), self.weights, strict=True)
         }
 
@@ -280,12 +280,6 @@ class _Marked:
 
 def _made(mix: Mix, part: str, make: Make) -> Any:
     return mix.marked(part, make())
-
-
-def _stats_of(part: Readable) -> dict[str, int]:
-    """Return the counters of all datasets that a part reads."""
-    found = [cast(Any, leaf).stats() for leaf in part.placement().leaves]
-    return {name: sum(each[name] for each in found) for name in found[0]}
 
 
 def _checked(parts: Any) -> dict[str, Readable]:

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from threading import RLock
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -50,8 +50,8 @@ class Pending(Protocol):
     def layout(self) -> ShardLayout: ...
 
     @property
-    def reading(self) -> Read | None:
-        """``None`` while no loop reads."""
+    def reading(self) -> Any:
+        """What is read, a ``Read``; ``None`` while no loop reads."""
         ...
 
 

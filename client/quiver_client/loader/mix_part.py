@@ -20,7 +20,7 @@ import numpy as np
 
 from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
-from quiver_client.loader.state import State, fitted, make_state, unpack
+from quiver_client.loader.state import State, fitted, has_positions, located, make_state, unpack
 
 Chosen = list[tuple[Epoch, Ints]]  # entries of one or, where a pass ends within the batch, of several passes
 Choose = Callable[[Epoch, int], Ints | None]
@@ -47,6 +47,9 @@ class PartPasses:
         self._open: list[tuple[Epoch, Mask]] = []  # oldest first, each with what was done before its shares were dealt
         self._resumes: list[State] = []  # states of passes to open before others
         self._next = 0  # the pass that comes after those
+        self.is_repeated = False  # each shard is needed again soon after it was drained
+        self._resident: Callable[[], Mask | None] = lambda: None
+        self._has_samples = np.bincount(layout.shard_of, minlength=len(layout.counts)) > 0
 
     def __repr__(self) -> str:
         passes = ", ".join(f"pass {epoch.number}: {epoch.pending} pending" for epoch, _ in self._open)
@@ -60,11 +63,32 @@ class PartPasses:
 
     @property
     def left(self) -> Ints:
-        """Entries by shard whose bytes have yet to be read ``(shards,)``."""
+        """Entries by shard whose bytes have yet to be read ``(shards,)``.
+
+        A part that is repeated every few batches reads a shard again soon after it was drained. Once all that it needs
+        is resident, a drained shard counts as one entry, so that it is not the first to be evicted. Not earlier: what
+        is drained has to make room for what is missing where not all of the part fits.
+        """
         total = np.zeros(len(self.layout.counts), np.int64)
         for epoch, _ in self._open:
             total += epoch.left
+        resident = self._resident() if self.is_repeated else None
+        if resident is not None and not (total[~resident] > 0).any():
+            total[resident & (total == 0) & self._has_samples] = 1
         return total
+
+    def keep(self, resident: Callable[[], Mask | None]) -> None:
+        """Ask ``resident`` which shards are resident when needs are reported."""
+        self._resident = resident
+
+    @property
+    def read(self) -> int:
+        """Nothing: the uses to come of several passes are not reported as one list."""
+        return 0
+
+    def following(self, epoch: Any) -> Ints | None:
+        """Return ``None``, likewise."""
+        return None
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries, in the order of their first use."""
@@ -221,15 +245,19 @@ class PartPasses:
         return self._open[at][0]
 
     def _opened(self, number: int, done: Mask, own: bytes | Mask | None) -> tuple[Epoch, Mask]:
-        share, _ = self._deal.share(self._deal.order(number, done))
+        share, _ = self._deal.share(self._deal.order(number, done, self.layout.shard_of))
         mask = own if isinstance(own, np.ndarray) else unpack(own, len(share))
         return Epoch(number, share, self.layout, own=mask), done
 
     def _fitted(self, state: State) -> State:
         try:
-            return fitted(state, self._identity, self._deal)
+            state = fitted(state, self._identity, self._deal)
         except ValueError as error:
             raise ValueError(f"part {self.name!r}: {error}") from None
+        if not has_positions(state):
+            return state
+        done = unpack(state["done"], self._deal.samples)
+        return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, number: int, done: Mask, epoch: Epoch | None) -> State:
         own: Any = np.zeros(0, bool)

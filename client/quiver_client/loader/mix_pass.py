@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import RLock
 from typing import NamedTuple
 
-from quiver.substitution import Ints
+from quiver.substitution import Ints, Mask
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.mix_part import Chosen, PartPasses, Taken
 from quiver_client.loader.mix_schedule import Schedule, spread
 from quiver_client.mix import Mix
@@ -20,15 +20,28 @@ from quiver_client.mix import Mix
 class MixedPart:
     """A part of a mixture: its passes, its consumer of the cache, and how long it waits for that."""
 
-    def __init__(self, mix: Mix, name: str, deal: Deal, lock: RLock, soon_samples: int | None) -> None:
+    def __init__(
+        self,
+        mix: Mix,
+        name: str,
+        deal_of: Callable[[str, ShardLayout], Deal],
+        lock: RLock,
+        soon_samples: int | None,
+    ) -> None:
         """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order."""
         self.name = name
         self.offset = mix.offsets[name]
         placement = mix.parts[name].placement()
-        self.passes = PartPasses(name, mix.parts[name].identity, ShardLayout.of(placement), deal)
+        layout = ShardLayout.of(placement)
+        deal = deal_of(name, layout)
+        self.passes = PartPasses(name, mix.parts[name].identity, layout, deal)
         self.wait = DrawWait()
+        self.waited_seconds = 0.0  # for the batch that was drawn last
         self.consumer = CacheConsumer(placement.leaves, self.passes, self.wait, lock, soon_samples=soon_samples)
-        self._labels = LabelWatch.of(placement) if deal.shuffle else None
+        self.passes.keep(self._resident)
+        self._labels = (
+            LabelWatch.of(placement, ADVICE_ON_BLOCKS if deal.block_shards else ADVICE) if deal.shuffle else None
+        )
         self._leaves = placement.leaves
         self._mix = mix
 
@@ -52,10 +65,11 @@ class MixedPart:
         return self.passes.choose(count, choose)
 
     def draw(self, chosen: Chosen) -> Taken:
+        self.waited_seconds = 0.0
         if self.wait.is_waiting:
-            seconds = self.wait.end(time.monotonic())
-            self.consumer.starved(seconds)
-            self._mix.count(self.name, "wait_seconds", seconds)
+            self.waited_seconds = self.wait.end(time.monotonic())
+            self.consumer.starved(self.waited_seconds)
+            self._mix.count(self.name, "wait_seconds", self.waited_seconds)
         taken = self.passes.draw(chosen)
         self._leaves[0].count("substitutions", taken.substituted)
         return taken
@@ -68,6 +82,10 @@ class MixedPart:
         self._mix.count(self.name, "passes", passes)
         if self._labels is not None:
             self._labels.seen(taken.rows)
+
+    def _resident(self) -> Mask | None:
+        view = self.consumer.view
+        return view.resident if view is not None else None
 
     @property
     def available(self) -> float:

@@ -23,8 +23,8 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
-from quiver_client.loader.epoch import Deal, Drawn
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
+from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
 from quiver_client.loader.guided import Losses
 from quiver_client.loader.mix_agreement import MixAgreement
 from quiver_client.loader.mix_part import Chosen
@@ -67,7 +67,7 @@ class MixBatchSampler(BatchSampler):
         dataset: Any,
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -78,15 +78,16 @@ class MixBatchSampler(BatchSampler):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        block_shards: int | None = None,
     ) -> None:
         """Raises ``ValueError`` naming the argument that is wrong, or that a mixture does not support."""
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         for name, value in (("ledger", ledger), ("replay", replay), ("sampler", sampler)):
             if value is not None:
                 raise ValueError(f"{name}: {UNSUPPORTED[name]}")
         Sampler.__init__(self)
         mix: Mix = dataset
         self.mix = self.samples = mix
-        self.substitute = bool(substitute) and bool(shuffle)
         self._rank = SettledRank(rank, world_size)
         self._lookahead = lookahead_of(lookahead)
         self._deal = Deal(
@@ -98,10 +99,12 @@ class MixBatchSampler(BatchSampler):
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
         )
+        self._shuffle = shuffle, block_shards
+        self.substitute = bool(substitute) and self._deal.shuffle and shuffle != "block"
         self._lock = forks.rlock()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * self._deal.batch_size
-        self._parts = [MixedPart(mix, name, self._part_deal(name), self._lock, soon) for name in mix.parts]
+        self._parts = [MixedPart(mix, name, self._part_deal, self._lock, soon) for name in mix.parts]
         self._name = shared_name(job_of(job), mix.identity)
         self._agreed = None if self._rank.is_whole else MixAgreement(mix, self._deal)
         # Guided weights change, so all have one unit.
@@ -136,7 +139,7 @@ class MixBatchSampler(BatchSampler):
     @property
     def sampler(self) -> Any:
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
-        return MixShare(self)
+        return Share(self)
 
     def __iter__(self) -> Any:
         # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
@@ -232,6 +235,7 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             if self._current is not None:
                 self.abandon(self._current)
+            self._put_back()
             self._rank.settle()
             self._settle_parts()
             self._place()
@@ -241,6 +245,7 @@ class MixBatchSampler(BatchSampler):
                 part.wait.cancel()
                 part.consumer.begin(self._name_of(part))
                 part.passes.is_read = True
+                part.passes.is_repeated = part.passes.share <= self._soon_samples(part)
                 part.passes.open_next()
         if self._agreed is not None:
             self._agreed.begin_at(self._rank.current, epoch.number, self._dealt_before())
@@ -273,8 +278,13 @@ class MixBatchSampler(BatchSampler):
             waiting.consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Any = None) -> None:
-        """A loop waits for a batch. A mixture has one pass at a time: one that begins ends the one before."""
+        """A loop waits for a batch. A mixture has one pass at a time: one that begins ends the one before.
+
+        Raises ``RuntimeError`` if this pass was ended so: its samples are pending again, and others will get them.
+        """
         with self._lock:
+            if epoch is not None and epoch is not self._current and not epoch.finished:
+                raise RuntimeError(DISPLACED)
             for part in self._drawn_parts:
                 part.consumer.asked()
 
@@ -313,13 +323,16 @@ class MixBatchSampler(BatchSampler):
                     for part, taken in batch.taken:
                         part.passes.consume(taken)
                 self._stop_reading()
-                self._handed_out = self._schedule
+                self._handed_out, self._guided_at = self._schedule, -1
                 self._at = Position(self._at.epoch + 1)
                 self._current = None
         self._compare_end()
 
     def abandon(self, epoch: Any) -> None:
-        """Stop reading the pass. What was drawn ahead is pending again."""
+        """Stop reading the pass. What was drawn ahead is pending again when the next one begins.
+
+        Not yet: a loader also calls this at the end of a pass, before ``end``.
+        """
         with self._lock:
             if not self.is_current(epoch) or self._reading is None:
                 return
@@ -327,10 +340,6 @@ class MixBatchSampler(BatchSampler):
             if epoch.finished:
                 self._at = Position(self._at.epoch + 1)
                 self._current = None
-                return
-            for part in self._parts:
-                part.passes.put_back()
-            self._schedule, self._guided_at = self._handed_out, -1
 
     def show_first_fill(self, line: Any) -> None:
         """Show nothing: a mixture fills several caches, at rates of their own."""
@@ -360,6 +369,12 @@ class MixBatchSampler(BatchSampler):
             self._at = Position(named)
         else:
             self._jump(named)
+
+    def _put_back(self) -> None:
+        """Make pending again what was drawn and not handed out, in a pass that was broken off."""
+        for part in self._parts:
+            part.passes.put_back()
+        self._schedule, self._guided_at = self._handed_out, -1
 
     def _jump(self, epoch: int) -> None:
         counts = placed_after(self._base, epoch * self._whole_epoch)
@@ -400,11 +415,12 @@ class MixBatchSampler(BatchSampler):
             "shuffle": self._deal.shuffle,
         }
 
-    def _part_deal(self, name: str) -> Deal:
+    def _part_deal(self, name: str, layout: ShardLayout) -> Deal:
         """Return how a part is dealt: in shares of any length, by an order that depends on its name."""
         text = f"{self._deal.seed}\0{self.mix.seed}\0{name}".encode()
         seed = int.from_bytes(blake3.blake3(text).digest(6), "big")
-        return replace(self._deal, samples=self.mix.sizes[name], seed=seed, batch_size=1)
+        _, blocks = shuffle_of(*self._shuffle, layout)
+        return replace(self._deal, samples=self.mix.sizes[name], seed=seed, batch_size=1, block_shards=blocks)
 
     def _settle_parts(self) -> None:
         for part in self._parts:
@@ -449,6 +465,11 @@ class MixBatchSampler(BatchSampler):
     def _drawn_parts(self) -> list[MixedPart]:
         return [part for part, weight in zip(self._parts, self._base, strict=True) if weight]
 
+    def _soon_samples(self, part: MixedPart) -> int:
+        """Return about how many samples of a part the next batches have."""
+        weight = dict(zip(self._parts, self._base, strict=True))[part]
+        return SOON_BATCHES * self._deal.batch_size * weight // sum(self._base)
+
     def _name_of(self, part: MixedPart) -> bytes:
         text = f"{self._name}\0{part.name}\0{self._rank.current[0]}"
         return blake3.blake3(text.encode()).digest(CONSUMER_BYTES)
@@ -471,6 +492,7 @@ class MixBatchSampler(BatchSampler):
 
     def _take_parts(self, epoch: MixPass, chosen: list[tuple[MixedPart, Chosen]]) -> Drawn:
         taken = [(part, part.draw(found)) for part, found in chosen]
+        self.starved_seconds += max((part.waited_seconds for part, _ in taken), default=0.0)
         by_name = {part.name: len(each.rows) for part, each in taken}
         self._schedule = self._schedule.after([by_name.get(part.name, 0) for part in self._parts])
         number = epoch.draw(taken, self._schedule)
@@ -537,9 +559,11 @@ class MixBatchSampler(BatchSampler):
         if is_same and sum(weights) == sum(self._base):
             self._schedule = replace(self._schedule, weights=tuple(weights))
 
-    def plain_rows(self) -> Ints:
+    def share(self, epoch: int) -> Ints:
         """Return this rank's samples of the coming epoch ``(n,)`` as they come if all are resident."""
         with self._lock:
+            if self._reading is None:
+                self._settle_parts()
             passes = [part.passes.copied() for part in self._parts]
             schedule, left = self._handed_out, self._left(self._at)
         batches = [np.zeros(0, np.int64)]
@@ -550,11 +574,3 @@ class MixBatchSampler(BatchSampler):
             batches.append(spread([rows + part.offset for rows, part in zip(taken, self._parts, strict=True)]))
             left -= sum(counts)
         return np.concatenate(batches)
-
-
-class MixShare(Share):
-    """A rank's share of an epoch of a mixture, as ``loader.sampler``. Iterated, it yields the mixture's plain order."""
-
-    def __iter__(self) -> Any:
-        order: Any = self._order
-        return iter(order.plain_rows().tolist())

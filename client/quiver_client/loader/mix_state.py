@@ -24,7 +24,7 @@ import numpy as np
 
 from quiver_client.loader.epoch import Deal
 from quiver_client.loader.mix_schedule import UNIT_MAX
-from quiver_client.loader.state import State, merge_states, pack
+from quiver_client.loader.state import State, merge_states, pack, unpack
 
 VERSION: Final = 1
 OPEN_PASSES_MAX: Final = 100_000  # of one part
@@ -102,7 +102,7 @@ class MixState:
                 " those that are no longer to be drawn; a part that is new needs a new run"
             )
         for name in _SAME:
-            if self.numbers[name] != ours[name] and name != "drop_last":
+            if name != "drop_last" and self.numbers[name] != ours[name]:
                 raise ValueError(
                     f"state: its {_what(name)} is {_short(self.numbers[name])}, this loader's {_short(ours[name])};"
                     " it cannot be resumed here"
@@ -182,7 +182,9 @@ def _merged_passes(by_rank: Sequence[list[State]]) -> tuple[State, ...]:
     if left:
         return tuple(left)
     after = merged[-1]
-    return ({**after, "epoch": after["epoch"] + 1, "done": None, "own": None},)
+    following = {**after, "epoch": after["epoch"] + 1, "done": None, "own": None}
+    following.pop("positions", None)
+    return (following,)
 
 
 def _merged_pass(known: Mapping[int, State], has_read: set[int], world_size: int) -> State:
@@ -197,15 +199,16 @@ def _merged_pass(known: Mapping[int, State], has_read: set[int], world_size: int
 
 def _share_of(state: State) -> int:
     """Return the samples of each rank's share of what was not done before."""
-    done = state["done"]
-    read = int(np.unpackbits(np.frombuffer(done, np.uint8), count=int(state["samples"])).sum()) if done else 0
+    read = int(unpack(state["done"], int(state["samples"])).sum())
     deal = Deal(int(state["samples"]) - read, 0, False, 0, int(state["world_size"]), 1, bool(state["drop_last"]))
     return deal.share_samples
 
 
 def _is_complete(state: State) -> bool:
-    done = state["done"]
-    return bool(done) and bool(np.unpackbits(np.frombuffer(done, np.uint8), count=state["samples"]).all())
+    samples = int(state["samples"])
+    done = unpack(state["done"], samples)
+    left = samples - int(done.sum())
+    return bool(unpack(state.get("positions"), left).all())
 
 
 def _part(name: Any, part: Any) -> PartState:
