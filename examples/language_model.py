@@ -24,9 +24,9 @@ from quiver_client import DataLoader, Dataset, index
 
 VOCABULARY = 64
 LENGTH = 128  # tokens of a sequence
-SEQUENCES = 2048
+SEQUENCES = 1024
 BATCH = 32
-STOP_AFTER = 45  # batches, of 64 per epoch
+STOP_AFTER = 20  # batches, of 32 per epoch
 
 
 def write_tokens(folder: Path) -> None:
@@ -60,7 +60,7 @@ def train(loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer, batch
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
         if len(losses) == batches:
             break
     return losses

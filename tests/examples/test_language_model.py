@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model.py"
 def test_a_language_model_resumes_in_mid_epoch_as_if_it_had_not_been_interrupted(tmp_path: Path) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLE)], capture_output=True, text=True, env=environment, timeout=200
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, env=environment, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "the same losses"
