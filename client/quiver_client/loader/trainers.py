@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from torch.utils.data import DistributedSampler
@@ -61,7 +61,7 @@ class Reader:
         found: dict[str, Any] = {}
         while asking is not None and (module := str(asking.f_globals.get("__name__"))).startswith((*BETWEEN, TRAINER)):
             if module == ACCELERATE:
-                wrapper = asking.f_locals.get("self")
+                wrapper = cast(Any, asking.f_locals.get("self"))
                 kind = type(wrapper).__name__
                 if kind == "SkipBatchSampler":
                     found["skipped"] = found.get("skipped", 0) + wrapper.skip_batches
