@@ -193,8 +193,9 @@ class Passes:
         """Return the pass that a loop reads, so that ``go_on`` can go on with it."""
         if self.reading is None:
             return None
+        named = self._next_epoch if self._is_named else self.user.named if self.user is not None else None
         values = {name: getattr(self, name) for name in _OF_A_PASS}
-        return OpenPass(self.reading, values, self._is_named and self._next_epoch != self.reading.number)
+        return OpenPass(self.reading, values, is_left=named not in (None, self.reading.number))
 
     def go_on(self, opened: OpenPass) -> None:
         """Go on with a pass after another one. The epoch that follows is the one after this pass's."""
