@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,6 +34,23 @@ from quiver_client.loader.state import (
 from quiver_client.loader.user_sampler import UserSampler
 
 log = logging.getLogger("quiver_client")
+
+_OF_A_PASS: Final = (
+    *("current", "reading", "done", "resumed_from"),
+    *("_before", "_length", "_has_begun", "_consumed", "_left_out"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPass:
+    """What there is to know of a pass that was begun, to go on with it after another pass.
+
+    ``is_left``: when it was put aside, the user had named another epoch to read next, so no loop goes on with it.
+    """
+
+    epoch: Epoch
+    values: Mapping[str, Any]
+    is_left: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +241,28 @@ class Passes:
         self.reading = None
         if self.current is not None and self.current.finished:
             self.drop()
+
+    def open_pass(self) -> OpenPass | None:
+        """Return the pass that a loop reads, so that ``go_on`` can go on with it."""
+        if self.reading is None:
+            return None
+        named = self._next_epoch if self._is_named else self.user.named if self.user is not None else None
+        values = {name: getattr(self, name) for name in _OF_A_PASS}
+        return OpenPass(self.reading, values, is_left=named not in (None, self.reading.number))
+
+    def go_on(self, opened: OpenPass) -> None:
+        """Go on with a pass after another one. The epoch that follows is the one after this pass's."""
+        vars(self).update(opened.values)
+        self._next_epoch, self._is_named, self._resume = opened.epoch.number + 1, False, None
+
+    def state_of(self, opened: OpenPass, *, is_recorded: bool, batches: int | None = None) -> State:
+        """Return the state of a pass that is not the current one."""
+        now = {name: getattr(self, name) for name in _OF_A_PASS}
+        vars(self).update(opened.values)
+        try:
+            return self.state(is_recorded=is_recorded, batches=batches)
+        finally:
+            vars(self).update(now)
 
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""

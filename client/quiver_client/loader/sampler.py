@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from quiver import forks
 from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
-from quiver.substitution import Ints
+from quiver.substitution import Ints, Mask
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
 from quiver_client.loader import draw_wait
@@ -30,21 +30,25 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.merged_state import merged_state
-from quiver_client.loader.passes import Passes
+from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
+from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Reader, Share, keeps_one_state, pass_through, wrapping_shard
+from quiver_client.loader.trainers import Reader, keeps_one_state, pass_through, share_of, wrapping_shard
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 DISPLACED: Final = (
-    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+    "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
+    " loader again"
 )
 
 
+@rebuildable
 class BatchSampler(Sampler[list[int]]):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
@@ -72,6 +76,7 @@ class BatchSampler(Sampler[list[int]]):
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
         for name, file in (("ledger", ledger), ("replay", replay)):
@@ -96,12 +101,14 @@ class BatchSampler(Sampler[list[int]]):
         self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
         self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
+        self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
         self._labels = LabelWatch.of(dataset) if deal.shuffle else None
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
@@ -140,12 +147,17 @@ class BatchSampler(Sampler[list[int]]):
     @property
     def sampler(self) -> Iterable[int]:
         """The sampler that was given, or else the rank's share as a sampler."""
-        return Share(self) if self._passes.user is None else self._passes.user.sampler
+        return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Which shard each sample lies in, and what shards have."""
+        return self._passes.layout
 
     def __len__(self) -> int:
         """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
@@ -167,7 +179,7 @@ class BatchSampler(Sampler[list[int]]):
             for _ in range(skips):
                 yield []
             while True:
-                self.asked()
+                self.asked(epoch)
                 drawn = self.draw(epoch)
                 if drawn is None:
                     break
@@ -193,14 +205,18 @@ class BatchSampler(Sampler[list[int]]):
         return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
         draws batches before the training loop asks for them.
         """
-        if merged or keeps_one_state(sys._getframe(1)):
-            return merged_state(partial(self._state, batches), *self._passes.rank.current)
-        return self._state(batches)
+        own = partial(self._state, batches)
+        if merged:
+            return merged_state(own, *self._passes.rank.current)
+        if keeps_one_state(sys._getframe(1)):
+            return trainers_state(own, *self._passes.rank.current)
+        return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
             self._passes.load(state)
+            self._aside.clear()
             self._recorder.flush()
 
     @property
@@ -242,16 +258,16 @@ class BatchSampler(Sampler[list[int]]):
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
-        """Begin the next epoch, or the rest of a resumed one."""
+        """Begin the next epoch, or the rest of a resumed one. A pass that another loop reads is put aside."""
         self._compare_end()
         passes = self._passes
         with self._lock:
+            opened = passes.open_pass()
             if passes.settle():
                 self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
-            self._wait.cancel()
-            self._consumer.begin(self._consumer_name)
-            self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
+            self._aside.put(opened)
+            self._become_current(epoch)
         if self._agreement is not None:
             self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
         if self._replay is None:
@@ -264,16 +280,18 @@ class BatchSampler(Sampler[list[int]]):
             return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Whether no other pass has begun since, and no state was loaded."""
+        """Whether this pass was asked last, and no state was loaded since."""
         return epoch is self._passes.current
 
     def draw(self, epoch: Epoch) -> Drawn | None:
         """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
 
-        Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
+        Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
             with self._lock:
+                if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+                    return self._take_plain(epoch) if epoch.pending else None
                 if epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
@@ -283,10 +301,16 @@ class BatchSampler(Sampler[list[int]]):
                     return self._take(epoch, entries)
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
-        """The training loop waits for a batch."""
+    def asked(self, epoch: Epoch | None = None) -> None:
+        """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
+            if epoch is not None:
+                self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+
+    def tell_residency(self, told: Callable[[Epoch, Mask], None]) -> None:
+        """Call this with the pass and which shards are resident, in the reporting thread, before each report."""
+        self._consumer.on_view = told
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
@@ -300,7 +324,8 @@ class BatchSampler(Sampler[list[int]]):
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
-            self._recorder.consumed(number)
+            self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
+            self._recorder.consumed(epoch, number)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -312,31 +337,58 @@ class BatchSampler(Sampler[list[int]]):
     def end(self, epoch: Epoch) -> None:
         """The pass has ended: from now on the state is that of the next epoch, with nothing consumed."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._passes.drop()
                 self._recorder.flush()
+                self._return_to_outer()
         self._compare_end()
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
                 if epoch.finished:
                     self._recorder.flush()
+                self._return_to_outer()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self, batches: int | None) -> State:
         with self._lock:
             self._recorder.flush()
-            return self._passes.state(is_recorded=self._recorder.is_recording, batches=batches)
+            is_recorded, claimant = self._recorder.is_recording, self._aside.claimant()
+            if claimant is not None:
+                return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
+            return self._passes.state(is_recorded=is_recorded, batches=batches)
 
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
         return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+
+    def _become_current(self, epoch: Epoch) -> None:
+        self._wait.cancel()
+        self._consumer.begin(self._consumer_name)
+        self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
+
+    def _go_on(self, opened: OpenPass | None) -> None:
+        """Make a pass current that was put aside, in place of the one that is. Locked."""
+        if opened is not None:
+            self._aside.put(self._passes.open_pass())
+            self._passes.go_on(opened)
+            self._become_current(opened.epoch)
+
+    def _return_to_outer(self) -> None:
+        """An inner loop's pass has ended: the outer loop's is current again, before that asks. Locked."""
+        outer = self._aside.innermost()
+        if outer is not None:
+            self._go_on(self._aside.take(outer.epoch))
 
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
@@ -361,9 +413,16 @@ class BatchSampler(Sampler[list[int]]):
                 return None
         return epoch.completed(batch_size, view, self._lookahead)
 
+    def _take_plain(self, epoch: Epoch) -> Drawn:
+        entries = epoch.order.plain(min(self.deal.batch_size, epoch.pending))
+        self._recorder.drawn(epoch, epoch.drawn, entries)
+        return epoch.draw(entries)
+
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
         if self._wait.is_waiting:
-            self._consumer.starved(self._wait.end(time.monotonic()))
+            seconds = self._wait.end(time.monotonic())
+            self.starved_seconds += seconds
+            self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self.dataset.count("substitutions", drawn.substituted)
