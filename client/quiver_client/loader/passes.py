@@ -266,7 +266,7 @@ class Passes:
 
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""
-        self._ended = self._now
+        self._ended = self._now or self._ended
         self.current = self.reading = None
         self.done = np.zeros(0, bool)
 

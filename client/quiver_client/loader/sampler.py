@@ -176,8 +176,8 @@ class BatchSampler(Sampler[list[int]]):
     def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
-            for _ in range(skips):
-                yield []
+            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
+                yield [0] * self.deal.batch_size
             while True:
                 self.asked(epoch)
                 drawn = self.draw(epoch)
