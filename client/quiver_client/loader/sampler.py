@@ -186,6 +186,11 @@ class BatchSampler(Sampler[list[int]]):
             self._aside.clear()
             self._recorder.flush()
 
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper set the user's sampler to."""
+        with self._lock:
+            self._passes.count_on()
+
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
         user = self._passes.user
