@@ -15,7 +15,7 @@ from pathlib import Path
 
 import made_data
 import torch
-import torch.distributed as distributed
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from quiver_client import DataLoader

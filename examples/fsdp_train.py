@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 2 examples/fsdp_train.py [FOLDER]
 
 torch.distributed.checkpoint saves and loads model and optimizer by shards, and resumes with another number of
-processes. The loader's merged state is the same in all ranks, so it goes in as any other value.
+processes. The loader goes in as it is: it has a ``state_dict``, which is that of all ranks there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import made_data
 import torch
-import torch.distributed as distributed
 import torch.distributed.checkpoint as checkpoints
+from torch import distributed
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,10 +47,9 @@ def main() -> None:
     read = torch.zeros(len(dataset), dtype=torch.int64)
     resumed = saved.exists()
     if resumed:
-        state = everything(model, optimizer, {}, read)
+        state = everything(model, optimizer, loader, torch.zeros_like(read))
         checkpoints.load(state, checkpoint_id=saved)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        loader.load_state_dict(state["loader"])
         if rank == 0:
             read += state["read"]
 
@@ -61,7 +60,7 @@ def main() -> None:
         optimizer.step()
         read[numbers] += 1
         if step == STEPS_BEFORE_CHECKPOINT and not resumed:
-            state = everything(model, optimizer, loader.state_dict(merged=True), summed(read))
+            state = everything(model, optimizer, loader, summed(read))
             checkpoints.save(state, checkpoint_id=saved)
             if rank == 0:
                 print(f"checkpoint after step {step} of {world_size} ranks: loss {loss.item():.4f}", flush=True)
@@ -75,8 +74,8 @@ def main() -> None:
     distributed.destroy_process_group()
 
 
-def everything(model: Any, optimizer: Any, loader: dict[str, Any], read: torch.Tensor) -> dict[str, Any]:
-    """Return what a checkpoint holds. To load it, the values are places that ``checkpoints.load`` fills."""
+def everything(model: Any, optimizer: Any, loader: DataLoader, read: torch.Tensor) -> dict[str, Any]:
+    """Return what a checkpoint holds, or where ``checkpoints.load`` puts it."""
     parameters, moments = get_state_dict(model, optimizer)
     return {"model": parameters, "optimizer": moments, "loader": loader, "read": read}
 

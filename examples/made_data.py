@@ -27,7 +27,9 @@ def make(folder: Path) -> None:
     values = 3 * points + 0.5 + rng.normal(0, 0.01, SAMPLES)
     (folder / "data").mkdir(parents=True, exist_ok=True)
     for number, pair in enumerate(zip(points, values, strict=True)):
-        (folder / "data" / f"{number:04}.bin").write_bytes(np.array([number, *pair], np.float32).tobytes().ljust(64, b"\0"))
+        (folder / "data" / f"{number:04}.bin").write_bytes(
+            np.array([number, *pair], np.float32).tobytes().ljust(64, b"\0")
+        )
     index(str(folder / "data"), str(folder / "line.quiver"), shard_bytes="4KiB")
 
 
