@@ -25,7 +25,7 @@ from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainer_loops import reads_one_ahead
+from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
 from quiver_client.loader.trainers import GradientSync, Prepared, Reader, warn_of_repeats
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
@@ -202,6 +202,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         asking = sys._getframe(1)
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
+        if is_counter(asking):
+            self.order.count_on()
         self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch

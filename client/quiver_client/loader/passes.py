@@ -203,6 +203,11 @@ class Passes:
                 log.warning("set_epoch(%d): the loaded state, of epoch %d, is dropped", epoch, self._resume["epoch"])
             self._resume = None
 
+    def count_on(self) -> None:
+        """Read the epoch that follows, or that a state says, next, whatever epoch the user's sampler was set to."""
+        if self.user is not None and not self._is_named:
+            self.user.leave_at(self._next_epoch)
+
     # -- a pass -------------------------------------------------------------------------------------------------------
 
     def begin(self, replay: Replay | None) -> Epoch:

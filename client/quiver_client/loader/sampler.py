@@ -30,7 +30,7 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
@@ -38,7 +38,14 @@ from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Reader, keeps_one_state, pass_through, share_of, wrapping_shard
+from quiver_client.loader.trainers import (
+    Reader,
+    flattens_states,
+    keeps_one_state,
+    pass_through,
+    share_of,
+    wrapping_shard,
+)
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
@@ -208,16 +215,23 @@ class BatchSampler(Sampler[list[int]]):
         own = partial(self._state, batches)
         if merged:
             return merged_state(own, *self._passes.rank.current)
-        if keeps_one_state(sys._getframe(1)):
-            return trainers_state(own, *self._passes.rank.current)
+        asking = sys._getframe(1)
+        if keeps_one_state(asking):
+            state = trainers_state(own, *self._passes.rank.current)
+            return packed(state) if flattens_states(asking) else state
         return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
-            self._passes.load(state)
+            self._passes.load(unpacked(state))
             self._aside.clear()
             self._recorder.flush()
+
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper set the user's sampler to."""
+        with self._lock:
+            self._passes.count_on()
 
     @property
     def handed_out(self) -> int:

@@ -31,7 +31,9 @@ ONE_STATE: Final = (
     "accelerate.checkpointing",
     *("lightning.pytorch.utilities.combined_loader", "pytorch_lightning.utilities.combined_loader"),
     *("lightning.fabric.strategies.", "lightning_fabric.strategies."),
+    "torch.distributed.checkpoint.",
 )
+FLATTENS: Final = "torch.distributed.checkpoint."  # it stores each value by itself, and loads those that there are now
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
     " Accelerator.prepare the quiver_client.DataLoader, which it leaves unchanged; or let Accelerate alone deal, by"
@@ -169,9 +171,19 @@ class Prepared:
 
 def keeps_one_state(asking: FrameType | None) -> bool:
     """Whether the caller, identified by its frame, asks all ranks for a state and keeps that of one rank alone."""
+    return _module(asking).startswith(ONE_STATE)
+
+
+def flattens_states(asking: FrameType | None) -> bool:
+    """Whether the caller stores each value of a state by itself, so that only one without a structure is kept whole."""
+    return _module(asking).startswith(FLATTENS)
+
+
+def _module(asking: FrameType | None) -> str:
+    """Return the module that calls, beyond the loader's own: what a loader's method does, its order does."""
     while asking is not None and str(asking.f_globals.get("__name__")).startswith("quiver_client."):
-        asking = asking.f_back  # what a loader's method does, its order does
-    return asking is not None and str(asking.f_globals.get("__name__")).startswith(ONE_STATE)
+        asking = asking.f_back
+    return str(asking.f_globals.get("__name__")) if asking is not None else ""
 
 
 class SharedOrder(Protocol):
