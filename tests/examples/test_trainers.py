@@ -38,6 +38,7 @@ os._exit(0)
         ("transformers_train", 1, ["600 of 600 samples read 2 times in 2 epochs"]),
     ],
 )
+@pytest.mark.timeout(300)
 def test_an_example_reads_each_sample_once_per_epoch(tmp_path: Path, name: str, ranks: int, said: list[str]) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         port = listening.getsockname()[1]
@@ -47,7 +48,7 @@ def test_an_example_reads_each_sample_once_per_epoch(tmp_path: Path, name: str, 
     ]
     try:
         for each in started:
-            assert each.wait(100) == 0, each.lines()[-20:]
+            assert each.wait(280) == 0, each.lines()[-20:]
         shown = "\n".join(started[0].lines())
         assert all(line in shown for line in said), shown
     finally:
