@@ -1,4 +1,4 @@
-"""Lightning and Fabric with our loader and with a stock one over our dataset: what they wrap, inject, save and resume."""
+"""Lightning and Fabric with our loader, and with a stock one over our dataset: what they wrap, inject and resume."""
 
 from __future__ import annotations
 
