@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
@@ -15,14 +15,15 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
-from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
-from quiver_client.loader.epoch import Drawn, Epoch
+from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
 from quiver_client.loader.injected import SeenBatches, order_of
 from quiver_client.loader.loop_pass import Batches, LoopPass
+from quiver_client.loader.order import OrderPass
 from quiver_client.loader.own_methods import own_methods
 from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
@@ -51,6 +52,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
     the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.
+    ``shuffle``: ``True`` or ``"full"`` mixes all samples. ``"block"`` reads the shards in random order and mixes the
+    samples of ``block_shards`` of them at a time (by default 16, or 64 where a shard's samples stood together in the
+    origin; fewer in small datasets): a fixed order whose shards are needed once and briefly, for tokens that are packed
+    in order and whoever cannot substitute (docs/shuffles.md). ``substitute`` does not apply to it.
     ``lookahead``: among how many pending samples a batch may choose; ``"auto"``: the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
@@ -58,6 +63,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
+    error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
+    batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
+    repeated if there are several ranks, or with ``drop_last``. ``errors_max``: how many bad samples an epoch may have,
+    or which fraction of the rank's samples; by default one in a thousand and at least one. Beyond it a ``RuntimeError``
+    names them all (docs/transforms.md).
     ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
     ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
 
@@ -75,9 +86,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
-        dataset: Dataset,
+        dataset: torch.utils.data.Dataset[Any],
         batch_size: int | None = 1,
-        shuffle: bool | None = None,
+        shuffle: bool | str | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
@@ -98,7 +109,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        block_shards: int | None = None,
         progress: bool | None = None,
+        on_error: str = "raise",
+        errors_max: float | None = None,
         **stock: Any,
     ) -> None:
         if batch_size is None:
@@ -110,6 +124,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
+        self._on_error = ErrorPolicy.parsed(on_error, errors_max)
+        self._errors = ErrorLog(self._on_error)
         if batch_sampler is not None:
             others = batch_size != 1, bool(shuffle), sampler is not None, drop_last
             order = order_of(batch_sampler, dataset, *others)
@@ -117,7 +133,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             order = BatchSampler(
                 dataset,
                 batch_size,
-                shuffle=bool(shuffle),
+                shuffle=False if shuffle is None else shuffle,
                 drop_last=drop_last,
                 substitute=substitute,
                 lookahead=lookahead,
@@ -128,12 +144,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 ledger=ledger,
                 replay=replay,
                 sampler=sampler,
+                block_shards=block_shards,
             )
+        if self._on_error.is_tolerant and not order.can_replace:
+            raise ValueError("on_error: a mixture raises; let the parts' transforms return something for a bad sample")
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(dataset)
-        self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
-        self.epoch: Epoch | None = None  # what the workers draw from
+        by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
+        self.epoch: OrderPass | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
@@ -150,7 +168,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._collate = collated if by_columns else self.collate_fn
+        self._source = Source(
+            order.samples,
+            self.collate_fn,
+            order.deal.seed,
+            by_columns=by_columns,
+            is_tolerant=self._on_error.is_tolerant,
+        )
         # torch rejects it together with a batch_size, which users read
         self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
         # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
@@ -207,16 +231,25 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch
+        samples = epoch.pending
+        if self._on_error.on_error == "replace":
+            self.order.hold_last(epoch)
         if self.num_workers:
             # Persistent workers serve one pass at a time: one that begins within another has workers of its own.
             workers = self._get_iterator() if self.persistent_workers and self._open_passes() else super().__iter__()
             batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
-            batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
-        passing = LoopPass(
-            self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
-        )
+            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
+            batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
+        if self._on_error.is_tolerant:
+            self._errors.begin(samples)
+            replaces = self._on_error.on_error == "replace"
+            batches = CompleteBatches(
+                batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
+            )
+        sync = GradientSync(self, self._prepared)
+        passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
@@ -224,10 +257,17 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _show_progress(self) -> ProgressLine | None:
         """Return the line that shows the first fill, ``None`` if none is wanted."""
         if self._line is None and is_wanted(self._progress, self.order.deal.rank):
-            layout = self.order.layout
-            self._line = ProgressLine(self.order.dataset.manifest.path.stem, layout.sample_bytes * layout.counts)
-            self.order.tell_residency(self._line.learn)
+            self._line = ProgressLine()
+            self.order.show_first_fill(self._line)
         return self._line
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this process, as ``dataset.stats()`` does, ``skipped`` and ``replaced`` among them:
+        samples that ``on_error`` left out, or had another one take the place of."""
+        counters: Counter[str] = Counter()
+        for leaf in self.order.leaves:
+            counters.update(leaf.stats())
+        return dict(counters)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass read this epoch, or what a loaded state left of it."""
@@ -265,13 +305,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
         reading = copy.copy(self)
-        reading.__dict__.update(dataset=self._source, collate_fn=self._collate)  # torch forbids setting them
+        reading.__dict__.update(dataset=self._source, collate_fn=collated)  # torch forbids setting them
         return WorkerBatches(reading)
 
-    def _fetch(self, drawn: Drawn) -> Any:
-        begun = time.monotonic()
-        batch = self._collate(cast(Any, self._source.__getitems__(cast(Any, drawn.rows))))
-        self._watch.fetched(time.monotonic() - begun)
+    def _pinned(self, batch: Any) -> Any:
         if self.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.lazy_sampler import LazyEpoch
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
 from quiver_client.loader.state import (
@@ -25,7 +25,9 @@ from quiver_client.loader.state import (
     counted,
     counting,
     fitted,
+    has_positions,
     is_untouched,
+    located,
     make_state,
     of_sampler,
     rest_of,
@@ -67,7 +69,7 @@ class Passes:
     """The passes of one loader in one rank. ``user``: the sampler that gives the order, in place of a seed."""
 
     def __init__(
-        self, dataset: Digest, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
+        self, dataset: str, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -77,7 +79,7 @@ class Passes:
         self.is_resumed = False  # from the state of another run, whose ledger is continued
         self.done: Mask = np.zeros(0, bool)  # (samples,): consumed before the shares of this pass were dealt
         self.resumed_from: State | None = None  # the state that this pass resumed from
-        self._dataset = str(dataset)
+        self.dataset = dataset  # its identity
         self._deal = deal
         self._deal = self.deal
         self._batch_size = deal.batch_size  # as it was given
@@ -103,6 +105,12 @@ class Passes:
             return self._deal
         return replace(self._deal, rank=rank, world_size=world_size)
 
+    @property
+    def keeps_size(self) -> bool:
+        """Whether batches keep their number and size, by repeating samples in place of bad ones: other ranks have as
+        many, or ``drop_last`` promises whole ones."""
+        return self._deal.world_size > 1 or self._deal.drop_last
+
     def settle(self) -> bool:
         """Settle the rank as this process has it now; return whether that changed the deal."""
         self.rank.settle()
@@ -119,7 +127,7 @@ class Passes:
         return self._deal != before
 
     @property
-    def share(self) -> tuple[int, int]:
+    def dealt_to(self) -> tuple[int, int]:
         """Rank and world size of the share that this order is: one of one if each rank reads all of a sampler."""
         return (0, 1) if self.user is not None and not self.user.is_share else self.rank.current
 
@@ -166,8 +174,8 @@ class Passes:
 
         Never fewer than a whole epoch: a trainer that asks once, as Lightning does, uses the number for all epochs.
         """
-        whole = self.user.batches(self._deal) if self.user is not None else None
-        return max(self.deal.batches if whole is None else whole, self._resumed_batches or 0)
+        whole = self.deal.batches if self.user is None else self.user.batches(self._deal)
+        return max(whole, self._resumed_batches or 0)
 
     @property
     def _resumed_batches(self) -> int | None:
@@ -186,6 +194,9 @@ class Passes:
         """Return how many batches a state has left for this rank."""
         samples, rest = self._deal.samples, rest_of(resume)
         deal = self.deal
+        if "given" in resume and self.user is not None:
+            given: int = resume["given"]
+            return max(self.user.batches(deal) - given // deal.batch_size, 0)
         left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
         share = replace(deal, samples=left).share_samples
         own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
@@ -229,11 +240,23 @@ class Passes:
         self.resumed_from, self._has_begun = resume, False
         self._before = resume.get("before", 0) if resume is not None else 0
         left = ceil(epoch.pending / self._deal.batch_size)
-        self._length = counted(resume) + left if resume is not None else None
+        is_known = resume is not None and not isinstance(epoch, LazyEpoch)
+        self._length = counted(resume) + left if resume is not None and is_known else None
         self._resume, self._is_named = None, False
         self.current = self.reading = epoch
         self._next_epoch = epoch.number + 1
         return epoch
+
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch."""
+        deal = self.deal
+        return deal.share(deal.order(epoch, np.zeros(deal.samples, bool), self.layout.shard_of))[0]
+
+    def following(self, epoch: Epoch) -> Ints | None:
+        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
+        if self.user is not None:
+            return epoch.share if self.user.is_fixed else None
+        return self.share(epoch.number + 1)
 
     def consumed(self, rows: Ints) -> None:
         """The loop received these samples of the current pass."""
@@ -271,14 +294,21 @@ class Passes:
 
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""
-        self._ended = self._now
+        self._ended = self._now or self._ended
         self.current = self.reading = None
         self.done = np.zeros(0, bool)
 
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
-        order = self._deal.order(number, done) if self.user is None else self.user.rows(number, done, resume)
+        lazy = self.user.lazy(number, done, resume, self.layout, self._deal) if self.user is not None else None
+        if lazy is not None:
+            self.done, self._consumed, self._left_out = done, done.copy(), np.zeros(0, np.int64)
+            return lazy
+        if self.user is None:
+            order = self._deal.order(number, done, self.layout.shard_of)
+        else:
+            order = self.user.rows(number, done, resume)
         share, left_out = self._deal.share(order)
         own = unpack(resume["own"], len(share)) if resume is not None else None
         self.done, self._consumed = done, done.copy()
@@ -288,9 +318,13 @@ class Passes:
             self._consumed[self._left_out] = True
         batches = resume["batches"] if resume is not None else 0
         replayed = replay.order(number, self._deal, self.layout) if replay is not None else None
-        if replayed is not None and len(replayed) < len(share):
-            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
-        return Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        known = len(replayed.rows) + len(replayed.lost) if replayed is not None else len(share)
+        if known < len(share):
+            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, known, len(share))
+        epoch = Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        if self.keeps_size:
+            epoch.keep_size(resume.get("owed", 0) if resume is not None else 0)
+        return epoch
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -311,7 +345,8 @@ class Passes:
         if self._deal.world_size == 1 and (was.done.any() or (epoch.has_skipped and is_recorded)):
             state = self._state(epoch.number, 0, was.consumed, nothing)
             return counting(state, was.before + epoch.batches)
-        return counting(self._state(epoch.number, epoch.batches, was.done, epoch.consumed), was.before)
+        state = counting(self._state(epoch.number, epoch.batches, was.done, epoch.consumed), was.before)
+        return {**state, "owed": epoch.owed} if epoch.owed else state
 
     def _was(self, batches: int | None) -> _Was | None:
         """Return what is to be saved: the current pass, or as it or the one that ended was ``batches`` into it."""
@@ -335,9 +370,9 @@ class Passes:
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
-        belongs = belonging(state, self._dataset, self._deal)
+        belongs = belonging(state, self.dataset, self._deal)
         is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
-        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs
+        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
         self._ended = None
         self._resume, self.is_resumed = resume, True
@@ -347,13 +382,20 @@ class Passes:
 
     def _fitted(self, state: State) -> State:
         if self.user is None:
-            return fitted(state, self._dataset, self.deal)
+            return self._located(fitted(state, self.dataset, self.deal))
         rank, world_size = self.rank.current
         deal = replace(self.deal, rank=rank, world_size=world_size)
-        return fitted(state, self._dataset, deal, sampler=True, in_order=self.user.is_fixed)
+        return self._located(fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed))
+
+    def _located(self, state: State) -> State:
+        """Return a state that says which samples are consumed where it said which positions of an order are."""
+        if not has_positions(state):
+            return state
+        done = unpack(state["done"], self._deal.samples)
+        return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
-        return make_state(self._dataset, self.deal, epoch, batches, done, own)
+        return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, was: _Was) -> State:
         epoch = was.epoch

@@ -11,27 +11,29 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
 import blake3
-from torch.utils.data import Sampler
+import numpy as np
+from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
-from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
-from quiver.substitution import Ints, Mask
-from quiver_client.dataset import Dataset
-from quiver_client.failure import failure
+from quiver.substitution import Ints
+from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
+from quiver_client.loader.amendments import Amendment
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.known_order import KnownOrder
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
@@ -47,8 +49,12 @@ from quiver_client.loader.trainers import (
     wrapping_shard,
 )
 from quiver_client.loader.user_sampler import UserSampler, rank_given
+from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
+from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
+HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
     "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
     " loader again"
@@ -66,12 +72,20 @@ class BatchSampler(Sampler[list[int]]):
 
     even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
 
+    def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
+        """Return the sampler of this kind of dataset."""
+        if cls is BatchSampler and isinstance(dataset, Mix):
+            from quiver_client.loader.mix_sampler import MixBatchSampler  # a subclass of this class
+
+            return super().__new__(MixBatchSampler)
+        return super().__new__(cls)
+
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -82,43 +96,56 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        block_shards: int | None = None,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        if not isinstance(dataset, Dataset):
-            raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.samples = resolved(dataset)
+        placement, identity = self.samples.placement(), self.samples.identity
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
         settled = SettledRank(*rank_given(sampler, rank, world_size))
-        self._name = _name(job_of(job), dataset.manifest.digest)
+        self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
-        user = UserSampler(sampler, len(dataset)) if sampler is not None else None
+        user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
+        if sampler is not None and isinstance(shuffle, str):
+            raise ValueError("sampler: it determines the order; give either sampler or shuffle")
+        layout = ShardLayout.of(placement)
+        is_shuffled, blocks = shuffle_of(shuffle, block_shards, layout)
         deal = Deal(
-            samples=len(dataset),
+            samples=len(self.samples),
             seed=whole("seed", seed, 0),
-            shuffle=bool(shuffle),
+            shuffle=is_shuffled,
             rank=0,
             world_size=1,
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
+            block_shards=blocks,
         )
-        self.substitute = bool(substitute) and deal.shuffle and sampler is None and replay is None
+        is_fixed = not deal.shuffle or bool(deal.block_shards) or sampler is not None or replay is not None
+        self.substitute = bool(substitute) and not is_fixed
         self._lookahead = lookahead_of(lookahead)
-        digest = dataset.manifest.digest
-        self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
+        self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
+        self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
         self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
-        self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset) if deal.shuffle else None
+        self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        if self._labels is not None and blocks and not self._labels.is_idle:
+            self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
         self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
+        self._was_asked = forks.event()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
-        self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
+        known = None if self.substitute else KnownOrder(layout.shard_of, self._passes.following)
+        self._consumer = CacheConsumer(
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
+        )
+        self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
 
@@ -135,7 +162,7 @@ class BatchSampler(Sampler[list[int]]):
         over an order that is dealt already then hands its batches on (``pass_through``).
         """
         shard = wrapping_shard(sys._getframe(1))
-        rank, world_size = self._passes.share
+        rank, world_size = self._dealt_to
         if shard is not None and world_size > 1:
             parts = shard.num_processes if shard.split_batches else 1
             if pass_through(shard, rank, world_size):
@@ -149,7 +176,7 @@ class BatchSampler(Sampler[list[int]]):
         """
         with self._lock:
             if self._passes.split(parts):
-                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, self.deal, *self._files)
+                self._recorder, self._replay = open_recording(self._passes.dataset, self.deal, *self._files)
 
     @property
     def sampler(self) -> Iterable[int]:
@@ -173,18 +200,21 @@ class BatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        reader = Reader.of(sys._getframe(1))
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
+
+    def _checked(self, reader: Reader) -> int:
+        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
         self.attend(reader)
-        is_fixed, is_known = not self.substitute, self._passes.is_reproducible
+        is_fixed, is_known = not self.substitute, self._is_reproducible
         skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
-        reader.check(*self._passes.share, is_fixed=is_fixed and (is_known or self._passes.user is None))
-        return self._batches(skips)
+        reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
+        return skips
 
     def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
-            for _ in range(skips):
-                yield []
+            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
+                yield [0] * self.deal.batch_size
             while True:
                 self.asked(epoch)
                 drawn = self.draw(epoch)
@@ -214,10 +244,10 @@ class BatchSampler(Sampler[list[int]]):
         """
         own = partial(self._state, batches)
         if merged:
-            return merged_state(own, *self._passes.rank.current)
+            return merged_state(own, *self._ranks)
         asking = sys._getframe(1)
         if keeps_one_state(asking):
-            state = trainers_state(own, *self._passes.rank.current)
+            state = trainers_state(own, *self._ranks)
             return packed(state) if flattens_states(asking) else state
         return own()
 
@@ -261,6 +291,10 @@ class BatchSampler(Sampler[list[int]]):
         if user is not None and not user.is_share:
             self._passes.rank.refuse_whole()
 
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch, in the order of the permutation."""
+        return self._passes.share(epoch)
+
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state stays."""
         with self._lock:
@@ -268,6 +302,9 @@ class BatchSampler(Sampler[list[int]]):
                 self.abandon(self._passes.current)
             self._recorder.close()
         self._consumer.close()
+
+    can_replace = True
+    """Whether bad samples can be replaced or skipped."""
 
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
@@ -278,7 +315,7 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             opened = passes.open_pass()
             if passes.settle():
-                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
+                self._recorder, self._replay = open_recording(passes.dataset, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
             self._aside.put(opened)
             self._become_current(epoch)
@@ -290,8 +327,12 @@ class BatchSampler(Sampler[list[int]]):
 
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
+        if epoch is self._passes.reading:
+            epoch.prepare(self.deal.batch_size)
         with self._lock:
-            return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
+            if epoch is not self._passes.reading or not epoch.pending:
+                return True
+            return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
         """Whether this pass was asked last, and no state was loaded since."""
@@ -303,6 +344,8 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
+            if epoch is self._passes.reading:
+                epoch.prepare(self.deal.batch_size)
             with self._lock:
                 if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
                     return self._take_plain(epoch) if epoch.pending else None
@@ -310,9 +353,14 @@ class BatchSampler(Sampler[list[int]]):
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
                     return None
-                entries = self._choose(epoch)
+                is_held = epoch.is_held(self.deal.batch_size)
+                entries = self._choose(epoch) if not is_held else None
                 if entries is not None:
                     return self._take(epoch, entries)
+                self._was_asked.clear()
+            if is_held:
+                self._was_asked.wait(HELD_SECONDS)
+                continue
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Epoch | None = None) -> None:
@@ -321,25 +369,59 @@ class BatchSampler(Sampler[list[int]]):
             if epoch is not None:
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+            if self._passes.reading is not None:
+                self._passes.reading.asked()
+            self._was_asked.set()
 
-    def tell_residency(self, told: Callable[[Epoch, Mask], None]) -> None:
-        """Call this with the pass and which shards are resident, in the reporting thread, before each report."""
-        self._consumer.on_view = told
+    def show_first_fill(self, line: ProgressLine) -> None:
+        """Tell the line before each report, in the reporting thread, which shards are resident."""
+        layout = self._passes.layout
+        line.measure(self._leaves[0].manifest.path.stem, layout.sample_bytes * layout.counts)
+        self._consumer.on_view = line.learn
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is read through caches."""
+        return self._leaves
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
-        return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
+        named = [self.samples.named(row) for row in rows[:NAMED].tolist()]
+        return failure("collate_fn, or the dataset,", error, named, len(rows))
 
     def fetched(self, epoch: Epoch, number: int) -> None:
         """The bytes of a batch are in memory."""
         with self._lock:
             epoch.fetched(number)
 
+    def hold_last(self, epoch: Epoch) -> None:
+        """Keep the last batch's samples pending until the loop asks for it: they may replace bad ones of others."""
+        with self._lock:
+            if not self._passes.keeps_size:
+                epoch.hold_last()
+
+    def replace(self, epoch: Epoch, number: int, failed: Mapping[int, int], wanted: int) -> Ints:
+        """Return up to ``wanted`` samples to hand out in place of bad ones: pending ones, else some once more.
+
+        ``failed``: bad samples by their place in the batch, in which those count that were added before. They are
+        consumed with the batch.
+        """
+        with self._lock:
+            epoch.mark_bad(np.fromiter(failed.values(), np.int64, len(failed)))
+            rows, shards = epoch.add_pending(number, wanted)
+            repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
+            added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
+            self._amend(epoch, number, Amendment(tuple(added), tuple(sorted(failed))))
+        self._leaves[0].count("replaced", len(added))
+        self._leaves[0].count("skipped", len(failed) - len(added))
+        return np.concatenate([rows, repeated])
+
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
+            epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -367,6 +449,7 @@ class BatchSampler(Sampler[list[int]]):
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
+                self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
                 self._return_to_outer()
@@ -380,6 +463,26 @@ class BatchSampler(Sampler[list[int]]):
             if claimant is not None:
                 return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
             return self._passes.state(is_recorded=is_recorded, batches=batches)
+
+    @property
+    def _dealt_to(self) -> tuple[int, int]:
+        """Rank and world size of the share that this order is."""
+        return self._passes.dealt_to
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Whether another process would read the next pass in the same order, if nothing is substituted."""
+        return self._passes.is_reproducible
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether a sampler of the user's gives the order."""
+        return self._passes.user is not None
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        return self._passes.rank.current
 
     @property
     def _consumer_name(self) -> bytes:
@@ -439,14 +542,23 @@ class BatchSampler(Sampler[list[int]]):
             self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
-        self.dataset.count("substitutions", drawn.substituted)
+        self._leaves[0].count("substitutions", drawn.substituted)
+        if epoch.owed and len(drawn.rows) < self.deal.batch_size:
+            repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
+            self._amend(epoch, drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
+
+    def _amend(self, epoch: Epoch, number: int, change: Amendment) -> None:
+        before = epoch.amendments.get(number, Amendment())
+        epoch.amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(epoch, number, epoch.amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _name(job: str, dataset: Digest) -> str:
+def shared_name(job: str, dataset: str) -> str:
     """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
     A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.
