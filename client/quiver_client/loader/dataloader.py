@@ -248,9 +248,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches = CompleteBatches(
                 batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
             )
-        passing = LoopPass(
-            self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
-        )
+        sync = GradientSync(self, self._prepared)
+        passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing

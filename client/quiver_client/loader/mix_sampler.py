@@ -98,6 +98,7 @@ class MixBatchSampler(BatchSampler):
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
         )
+        self._batch_size = self._deal.batch_size  # as it was given
         self._shuffle = shuffle, block_shards
         self.substitute = bool(substitute) and self._deal.shuffle and shuffle != "block"
         self._lock = forks.rlock()
@@ -140,22 +141,6 @@ class MixBatchSampler(BatchSampler):
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return Share(self)
 
-    def split(self, parts: int) -> None:
-        raise ValueError("batch_size: batches of a mixture are not split between ranks; write split_batches=False")
-
-    def count_on(self) -> None:
-        """A mixture counts its epochs by itself."""
-
-    @property
-    def handed_out(self) -> int:
-        with self._lock:
-            return self._at.batches if self._is_partial else 0
-
-    @property
-    def kept_of_last(self) -> int | None:
-        """Which samples a mixture repeats does not follow from where they are in a batch."""
-        return None
-
     @property
     def epoch(self) -> int:
         if self._reading is not None:
@@ -178,11 +163,31 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def _state(self, batches: int | None) -> State:
-        """Return what was handed out so far, part by part. Raises ``ValueError`` for any other number of batches."""
+    @property
+    def handed_out(self) -> int:
         with self._lock:
-            if batches is not None and batches != self._at.batches:
-                raise ValueError(f"batches: the state of a mixture is that of now, {self._at.batches} batches")
+            is_next = self._named in (None, self._at.epoch) and self._reading is None
+            return self._at.batches if is_next and self._is_partial else 0
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """Nothing is repeated: each rank has its own share of each part."""
+        return 0
+
+    def split(self, parts: int) -> None:
+        if self._batch_size % parts:
+            raise ValueError(f"batch_size={self._batch_size}: with split_batches give a multiple of {parts} ranks")
+        with self._lock:
+            self._deal = replace(self._deal, batch_size=self._batch_size // parts)
+
+    def _state(self, batches: int | None) -> State:
+        """Return what was handed out so far, part by part."""
+        with self._lock:
+            if batches is not None and batches < self._at.batches:
+                raise ValueError(
+                    "batches: the state of a mixture is that of now. A stock loader draws ahead of the training loop;"
+                    " give the trainer a quiver_client.DataLoader"
+                )
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
             rank, world_size = self._rank.current

@@ -200,12 +200,15 @@ class BatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        reader = Reader.of(sys._getframe(1))
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
+
+    def _checked(self, reader: Reader) -> int:
+        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
         self.attend(reader)
         is_fixed, is_known = not self.substitute, self._is_reproducible
         skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
         reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
-        return self._batches(skips)
+        return skips
 
     def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
