@@ -167,9 +167,6 @@ class Epoch:
     def prepare(self, count: int) -> None:
         """Find the next ``count`` samples, if that may take time. Called without the sampler's lock."""
 
-    def look_ahead(self, number: int) -> None:
-        """Find out whether a batch is the last one, if that is not known. Called without the sampler's lock."""
-
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""
         shards = self.order.shards[self.order.plain(samples)]
