@@ -220,7 +220,7 @@ class Passes:
             state = self._state(epoch.number, 0, self._consumed, nothing)
             return counting(state, self._before + epoch.batches)
         state = counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
-        return {**state, "owed": epoch.owed} if epoch.owed else state
+        return {**state, "owed": epoch.owed_to_resume} if epoch.owed_to_resume else state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
