@@ -128,11 +128,6 @@ class LazyEpoch(Epoch):
             if self._reader.is_exhausted and self._drop_last and len(self._buffer) < count:
                 self._buffer = []
 
-    def look_ahead(self, number: int) -> None:
-        """Find out whether this batch, the only one in flight, is the last one."""
-        if list(self._flying) == [number] and not self._buffer and not self._drop_last:
-            self.prepare(1)
-
     def soon(self, samples: int) -> list[int]:
         return list(dict.fromkeys(self._layout.shard_of[np.array(self._buffer[:samples], np.int64)].tolist()))
 
