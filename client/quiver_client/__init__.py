@@ -7,8 +7,12 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 
 - ``dataset`` is the description that users hold, ``session`` what one process has open for it: tiers (``tier`` is the
   noun), which are ``embedded`` (a local folder), ``rack`` (its daemons) and ``origin_tier``
+- ``readable`` is what datasets, ``concatenated`` ones and views of them have in common: parts by ``selection`` and
+  ``splitting``, and the ``placement`` of samples in manifests; ``resolution`` reads torch's Subset and ConcatDataset,
+  ``iterable`` is a stream; ``session_sharing`` is how parts share a session, ``summary`` what ``repr`` says
 - ``batch`` holds and verifies a batch's samples; ``fields`` makes samples or columns of it, for ``dataset`` and
-  ``collated_dataset``; ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards
+  ``collated_dataset``; ``loaded`` is a batch whose samples are yet to be made, ``seeding`` seeds them
+- ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards
 - ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
@@ -25,16 +29,18 @@ from typing import TYPE_CHECKING, Any, Final
 from quiver.extras import what_is_missing
 
 if TYPE_CHECKING:
+    from quiver_client.concatenated import Concatenated
     from quiver_client.dataset import Dataset
     from quiver_client.indexing import index
     from quiver_client.loader.dataloader import DataLoader
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
 
-__all__ = ["BatchSampler", "DataLoader", "Dataset", "index", "merge_states"]
+__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "index", "merge_states"]
 
 _HOME: Final = {
     "BatchSampler": "quiver_client.loader.sampler",
+    "Concatenated": "quiver_client.concatenated",
     "DataLoader": "quiver_client.loader.dataloader",
     "Dataset": "quiver_client.dataset",
     "index": "quiver_client.indexing",

@@ -7,16 +7,22 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from quiver.residency import ConsumerReport
 from quiver.shuffles import block_permutation, default_block_shards
 from quiver_client import BatchSampler, DataLoader, Dataset, index, merge_states
 from quiver_client.loader.epoch import ShardLayout
+from quiver_client.loader.several_needs import SeveralNeeds
 from tests.client.test_loader import flat, rows_in
 from tests.support.data import Files, make_files, random_files
 from tests.support.residency import scripted
@@ -41,7 +47,7 @@ def keys(small: Files, tmp_path: Path, dataset: Make) -> Dataset:
 
 
 def order_of(ds: Dataset, epoch: int, *, seed: int = 0, block_shards: int = BLOCK) -> list[int]:
-    order: list[int] = block_permutation(ShardLayout.of(ds.manifest).shard_of, seed, epoch, block_shards).tolist()
+    order: list[int] = block_permutation(ShardLayout.of(ds.placement()).shard_of, seed, epoch, block_shards).tolist()
     return order
 
 
@@ -69,7 +75,7 @@ def test_every_epoch_is_the_block_shuffle_of_its_seed_and_number(
 
 def test_few_shards_are_open_while_a_pass_is_read(keys: Dataset) -> None:
     assert keys.manifest.shard_count > 8 * BLOCK
-    shards = ShardLayout.of(keys.manifest).shard_of[flat(rows_in(keys, block_loader(keys)))]
+    shards = ShardLayout.of(keys.placement()).shard_of[flat(rows_in(keys, block_loader(keys)))]
     at = [np.flatnonzero(shards == shard)[[0, -1]] for shard in range(keys.manifest.shard_count)]
     opened = np.zeros(len(shards) + 1, np.int64)
     for first, last in at:
@@ -79,7 +85,7 @@ def test_few_shards_are_open_while_a_pass_is_read(keys: Dataset) -> None:
 
 
 def test_ranks_read_the_same_shards_at_the_same_time(keys: Dataset) -> None:
-    shard_of = ShardLayout.of(keys.manifest).shard_of
+    shard_of = ShardLayout.of(keys.placement()).shard_of
     passes = [rows_in(keys, block_loader(keys, 8, rank=rank, world_size=4)) for rank in range(4)]
     assert len({len(batches) for batches in passes}) == 1
     assert Counter(row for batches in passes for row in flat(batches)) == Counter(range(SAMPLES))
@@ -253,6 +259,40 @@ def test_a_wrong_argument_is_named(keys: Dataset, kind: Any, wrong: dict[str, An
         kind(keys, 4, **wrong)
 
 
+# -- parts of datasets ------------------------------------------------------------------------------------------------
+
+
+def test_a_selection_has_a_block_shuffle_of_its_own(keys: Dataset) -> None:
+    part = keys.select(np.arange(0, SAMPLES, 7))
+    loader = block_loader(part, 4)
+    taken = [rows_in(keys, itertools.islice(loader, 5))]
+    state = through_a_file(merge_states([loader.state_dict()]))
+    loader.close()
+    ranks = [block_loader(part, 3, rank=rank, world_size=2) for rank in range(2)]
+    for rank in ranks:
+        rank.load_state_dict(state)
+        taken.append(rows_in(keys, rank))
+    rows = [row for batches in taken for row in flat(batches)]
+    assert sorted(set(rows)) == list(range(0, SAMPLES, 7))
+    assert len(rows) <= len(part) + 1  # padded, so that both ranks have the same number
+    with pytest.raises(ValueError, match="dataset"):
+        block_loader(keys).load_state_dict(state)
+
+
+def test_a_concatenation_mixes_the_shards_of_its_parts(keys: Dataset, tmp_path: Path, dataset: Make) -> None:
+    content = random_files(SAMPLES, seed=1, low=300, high=900)
+    other = make_files(tmp_path, content, name="other", shard_bytes="8KiB")
+    both = torch.utils.data.ConcatDataset(
+        [keys, dataset(other.manifest, f"file://{tmp_path}/c?capacity=1GiB", fields=["__key__"])]
+    )
+    loader: Any = DataLoader(both, 16, shuffle="block", block_shards=BLOCK)  # type: ignore[arg-type]
+    rows = list(loader.sampler)
+    assert sorted(rows) == list(range(2 * SAMPLES))
+    first_half = sum(row < SAMPLES for row in rows[:SAMPLES])
+    assert 0.25 * SAMPLES < first_half < 0.75 * SAMPLES
+    assert sum(len(batch["__key__"]) for batch in loader) == 2 * SAMPLES
+
+
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
@@ -284,3 +324,39 @@ def test_a_mixed_layout_needs_no_warning(tmp_path: Path, dataset: Make, caplog: 
     with caplog.at_level(logging.WARNING, "quiver_client"):
         assert len(list(DataLoader(ds, 32, shuffle="block", block_shards=4))) == 32
     assert "uniform shuffle" not in caplog.text
+
+
+@given(st.integers(0, 200), st.integers(1, 6))
+def test_uses_to_come_are_divided_by_manifest(done: int, block_shards: int) -> None:
+    sizes = [np.full(count, 100.0) for count in (4, 1, 7)]
+    uses = block_permutation(np.arange(120) % 12, 0, 0, block_shards).astype(np.int32) % 12
+    channels = [Heard() for _ in sizes]
+    several = SeveralNeeds(channels, sizes)
+    report = ConsumerReport(bytes(16), np.full(12, 255, np.uint8), 1.0, 0.0, 5.0, order=bytes(16), uses=uses)
+    for at in (0, done):
+        several.report(replace(report, order_at=at))
+    begin = 0
+    for channel, size in zip(channels, sizes, strict=True):
+        first, last = channel.heard
+        own = [shard - begin for shard in uses.tolist() if begin <= shard < begin + len(size)]
+        assert last.uses is not None
+        assert last.uses.tolist() == own
+        assert own[last.order_at :] == [s - begin for s in uses[done:].tolist() if begin <= s < begin + len(size)]
+        assert first.order == last.order
+        begin += len(size)
+    assert len({channel.heard[0].order for channel in channels}) == len(sizes)
+
+
+class Heard:
+    """A channel that keeps what is reported."""
+
+    orphaned = None
+
+    def __init__(self) -> None:
+        self.heard: list[ConsumerReport] = []
+
+    def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
+        self.heard.append(report)
+        return np.ones(len(report.left), np.uint8)
+
+    def close(self) -> None: ...

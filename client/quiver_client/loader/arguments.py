@@ -6,6 +6,7 @@ import os
 import secrets
 from typing import Any, Final
 
+import numpy as np
 import torch.distributed
 
 from quiver.shuffles import BLOCK_SHARDS_MAX, default_block_shards
@@ -37,7 +38,8 @@ def shuffle_of(shuffle: Any, block_shards: Any, layout: ShardLayout) -> tuple[bo
     if not is_block:
         return bool(shuffle), 0
     if block_shards is None:
-        return True, default_block_shards(len(layout.counts), alike=layout.is_alike)
+        filled = int(np.count_nonzero(np.bincount(layout.shard_of)))  # a selection may have samples of few shards
+        return True, default_block_shards(filled, alike=layout.is_alike)
     return True, min(whole("block_shards", block_shards, 1), BLOCK_SHARDS_MAX)
 
 

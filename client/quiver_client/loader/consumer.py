@@ -15,13 +15,14 @@ import numpy as np
 
 from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, View
-from quiver_client.dataset import Dataset
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.known_order import KnownOrder, KnownUses
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
 from quiver_client.loader.passes import Passes
+from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
+from quiver_client.placement import Leaf
 
 FIRST_ANSWER_SECONDS: Final = 2.0
 LEASE_SECONDS: Final = 5.0  # several reports; the cache keeps what a suspended job needs for this long
@@ -34,7 +35,7 @@ class CacheConsumer:
 
     def __init__(
         self,
-        dataset: Dataset,
+        leaves: tuple[Leaf, ...],
         passes: Passes,
         wait: DrawWait,
         lock: RLock,
@@ -46,7 +47,7 @@ class CacheConsumer:
 
         ``is_fixed``: nothing changes the order of a pass, so that all its uses to come are reported.
         """
-        self._dataset, self._passes, self._wait, self._lock = dataset, passes, wait, lock
+        self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
         self._order = KnownOrder(self._layout.shard_of, passes.following) if is_fixed else None
@@ -76,7 +77,7 @@ class CacheConsumer:
         if self._reporter is not None:
             self._reporter.nudge()
             return
-        channel = self._dataset.needs()
+        channel = needs_of(self._leaves)
         if channel is None:
             return
         self._reporter = NeedsReporter(len(self._layout.counts), channel, self._report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import warnings
 import weakref
@@ -13,13 +14,13 @@ import torch.utils.data
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
-from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
-from quiver_client.loader.epoch import Drawn, Epoch
+from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
+from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
+from quiver_client.loader.trainers import GradientSync, Share, keeps_one_state, warn_of_repeats
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
@@ -64,7 +65,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
-        dataset: Dataset,
+        dataset: torch.utils.data.Dataset[Any],
         batch_size: int | None = 1,
         shuffle: bool | str | None = None,
         sampler: Iterable[int] | None = None,
@@ -122,8 +123,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn is None and CollatedDataset.can_read(dataset)
-        self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
+        by_columns = collate_fn is None and CollatedDataset.can_read(order.samples)
         self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
@@ -141,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._collate = collated if by_columns else self.collate_fn
+        self._source = Source(order.samples, self.collate_fn, order.deal.seed, by_columns=by_columns)
         self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
         # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
         self._passing: weakref.ref[_Pass] | None = None
@@ -187,7 +187,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
         else:
             keep_what_is_freed()
-            batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
+            source = ThreadedSource(self._source, epoch.number, self._pinned)
+            batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
         passing = _Pass(self.order, epoch, batches, GradientSync(self))
         self._passing = weakref.ref(passing)
         return passing
@@ -196,9 +197,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         """Make the next pass read this epoch, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``."""
-        return self.order.state_dict()
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``.
+
+        ``merged=True``: the merged state of all ranks, for a checkpoint that rank 0 alone writes. Call it in all ranks,
+        at the same point of training: each returns the same state, which loads into any world size. It raises in all of
+        them if one raises, and ``TimeoutError`` if a rank has not called it for ten minutes. Without torch.distributed
+        it is ``merge_states([loader.state_dict()])``.
+        """
+        return self.order.state_dict(merged=merged or keeps_one_state(sys._getframe(1)))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.
@@ -222,11 +229,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
         reading = copy.copy(self)
-        reading.__dict__.update(dataset=self._source, collate_fn=self._collate)  # torch forbids setting them
+        reading.__dict__.update(dataset=self._source, collate_fn=collated)  # torch forbids setting them
         return WorkerBatches(reading)
 
-    def _fetch(self, drawn: Drawn) -> Any:
-        batch = self._collate(cast(Any, self._source.__getitems__(cast(Any, drawn.rows))))
+    def _pinned(self, batch: Any) -> Any:
         if self.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch

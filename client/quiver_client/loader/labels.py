@@ -13,8 +13,9 @@ from typing import Final
 
 import numpy as np
 
+from quiver.manifest import Manifest
 from quiver.substitution import Ints
-from quiver_client.dataset import Dataset
+from quiver_client.placement import Placement
 
 log = logging.getLogger("quiver_client")
 
@@ -47,8 +48,8 @@ class LabelWatch:
         self._reset()
 
     @classmethod
-    def of(cls, dataset: Dataset, advice: str = ADVICE) -> LabelWatch:
-        return cls(_labels_of(dataset), advice)
+    def of(cls, placement: Placement, advice: str = ADVICE) -> LabelWatch:
+        return cls(_labels_of(placement), advice)
 
     @property
     def is_idle(self) -> bool:
@@ -98,9 +99,16 @@ class LabelWatch:
         self._sum, self._variance, self._batches = 0.0, 0.0, 0
 
 
-def _labels_of(dataset: Dataset) -> Ints:
-    """Return the label of each sample, or an empty array if there is no integer label."""
-    manifest = dataset.manifest
+def _labels_of(placement: Placement) -> Ints:
+    """Return the label of each sample, or an empty array if a manifest among them has no integer label."""
+    labels = [_labels_in(leaf.manifest) for leaf in placement.leaves]
+    if not all(len(each) for each in labels):
+        return np.zeros(0, np.int64)
+    found: Ints = np.concatenate(labels)[placement.rows]
+    return found
+
+
+def _labels_in(manifest: Manifest) -> Ints:
     names = [field.name for field in manifest.header.scalars if field.classes or field.name in ("label", "cls")]
     nothing = np.zeros(0, np.int64)
     if not names:

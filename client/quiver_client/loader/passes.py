@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.rank import SettledRank
@@ -26,8 +25,10 @@ from quiver_client.loader.state import (
     counting,
     fitted,
     has_positions,
+    is_untouched,
     located,
     make_state,
+    of_sampler,
     rest_of,
     unpack,
 )
@@ -40,7 +41,7 @@ class Passes:
     """The passes of one loader in one rank. ``user``: the sampler that gives the order, in place of a seed."""
 
     def __init__(
-        self, dataset: Digest, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
+        self, dataset: str, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -50,7 +51,7 @@ class Passes:
         self.is_resumed = False  # from the state of another run, whose ledger is continued
         self.done: Mask = np.zeros(0, bool)  # (samples,): consumed before the shares of this pass were dealt
         self.resumed_from: State | None = None  # the state that this pass resumed from
-        self._dataset = str(dataset)
+        self.dataset = dataset  # its identity
         self._deal = deal
         self._deal = self.deal
         self._next_epoch = 0
@@ -217,7 +218,8 @@ class Passes:
         count the batches of this deal, and the pass that resumes deals again.
         """
         if self.current is None:
-            return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            untouched = self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            return self._resume or (untouched if self.user is None else self._ranks(of_sampler(untouched, None)))
         epoch, nothing = self.current, self.done[:0]
         if self.user is not None:
             return self._users_state(self.user, epoch)
@@ -230,8 +232,8 @@ class Passes:
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
-        belongs = belonging(state, self._dataset, self._deal)
-        is_foreign = belongs.get("sampler") and self.user is None
+        belongs = belonging(state, self.dataset, self._deal)
+        is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
         resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
         self._resume, self.is_resumed = resume, True
@@ -240,11 +242,11 @@ class Passes:
             self.user.leave_at(self._next_epoch)
 
     def _fitted(self, state: State) -> State:
-        deal = self.deal
-        if self.user is not None:
-            rank, world_size = self.rank.current
-            deal = replace(deal, rank=rank, world_size=world_size)
-        return self._located(fitted(state, self._dataset, deal, sampler=self.user is not None))
+        if self.user is None:
+            return self._located(fitted(state, self.dataset, self.deal))
+        rank, world_size = self.rank.current
+        deal = replace(self.deal, rank=rank, world_size=world_size)
+        return fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed)
 
     def _located(self, state: State) -> State:
         """Return a state that says which samples are consumed where it said which positions of an order are."""
@@ -254,10 +256,14 @@ class Passes:
         return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
-        return make_state(self._dataset, self.deal, epoch, batches, done, own)
+        return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
-        rank, world_size = self.rank.current
         done = np.ones_like(self._consumed) if epoch.finished else self._consumed
         state = counting(self._state(epoch.number, 0, done, self.done[:0]), self._before + epoch.batches)
-        return user.state({**state, "rank": rank, "world_size": world_size}, epoch)
+        return user.state(self._ranks(state), epoch)
+
+    def _ranks(self, state: State) -> State:
+        """Return the state of a sampler's order as that of this rank."""
+        rank, world_size = self.rank.current
+        return {**state, "rank": rank, "world_size": world_size}

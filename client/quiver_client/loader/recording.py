@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order
 from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
@@ -19,15 +18,13 @@ from quiver_client.loader.ledger_format import Run
 log = logging.getLogger("quiver_client")
 
 
-def open_recording(
-    dataset: Digest, deal: Deal, ledger: str | None, replay: str | None
-) -> tuple[Recorder, Replay | None]:
+def open_recording(dataset: str, deal: Deal, ledger: str | None, replay: str | None) -> tuple[Recorder, Replay | None]:
     """Return the recorder, which does nothing without a ``ledger``, and the replay if there is one.
 
     Raises ``ValueError`` naming ``ledger`` or ``replay`` for a file that is not a ledger of this run.
     """
     run = Run(
-        dataset=str(dataset),
+        dataset=dataset,
         seed=deal.seed,
         shuffle=deal.shuffle,
         rank=deal.rank,

@@ -15,27 +15,27 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import blake3
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
-from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
-from quiver_client.dataset import Dataset
-from quiver_client.failure import failure
+from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
+from quiver_client.loader.merged_state import merged_state
 from quiver_client.loader.passes import Passes
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
+from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 DISPLACED: Final = (
@@ -53,7 +53,7 @@ class BatchSampler(Sampler[list[int]]):
 
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int = 1,
         *,
         shuffle: bool | str = True,
@@ -69,21 +69,21 @@ class BatchSampler(Sampler[list[int]]):
         sampler: Iterable[int] | None = None,
         block_shards: int | None = None,
     ) -> None:
-        if not isinstance(dataset, Dataset):
-            raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
+        self.samples = resolved(dataset)
+        placement, identity = self.samples.placement(), self.samples.identity
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
         settled = SettledRank(*rank_given(sampler, rank, world_size))
-        self._name = _name(job_of(job), dataset.manifest.digest)
+        self._name = _name(job_of(job), identity)
         self.dataset = dataset
-        user = UserSampler(sampler, len(dataset)) if sampler is not None else None
+        user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
         if sampler is not None and isinstance(shuffle, str):
             raise ValueError("sampler: it determines the order; give either sampler or shuffle")
-        layout = ShardLayout.of(dataset.manifest)
+        layout = ShardLayout.of(placement)
         is_shuffled, blocks = shuffle_of(shuffle, block_shards, layout)
         deal = Deal(
-            samples=len(dataset),
+            samples=len(self.samples),
             seed=whole("seed", seed, 0),
             shuffle=is_shuffled,
             rank=0,
@@ -95,14 +95,13 @@ class BatchSampler(Sampler[list[int]]):
         is_fixed = not deal.shuffle or bool(deal.block_shards) or sampler is not None or replay is not None
         self.substitute = bool(substitute) and not is_fixed
         self._lookahead = lookahead_of(lookahead)
-        digest = dataset.manifest.digest
-        self._passes = Passes(digest, layout, deal, settled, user)
+        self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
+        self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
-        self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
         if self._labels is not None and blocks and not self._labels.is_idle:
             self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
@@ -110,8 +109,9 @@ class BatchSampler(Sampler[list[int]]):
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(
-            dataset, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
         )
+        self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
 
@@ -166,11 +166,14 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
-        with self._lock:
-            self._recorder.flush()
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        """
+        if merged or keeps_one_state(sys._getframe(1)):
+            return merged_state(self._state, *self._passes.rank.current)
+        return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -204,7 +207,7 @@ class BatchSampler(Sampler[list[int]]):
         passes = self._passes
         with self._lock:
             if passes.settle():
-                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
+                self._recorder, self._replay = open_recording(passes.dataset, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
             self._wait.cancel()
             self._consumer.begin(self._consumer_name)
@@ -247,7 +250,8 @@ class BatchSampler(Sampler[list[int]]):
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
-        return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
+        named = [self.samples.named(row) for row in rows[:NAMED].tolist()]
+        return failure("collate_fn, or the dataset,", error, named, len(rows))
 
     def fetched(self, epoch: Epoch, number: int) -> None:
         """The bytes of a batch are in memory."""
@@ -285,6 +289,11 @@ class BatchSampler(Sampler[list[int]]):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _state(self) -> State:
+        with self._lock:
+            self._recorder.flush()
+            return self._passes.state(is_recorded=self._recorder.is_recording)
+
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
@@ -318,14 +327,14 @@ class BatchSampler(Sampler[list[int]]):
             self._consumer.starved(self._wait.end(time.monotonic()))
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
-        self.dataset.count("substitutions", drawn.substituted)
+        self._leaves[0].count("substitutions", drawn.substituted)
         return drawn
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _name(job: str, dataset: Digest) -> str:
+def _name(job: str, dataset: str) -> str:
     """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
     A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.

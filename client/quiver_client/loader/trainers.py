@@ -22,6 +22,7 @@ from quiver_client.loader.epoch import Deal
 log = logging.getLogger("quiver_client")
 
 WRAPPERS: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
+ONE_STATE: Final = ("accelerate.checkpointing",)  # modules that ask all ranks for a state, and keep that of one
 STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that call us on behalf of a wrapper
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
@@ -35,6 +36,11 @@ SKIPPED: Final = (
     " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped;"
     " instead of a sampler= that draws again in each pass, a list that was drawn once"
 )
+
+
+def keeps_one_state(asking: FrameType | None) -> bool:
+    """Whether the caller, identified by its frame, asks all ranks for a state and keeps that of one rank alone."""
+    return asking is not None and asking.f_globals.get("__name__") in ONE_STATE
 
 
 class SharedOrder(Protocol):

@@ -13,6 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.source import Request
 
 
 class NumberedBatches:
@@ -48,11 +49,11 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         self._postponed = 0
         super()._reset(loader, first_iter)
 
-    def _next_index(self) -> list[int]:
+    def _next_index(self) -> Request:
         drawn = self._order.draw(self._epoch)
         if drawn is None:
             raise StopIteration
-        return drawn.rows.tolist()  # type: ignore[no-any-return]
+        return Request(self._epoch.number, drawn.rows)
 
     def _try_put_index(self) -> None:
         if self._postponed or not self._order.poll(self._epoch):
