@@ -7,6 +7,7 @@
   ``state``: the checkpoint, and how ranks merge theirs
 - ``consumer``: what is reported to the cache, and what is resident; ``draw_wait``: how long a draw waits for that;
   ``loop_rate``: how fast the loop reads, and when it pauses
+- ``replicas``: ranks that get the same samples in the same order: one decides, the others follow
 - ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;
   ``user_sampler``: an order of the user's; ``trainers``: what Accelerate, Lightning and others read and wrap
 - ``recording``: what ``ledger=`` and ``replay=`` do; ``ledger``: the writer and the reader of the file;

@@ -51,6 +51,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
+    …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
+    whose ranks do. Rank and world size follow from either; one rank of each group decides (docs/replicas.md).
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
@@ -83,6 +86,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
         **stock: Any,
     ) -> None:
         if batch_sampler is not None:
@@ -113,6 +118,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             ledger=ledger,
             replay=replay,
             sampler=sampler,
+            mesh=mesh,
+            replicate=replicate,
+            timeout=timeout,
         )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -33,6 +34,8 @@ from quiver_client.loader.passes import Passes
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.recording import open_recording
+from quiver_client.loader.replicas.group import group_of
+from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers import Share, refuse_wrapper
 from quiver_client.loader.user_sampler import UserSampler, rank_given
@@ -67,13 +70,19 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
+        timeout: float = 0,
     ) -> None:
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
-        settled = SettledRank(*rank_given(sampler, rank, world_size))
+        group = group_of(mesh, replicate, rank, world_size)
+        if group is not None:
+            rank, world_size = group.rank, group.world_size
+        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
         self._name = _name(job_of(job), dataset.manifest.digest)
         self.dataset = dataset
         user = UserSampler(sampler, len(dataset)) if sampler is not None else None
@@ -91,11 +100,17 @@ class BatchSampler(Sampler[list[int]]):
         digest = dataset.manifest.digest
         self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
+        self._role = role_of(group, dataset.manifest.digest, self.deal, substitute=self.substitute, timeout=timeout)
+        is_compared = self._role.leads and not settled.is_whole
+        compared = RankAgreement(dataset.manifest, self.deal, sampler, of_groups=group is not None)
+        self._agreement = compared if is_compared else None
+        self._finalizer = weakref.finalize(self, self._role.stop)
+        self._finalizer.atexit = False  # a stream is stopped at exit by itself
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
-        self._files = ledger, replay
+        self._files = ledger if self._role.leads else None, replay
+        self._is_recorded = ledger is not None
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset) if deal.shuffle else None
+        self._labels = LabelWatch.of(dataset) if deal.shuffle and self._role.leads else None
         self._lock = forks.rlock()
         self._wait = DrawWait()
         takes_any = self.substitute and self._lookahead is None
@@ -159,7 +174,8 @@ class BatchSampler(Sampler[list[int]]):
         """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
         with self._lock:
             self._recorder.flush()
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+            is_recorded = self._recorder.is_recording if self._role.leads else self._is_recorded
+            return self._passes.state(is_recorded=is_recorded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -179,6 +195,7 @@ class BatchSampler(Sampler[list[int]]):
             if self._passes.current is not None:
                 self.abandon(self._passes.current)
             self._recorder.close()
+        self._role.close()
         self._consumer.close()
 
     # -- as a loader uses it ------------------------------------------------------------------------------------------
@@ -194,9 +211,15 @@ class BatchSampler(Sampler[list[int]]):
             self._wait.cancel()
             self._consumer.begin(self._consumer_name)
             self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
-        if self._agreement is not None:
-            self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
-        if self._replay is None:
+            passes.rank.warn_of_replicas(is_fixed=not self.substitute)
+        try:
+            if self._agreement is not None:
+                self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
+            self._role.begin(epoch)
+        except BaseException:
+            self.abandon(epoch)
+            raise
+        if self._replay is None and self._role.leads:
             self._consumer.start(wait_for_answer=self.substitute)
         return epoch
 
@@ -223,11 +246,13 @@ class BatchSampler(Sampler[list[int]]):
                 entries = self._choose(epoch)
                 if entries is not None:
                     return self._take(epoch, entries)
-            self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
+            if not self._role.wait():
+                self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self) -> None:
         """The training loop waits for a batch."""
         with self._lock:
+            self._role.asked()
             self._consumer.asked()
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
@@ -242,6 +267,7 @@ class BatchSampler(Sampler[list[int]]):
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
+            self._role.consumed(epoch, number)
             self._recorder.consumed(number)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
@@ -257,7 +283,9 @@ class BatchSampler(Sampler[list[int]]):
             if self.is_current(epoch):
                 self._passes.drop()
                 self._recorder.flush()
+        self._role.leave(epoch, at_end=True)
         self._compare_end()
+        self._role.finish(epoch)
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
@@ -267,13 +295,18 @@ class BatchSampler(Sampler[list[int]]):
                 self._passes.stop_reading()
                 if epoch.finished:
                     self._recorder.flush()
+        self._role.leave(epoch, at_end=False)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
-        return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+        rank = self._passes.rank
+        name = f"{self._name}\0{rank.current[0]}"
+        if rank.process is not None:  # others of the job may read this share, each by its own choice
+            name += f"\0{rank.process}"
+        return blake3.blake3(name.encode()).digest(CONSUMER_BYTES)
 
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
@@ -284,6 +317,10 @@ class BatchSampler(Sampler[list[int]]):
 
     def _choose(self, epoch: Epoch) -> Ints | None:
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
+        if self._role.follows:
+            return self._role.decision(epoch)
+        if not self._role.has_room:
+            return None
         batch_size = self.deal.batch_size
         view = self._consumer.view if self.substitute else None
         entries = epoch.choose(batch_size, view, self._lookahead)
@@ -302,6 +339,7 @@ class BatchSampler(Sampler[list[int]]):
         if self._wait.is_waiting:
             self._consumer.starved(self._wait.end(time.monotonic()))
         self._recorder.drawn(epoch, epoch.drawn, entries)
+        self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)
         self.dataset.count("substitutions", drawn.substituted)
         return drawn

@@ -1,0 +1,350 @@
+"""What a rank does in its group, as the sampler uses it: decide, follow, or neither if the order is fixed anyway.
+
+The sampler calls ``begin``, ``asked``, ``consumed``, ``leave`` and ``close`` as the training loop goes on; where a
+batch is drawn, a leader passes on what it decided and a follower takes what was decided. Whatever the order is, the
+decision of a batch is one message: the pass (``Epoch``) encodes and decodes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from quiver.digest import Digest
+from quiver.errors import BadRequest, Misconfigured, Unavailable
+from quiver.substitution import Ints
+from quiver_client.loader.epoch import Deal
+from quiver_client.loader.replicas.agreement import Facts, GroupAgreement
+from quiver_client.loader.replicas.follower import FollowerStream
+from quiver_client.loader.replicas.group import ReplicaGroup
+from quiver_client.loader.replicas.leader import LeaderStream
+from quiver_client.loader.replicas.meeting import default_store, meet, publish
+from quiver_client.loader.replicas.messages import frame_bytes_max
+from quiver_client.loader.replicas.patience import Patience
+
+TURN_SECONDS: Final = 0.5  # between two checks of a wait
+
+
+class Pass(Protocol):
+    """What of a pass a role uses."""
+
+    number: int
+
+    @property
+    def pending(self) -> int: ...
+    @property
+    def identity(self) -> str:
+        """A digest of what is pending, in the order of the permutation."""
+        ...
+
+    def encode_decision(self, entries: Ints) -> bytes: ...
+    def decode_decision(self, decision: bytes, count_max: int) -> Ints: ...
+
+
+class Role:
+    """The role of a rank that is in no group: it does nothing."""
+
+    leads = True  # this process reports what is needed, and writes the ledger
+    follows = False  # another process decides
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a leader may decide the next batch now."""
+        return True
+
+    def begin(self, epoch: Pass) -> None:
+        """A pass begins. May wait for other ranks. Raises ``Misconfigured``, ``Unavailable``."""
+
+    def decision(self, epoch: Pass) -> Ints | None:
+        """Return the entries of a follower's next batch, ``None`` if they did not arrive yet."""
+        return None
+
+    def drawn(self, epoch: Pass, entries: Ints) -> None:
+        """The next batch is about to be drawn."""
+
+    def wait(self) -> bool:
+        """Wait for what other ranks do, for a moment; ``False`` if no batch waits for them. Raises ``Unavailable``."""
+        return False
+
+    def asked(self) -> None:
+        """The loop waits for a batch. Raises ``Unavailable`` if a rank of the group is gone."""
+
+    def consumed(self, epoch: Pass, number: int) -> None:
+        """The loop is about to receive a batch. Raises ``Misconfigured`` if another rank left the pass before it."""
+
+    def leave(self, epoch: Pass, *, at_end: bool) -> None:
+        """The loop left a pass. Does not wait."""
+
+    def finish(self, epoch: Pass) -> None:
+        """The loop read a pass to its end. May wait until followers were sent all of it."""
+
+    def close(self) -> None:
+        """End the connections. The next pass opens them again."""
+
+    def stop(self) -> None:
+        """Like ``close``, without waiting."""
+
+
+class Member(Role):
+    """The role of a rank whose group has a fixed order: it compares with the others, and communicates nothing else."""
+
+    def __init__(self, group: ReplicaGroup, agreement: GroupAgreement, batch_size: int, timeout_seconds: float) -> None:
+        self.leads = group.is_leader
+        self._group, self._agreement = group, agreement
+        self._batch_size = batch_size
+        self._patience = Patience(timeout_seconds)
+        self._epoch: Pass | None = None  # that is read
+        self._consumed = 0  # batches of it
+
+    def begin(self, epoch: Pass) -> None:
+        if self._epoch is not None:
+            self.leave(self._epoch, at_end=False)
+        self._agreement.begin(default_store(), epoch.number, _facts(epoch))
+        self._epoch, self._consumed = epoch, 0
+
+    def asked(self) -> None:
+        self._patience.begin()
+
+    def consumed(self, epoch: Pass, number: int) -> None:
+        self._patience.end()
+        if epoch is self._epoch:
+            self._consumed = number + 1
+
+    def leave(self, epoch: Pass, *, at_end: bool) -> None:
+        if epoch is self._epoch:
+            self._epoch = None
+            self._patience.end()
+            self._left(at_end=at_end)
+
+    def _left(self, *, at_end: bool) -> None: ...
+
+    def finish(self, epoch: Pass) -> None:
+        self._agreement.finish(default_store(), epoch.number)
+
+
+class Leader(Member):
+    """Decides for the group. The log of a pass stays until all followers have left the pass."""
+
+    _stream: LeaderStream | None = None
+
+    def begin(self, epoch: Pass) -> None:
+        super().begin(epoch)
+        stream = self._stream
+        if stream is None or stream.is_closed:
+            stream = self._stream = LeaderStream(self._group.followers, frame_bytes_max(self._batch_size))
+            publish(default_store(), self._agreement.key, stream.invitation)
+        self._wait_until(
+            lambda: not stream.log.behind, stream, lambda: stream.log.behind, "did not leave its last pass"
+        )
+        with stream.changed:
+            stream.log.begin()
+        stream.wake()
+
+    @property
+    def has_room(self) -> bool:
+        stream = self._stream
+        if stream is None:
+            return True
+        with stream.changed:
+            return self._epoch is None or not stream.log.slow
+
+    def drawn(self, epoch: Pass, entries: Ints) -> None:
+        stream = self._stream
+        if stream is None or epoch is not self._epoch:
+            return
+        with stream.changed:
+            stream.log.decide(epoch.encode_decision(entries))
+        stream.wake()
+
+    def wait(self) -> bool:
+        stream = self._stream
+        if stream is None:
+            return False
+        with stream.changed:
+            if self._epoch is None or not stream.log.slow:
+                return False
+            self._check(stream)
+            what = f"did not begin epoch {self._epoch.number}, or is far behind rank {self._group.own}, the leader"
+            self._patience.check(lambda: _named(stream.log.slow), what)
+            stream.changed.wait(TURN_SECONDS)
+        return True
+
+    def asked(self) -> None:
+        super().asked()
+        if self._stream is not None and self._epoch is not None:
+            with self._stream.changed:
+                self._check(self._stream)
+
+    def consumed(self, epoch: Pass, number: int) -> None:
+        if self._stream is not None and epoch is self._epoch:
+            with self._stream.changed:
+                rank = self._stream.log.broken_off(number)
+            if rank is not None:
+                raise Misconfigured(_broke_off(f"rank {rank}", epoch.number, f"rank {self._group.own}, its leader,"))
+        super().consumed(epoch, number)
+
+    def _left(self, *, at_end: bool) -> None:
+        if self._stream is not None:
+            with self._stream.changed:
+                self._stream.log.end(self._consumed, at_end=at_end)
+                self._stream.changed.notify_all()
+            self._stream.wake()
+
+    def finish(self, epoch: Pass) -> None:
+        super().finish(epoch)
+        stream = self._stream
+        if stream is not None:
+            what = f"did not begin epoch {epoch.number}, which rank {self._group.own}, the leader, has read to its end"
+            self._wait_until(
+                lambda: not stream.log.unsent and stream.is_flushed, stream, lambda: stream.log.unsent, what
+            )
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def stop(self) -> None:
+        if self._stream is not None:
+            self._stream.stop()
+
+    def _wait_until(
+        self, is_so: Callable[[], bool], stream: LeaderStream, who: Callable[[], Sequence[int]], what: str
+    ) -> None:
+        self._patience.begin()
+        with stream.changed:
+            while not is_so() and not stream.is_closed:
+                self._check(stream)
+                self._patience.check(lambda: _named(who()), what)
+                stream.changed.wait(TURN_SECONDS)
+        self._patience.end()
+
+    def _check(self, stream: LeaderStream) -> None:
+        """Raise ``Unavailable`` if the group cannot go on. Called with the stream's lock."""
+        if stream.failed is not None:
+            raise Unavailable(f"rank {self._group.own}, the leader", "its connections failed") from stream.failed
+        for rank in stream.log.lost:
+            why = stream.log.followers[rank].lost
+            raise Unavailable(_named([rank]), f"it is gone, and its group cannot go on: {why}", lasting=True)
+
+
+class Follower(Member):
+    """Takes what the leader decided. Reports no needs: those of the group are the leader's."""
+
+    follows = True
+    _stream: FollowerStream | None = None
+
+    def begin(self, epoch: Pass) -> None:
+        super().begin(epoch)
+        self._patience.begin()
+        if self._stream is None or self._stream.is_closed:
+            sock = meet(default_store(), self._agreement.key, self._group.own, self._check_meeting)
+            self._stream = FollowerStream(sock, frame_bytes_max(self._batch_size))
+        self._patience.end()
+        self._stream.join()
+
+    def drawn(self, epoch: Pass, entries: Ints) -> None:
+        if self._stream is not None and epoch is self._epoch:
+            self._stream.drawn()
+
+    def decision(self, epoch: Pass) -> Ints | None:
+        stream = self._stream
+        decision = stream.decision if stream is not None and epoch is self._epoch else None
+        if decision is None:
+            return None
+        try:
+            return epoch.decode_decision(decision, self._batch_size)
+        except BadRequest as error:
+            raise Unavailable(self._leader, f"it decided what rank {self._group.own} cannot draw: {error}") from error
+
+    def wait(self) -> bool:
+        stream = self._stream
+        if stream is None:
+            return True
+        with stream.changed:
+            epoch, followed = self._epoch, stream.followed
+            if epoch is None or followed.decisions:
+                return True
+            self._check(stream, epoch)
+            if followed.left is not None:
+                raise Misconfigured(_broke_off(self._leader, epoch.number, f"rank {self._group.own}"))
+            self._patience.check(lambda: self._leader, f"did not decide a batch of epoch {epoch.number}")
+            stream.changed.wait(TURN_SECONDS)
+        return True
+
+    def asked(self) -> None:
+        super().asked()
+        stream = self._stream
+        if stream is not None and self._epoch is not None:
+            with stream.changed:
+                self._check(stream, self._epoch)
+
+    def consumed(self, epoch: Pass, number: int) -> None:
+        stream = self._stream
+        if stream is not None and epoch is self._epoch:
+            with stream.changed:
+                left = stream.followed.left
+            if left is not None and number >= left.consumed:
+                raise Misconfigured(_broke_off(self._leader, epoch.number, f"rank {self._group.own}"))
+        super().consumed(epoch, number)
+
+    def _left(self, *, at_end: bool) -> None:
+        if self._stream is not None:
+            self._stream.leave(self._consumed, at_end=at_end)
+
+    def close(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def stop(self) -> None:
+        if self._stream is not None:
+            self._stream.stop()
+
+    @property
+    def _leader(self) -> str:
+        return f"rank {self._group.leader}, the leader of rank {self._group.own}"
+
+    def _check(self, stream: FollowerStream, epoch: Pass) -> None:
+        """Raise ``Unavailable`` if the leader is gone and had not sent all. Called with the stream's lock."""
+        followed = stream.followed
+        if followed.lost and followed.left is None and epoch.pending > 0:
+            raise Unavailable(self._leader, f"it is gone, and its group cannot go on: {followed.lost}", lasting=True)
+
+    def _check_meeting(self) -> None:
+        what = "it cannot be connected to, or did not make this loader and begin its pass"
+        self._patience.check(lambda: self._leader, what)
+
+
+def role_of(group: ReplicaGroup | None, dataset: Digest, deal: Deal, *, substitute: bool, timeout: float) -> Role:
+    """Return the role of this process. ``substitute``: the order depends on what is resident."""
+    if group is None or len(group.members) == 1:
+        return Role()
+    settings: Facts = {
+        "dataset": str(dataset),
+        "samples": deal.samples,
+        "seed": deal.seed if deal.shuffle else 0,
+        "shuffle": deal.shuffle,
+        "drop_last": deal.drop_last,
+        "batch_size": deal.batch_size,
+        "substitute": substitute,
+    }
+    agreement = GroupAgreement(group, settings)
+    if not substitute:
+        return Member(group, agreement, deal.batch_size, timeout)
+    return (Leader if group.is_leader else Follower)(group, agreement, deal.batch_size, timeout)
+
+
+def _facts(epoch: Pass) -> Facts:
+    return {"order": epoch.identity}
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) or "a rank"
+
+
+def _broke_off(who: str, epoch: int, other: str) -> str:
+    return (
+        f"{who} broke off epoch {epoch} while {other} reads on, and they have to get the same samples. Break a pass off"
+        " in all ranks of the group after the same batch, or in none"
+    )
