@@ -108,7 +108,7 @@ class BatchSampler(Sampler[list[int]]):
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger if self._role.leads else None, replay
-        self._is_recorded = ledger is not None
+        self._records = ledger is not None
         self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
         self._labels = LabelWatch.of(dataset) if deal.shuffle and self._role.leads else None
         self._lock = forks.rlock()
@@ -174,8 +174,7 @@ class BatchSampler(Sampler[list[int]]):
         """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
         with self._lock:
             self._recorder.flush()
-            is_recorded = self._recorder.is_recording if self._role.leads else self._is_recorded
-            return self._passes.state(is_recorded=is_recorded)
+            return self._passes.state(is_recorded=self._is_recorded)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -246,7 +245,7 @@ class BatchSampler(Sampler[list[int]]):
                 entries = self._choose(epoch)
                 if entries is not None:
                     return self._take(epoch, entries)
-            if not self._role.wait():
+            if not self._role.wait(epoch):
                 self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self) -> None:
@@ -308,6 +307,11 @@ class BatchSampler(Sampler[list[int]]):
             name += f"\0{rank.process}"
         return blake3.blake3(name.encode()).digest(CONSUMER_BYTES)
 
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether a ledger records the order, here or in the rank that decides for this one."""
+        return self._recorder.is_recording if self._role.leads else self._records
+
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
         with self._lock:
@@ -319,7 +323,7 @@ class BatchSampler(Sampler[list[int]]):
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
         if self._role.follows:
             return self._role.decision(epoch)
-        if not self._role.has_room:
+        if not self._role.has_room(epoch):
             return None
         batch_size = self.deal.batch_size
         view = self._consumer.view if self.substitute else None

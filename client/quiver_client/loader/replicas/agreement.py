@@ -31,8 +31,8 @@ class GroupAgreement:
         self._begun = 0
         self._finished = 0
 
-    def begin(self, store: Any, epoch: int, facts: Facts) -> None:
-        """A pass begins. Raises ``Misconfigured`` that says what differs from what another rank of the group has."""
+    def begin(self, store: Any, epoch: int, facts: Facts) -> int:
+        """A pass begins: return its number. Raises ``Misconfigured`` that says what another rank of the group has."""
         self._begun += 1
         own = self._group.own
         first, theirs = compare(store, f"{self.key}/settings", own, self._settings)
@@ -56,6 +56,7 @@ class GroupAgreement:
                     f"{name}: what rank {own} and rank {first} read in epoch {epoch} differs, and they have to get the"
                     " same samples. Load the same state in all ranks of the group, and give all the same sampler"
                 )
+        return self._begun
 
     def finish(self, store: Any, epoch: int) -> None:
         """A pass was read to its end. Raises ``Misconfigured`` if another rank of the group read another epoch."""

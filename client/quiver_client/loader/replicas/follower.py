@@ -12,46 +12,47 @@ from quiver import forks
 from quiver_client import process_exit
 from quiver_client.loader.replicas.connection import Connection, Waker
 from quiver_client.loader.replicas.log import AHEAD_MAX
-from quiver_client.loader.replicas.messages import Batch, Began, Bye, Drawn, Join, Left, Message
+from quiver_client.loader.replicas.messages import Batch, Bye, Drawn, Join, Left, Message
 
 LINGER_SECONDS: Final = 0.5
 ACKNOWLEDGED_EACH: Final = 8  # batches
 QUEUED_MAX: Final = AHEAD_MAX + ACKNOWLEDGED_EACH  # a leader that sends more does not count what was drawn
 
 
-class Followed:
-    """What this follower knows of the pass that it joined last. Values only."""
+class FollowedPass:
+    """What a follower knows of one pass that it joined. Values only."""
 
     def __init__(self) -> None:
-        self.turn = 0
-        self.has_begun = False
         self.decisions: deque[bytes] = deque()  # received, and not drawn yet
         self.drawn = 0
         self.left: Left | None = None  # how the leader left the pass
-        self.lost = ""  # why the connection ended
 
-    def join(self) -> Join:
-        """Join the next pass; what still arrives of an earlier one is ignored."""
-        self.turn += 1
-        self.has_begun, self.left, self.drawn = False, None, 0
-        self.decisions.clear()
-        return Join(self.turn)
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing of it was received."""
+        return not self.decisions and not self.drawn and self.left is None
+
+
+class Followed:
+    """What a follower knows of the passes that it reads. Values only."""
+
+    def __init__(self) -> None:
+        self.passes: dict[int, FollowedPass] = {}
+        self.lost = ""  # why the connection ended
+        self.said_bye = False  # the leader ended it on purpose
 
     def hear(self, message: Message) -> bool:
-        """Take in what the leader says; return whether it makes sense."""
-        match message:
-            case Began(turn=turn):
-                self.has_begun = turn == self.turn
-            case Batch(decision=decision):
-                if self.has_begun:
-                    self.decisions.append(decision)
-                return len(self.decisions) <= QUEUED_MAX
-            case Left():
-                if self.has_begun:
-                    self.left = message
-            case _:
-                return False
-        return True
+        """Take in what the leader says; return whether it makes sense. Passes that were left here are ignored."""
+        if not isinstance(message, Batch | Left):
+            return False
+        followed = self.passes.get(message.number)
+        if followed is None:
+            return True
+        if isinstance(message, Left):
+            followed.left = message
+        else:
+            followed.decisions.append(message.decision)
+        return len(followed.decisions) <= QUEUED_MAX
 
 
 class FollowerStream:
@@ -71,30 +72,32 @@ class FollowerStream:
     def is_closed(self) -> bool:
         return self._closing_since > 0 or bool(self.followed.lost)
 
-    def join(self) -> None:
-        """Join the leader's next pass."""
+    def join(self, number: int) -> None:
+        """Join a pass of the leader's."""
         with self.changed:
-            self.send(self.followed.join())
+            self.followed.passes[number] = FollowedPass()
+            self.send(Join(number))
 
-    def leave(self, consumed: int, *, at_end: bool) -> None:
+    def leave(self, number: int, consumed: int, *, at_end: bool) -> None:
         with self.changed:
-            self.send(Left(consumed, at_end))
+            if self.followed.passes.pop(number, None) is not None:
+                self.send(Left(number, consumed, at_end))
             self.changed.notify_all()
 
-    @property
-    def decision(self) -> bytes | None:
-        """The decision of the next batch, ``None`` if it did not arrive yet."""
+    def decision(self, number: int) -> bytes | None:
+        """Return the decision of the next batch of a pass, ``None`` if it did not arrive yet."""
         with self.changed:
-            return self.followed.decisions[0] if self.followed.decisions else None
+            followed = self.followed.passes.get(number)
+            return followed.decisions[0] if followed is not None and followed.decisions else None
 
-    def drawn(self) -> None:
-        """The next batch is drawn."""
+    def drawn(self, number: int) -> None:
+        """The next batch of a pass is drawn."""
         with self.changed:
-            followed = self.followed
+            followed = self.followed.passes[number]
             followed.decisions.popleft()
             followed.drawn += 1
             if followed.drawn % ACKNOWLEDGED_EACH == 0:
-                self.send(Drawn(followed.drawn))
+                self.send(Drawn(number, followed.drawn))
 
     def send(self, message: Message) -> None:
         self._outgoing.append(message)
@@ -157,7 +160,7 @@ class FollowerStream:
         with self.changed:
             for message in messages:
                 if isinstance(message, Bye):
-                    self._connection.ended = "it closed its loader"
+                    self._connection.ended, self.followed.said_bye = "it closed its loader", True
                 elif not self.followed.hear(message):
                     self._connection.ended = f"it sent what makes no sense here ({type(message).__name__})"
             self.changed.notify_all()

@@ -12,7 +12,6 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import Iterable
 from typing import Final
 
 from quiver import forks
@@ -43,8 +42,8 @@ class _Peer(Connection):
 class LeaderStream:
     """``log`` is shared: read and changed with ``changed`` held, which is notified of all that followers do."""
 
-    def __init__(self, followers: Iterable[int], frame_bytes_max: int) -> None:
-        self.log = DecisionLog(followers)
+    def __init__(self, log: DecisionLog, frame_bytes_max: int) -> None:
+        self.log = log
         self.changed = forks.condition()
         self.failed: BaseException | None = None
         self.is_flushed = True  # the kernel has all that was sent
@@ -85,7 +84,7 @@ class LeaderStream:
 
     def welcome(self, message: Message) -> int | None:
         """Return the rank of a follower that introduces itself, ``None`` for anything else."""
-        if not isinstance(message, Hello) or message.rank not in self.log.followers:
+        if self.is_closed or not isinstance(message, Hello) or message.rank not in self.log.followers:
             return None
         return message.rank if hmac.compare_digest(message.secret, self.invitation.followers_secret) else None
 
@@ -121,6 +120,9 @@ class _Serving:
             self._listening.close()
             self._selector.close()
             self._waker.close()
+            with self._stream.changed:
+                self._stream.log.closed()
+                self._stream.changed.notify_all()
 
     def _turn(self) -> bool:
         """Wait for something to do, and do it; return whether all is done."""

@@ -69,11 +69,16 @@ def meet(store: Any, key: str, rank: int, check: Callable[[], None]) -> socket.s
     pause = RETRY_SECONDS[0]
     while True:
         check()
-        connected = _attempt(_found(store, key), rank)
+        connected = try_to_meet(store, key, rank)
         if connected is not None:
             return connected
         time.sleep(pause)
         pause = min(pause * 2, RETRY_SECONDS[1])
+
+
+def try_to_meet(store: Any, key: str, rank: int) -> socket.socket | None:
+    """Make one attempt; ``None`` if the leader is not there, or not any more."""
+    return _attempt(_found(store, key), rank)
 
 
 def keep_alive(connection: socket.socket) -> None:

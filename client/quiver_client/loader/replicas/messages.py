@@ -33,32 +33,29 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Follower: I begin the next pass. ``turn``: how many I have begun on this connection."""
+    """Follower: I begin this pass, my loader's n-th."""
 
-    turn: int
-
-
-class Began(msgspec.Struct, frozen=True, tag="began"):
-    """Leader: the pass that you joined in this turn begins. What follows is of this pass."""
-
-    turn: int
+    number: int
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Leader: the next batch of the pass."""
+    """Leader: the next batch of a pass."""
 
+    number: int
     decision: bytes
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    """Follower: I have drawn this many batches of the pass."""
+    """Follower: I have drawn so many batches of a pass."""
 
+    number: int
     batches: int
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """Either: I have left the pass, at its end or earlier, and consumed this many batches of it."""
+    """Either: I have left a pass, at its end or earlier, and consumed so many batches of it."""
 
+    number: int
     consumed: int
     at_end: bool
 
@@ -67,7 +64,7 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """Either: I close the connection on purpose."""
 
 
-Message = Hello | Welcome | Join | Began | Batch | Drawn | Left | Bye
+Message = Hello | Welcome | Join | Batch | Drawn | Left | Bye
 _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 

@@ -7,9 +7,11 @@ decision of a batch is one message: the pass (``Epoch``) encodes and decodes it.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from quiver import forks
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, Unavailable
 from quiver.substitution import Ints
@@ -18,7 +20,8 @@ from quiver_client.loader.replicas.agreement import Facts, GroupAgreement
 from quiver_client.loader.replicas.follower import FollowerStream
 from quiver_client.loader.replicas.group import ReplicaGroup
 from quiver_client.loader.replicas.leader import LeaderStream
-from quiver_client.loader.replicas.meeting import default_store, meet, publish
+from quiver_client.loader.replicas.log import DecisionLog, PassLog
+from quiver_client.loader.replicas.meeting import default_store, meet, publish, try_to_meet
 from quiver_client.loader.replicas.messages import frame_bytes_max
 from quiver_client.loader.replicas.patience import Patience
 
@@ -47,13 +50,12 @@ class Role:
     leads = True  # this process reports what is needed, and writes the ledger
     follows = False  # another process decides
 
-    @property
-    def has_room(self) -> bool:
-        """Whether a leader may decide the next batch now."""
-        return True
-
     def begin(self, epoch: Pass) -> None:
         """A pass begins. May wait for other ranks. Raises ``Misconfigured``, ``Unavailable``."""
+
+    def has_room(self, epoch: Pass) -> bool:
+        """Whether a leader may decide the next batch now."""
+        return True
 
     def decision(self, epoch: Pass) -> Ints | None:
         """Return the entries of a follower's next batch, ``None`` if they did not arrive yet."""
@@ -62,7 +64,7 @@ class Role:
     def drawn(self, epoch: Pass, entries: Ints) -> None:
         """The next batch is about to be drawn."""
 
-    def wait(self) -> bool:
+    def wait(self, epoch: Pass) -> bool:
         """Wait for what other ranks do, for a moment; ``False`` if no batch waits for them. Raises ``Unavailable``."""
         return False
 
@@ -85,6 +87,14 @@ class Role:
         """Like ``close``, without waiting."""
 
 
+class _Open:
+    """A pass that a loop reads."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.consumed = 0  # batches
+
+
 class Member(Role):
     """The role of a rank whose group has a fixed order: it compares with the others, and communicates nothing else."""
 
@@ -93,111 +103,97 @@ class Member(Role):
         self._group, self._agreement = group, agreement
         self._batch_size = batch_size
         self._patience = Patience(timeout_seconds)
-        self._epoch: Pass | None = None  # that is read
-        self._consumed = 0  # batches of it
+        self._open: dict[Pass, _Open] = {}
 
     def begin(self, epoch: Pass) -> None:
-        if self._epoch is not None:
-            self.leave(self._epoch, at_end=False)
-        self._agreement.begin(default_store(), epoch.number, _facts(epoch))
-        self._epoch, self._consumed = epoch, 0
+        number = self._agreement.begin(default_store(), epoch.number, {"order": epoch.identity})
+        self._joined(number)
+        self._open[epoch] = _Open(number)
 
     def asked(self) -> None:
         self._patience.begin()
 
     def consumed(self, epoch: Pass, number: int) -> None:
         self._patience.end()
-        if epoch is self._epoch:
-            self._consumed = number + 1
+        if epoch in self._open:
+            self._open[epoch].consumed = number + 1
 
     def leave(self, epoch: Pass, *, at_end: bool) -> None:
-        if epoch is self._epoch:
-            self._epoch = None
+        opened = self._open.pop(epoch, None)
+        if opened is not None:
             self._patience.end()
-            self._left(at_end=at_end)
-
-    def _left(self, *, at_end: bool) -> None: ...
+            self._left(opened, at_end=at_end)
 
     def finish(self, epoch: Pass) -> None:
         self._agreement.finish(default_store(), epoch.number)
+
+    def _joined(self, number: int) -> None: ...
+    def _left(self, opened: _Open, *, at_end: bool) -> None: ...
 
 
 class Leader(Member):
     """Decides for the group. The log of a pass stays until all followers have left the pass."""
 
-    _stream: LeaderStream | None = None
+    def __init__(self, group: ReplicaGroup, agreement: GroupAgreement, batch_size: int, timeout_seconds: float) -> None:
+        super().__init__(group, agreement, batch_size, timeout_seconds)
+        self._log = DecisionLog(group.followers)
+        self._stream: LeaderStream | None = None
 
-    def begin(self, epoch: Pass) -> None:
-        super().begin(epoch)
+    def _joined(self, number: int) -> None:
         stream = self._stream
         if stream is None or stream.is_closed:
-            stream = self._stream = LeaderStream(self._group.followers, frame_bytes_max(self._batch_size))
+            stream = self._stream = LeaderStream(self._log, frame_bytes_max(self._batch_size))
             publish(default_store(), self._agreement.key, stream.invitation)
-        self._wait_until(
-            lambda: not stream.log.behind, stream, lambda: stream.log.behind, "did not leave its last pass"
-        )
+        self._wait_until(lambda: not self._log.behind, stream, lambda: self._log.behind, "did not leave its last pass")
         with stream.changed:
-            stream.log.begin()
+            self._log.begin(number)
         stream.wake()
 
-    @property
-    def has_room(self) -> bool:
-        stream = self._stream
-        if stream is None:
-            return True
-        with stream.changed:
-            return self._epoch is None or not stream.log.slow
+    def has_room(self, epoch: Pass) -> bool:
+        return not self._slow(epoch)
 
     def drawn(self, epoch: Pass, entries: Ints) -> None:
-        stream = self._stream
-        if stream is None or epoch is not self._epoch:
+        stream, log = self._stream, self._log_of(epoch)
+        if stream is None or log is None:
             return
         with stream.changed:
-            stream.log.decide(epoch.encode_decision(entries))
+            log.decide(epoch.encode_decision(entries))
         stream.wake()
 
-    def wait(self) -> bool:
+    def wait(self, epoch: Pass) -> bool:
         stream = self._stream
         if stream is None:
             return False
         with stream.changed:
-            if self._epoch is None or not stream.log.slow:
+            if not self._slow(epoch):
                 return False
             self._check(stream)
-            what = f"did not begin epoch {self._epoch.number}, or is far behind rank {self._group.own}, the leader"
-            self._patience.check(lambda: _named(stream.log.slow), what)
+            what = f"did not begin epoch {epoch.number}, or is far behind rank {self._group.own}, the leader"
+            self._patience.check(lambda: _named(self._slow(epoch)), what)
             stream.changed.wait(TURN_SECONDS)
         return True
 
     def asked(self) -> None:
         super().asked()
-        if self._stream is not None and self._epoch is not None:
+        if self._stream is not None and self._open:
             with self._stream.changed:
                 self._check(self._stream)
 
     def consumed(self, epoch: Pass, number: int) -> None:
-        if self._stream is not None and epoch is self._epoch:
-            with self._stream.changed:
-                rank = self._stream.log.broken_off(number)
+        stream, opened = self._stream, self._open.get(epoch)
+        if stream is not None and opened is not None:
+            with stream.changed:
+                rank = self._log.broken_off(opened.number, number + 1)
             if rank is not None:
                 raise Misconfigured(_broke_off(f"rank {rank}", epoch.number, f"rank {self._group.own}, its leader,"))
         super().consumed(epoch, number)
-
-    def _left(self, *, at_end: bool) -> None:
-        if self._stream is not None:
-            with self._stream.changed:
-                self._stream.log.end(self._consumed, at_end=at_end)
-                self._stream.changed.notify_all()
-            self._stream.wake()
 
     def finish(self, epoch: Pass) -> None:
         super().finish(epoch)
         stream = self._stream
         if stream is not None:
             what = f"did not begin epoch {epoch.number}, which rank {self._group.own}, the leader, has read to its end"
-            self._wait_until(
-                lambda: not stream.log.unsent and stream.is_flushed, stream, lambda: stream.log.unsent, what
-            )
+            self._wait_until(lambda: not self._log.unsent and stream.is_flushed, stream, lambda: self._log.unsent, what)
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
@@ -207,6 +203,25 @@ class Leader(Member):
     def stop(self) -> None:
         if self._stream is not None:
             self._stream.stop()
+
+    def _left(self, opened: _Open, *, at_end: bool) -> None:
+        if self._stream is not None:
+            with self._stream.changed:
+                self._log.end(opened.number, opened.consumed, at_end=at_end)
+                self._stream.changed.notify_all()
+            self._stream.wake()
+
+    def _slow(self, epoch: Pass) -> list[int]:
+        """Return the followers that keep the next batch from being decided."""
+        stream, log = self._stream, self._log_of(epoch)
+        if stream is None or log is None:
+            return []
+        with stream.changed:
+            return log.slow
+
+    def _log_of(self, epoch: Pass) -> PassLog | None:
+        opened = self._open.get(epoch)
+        return self._log.passes.get(opened.number) if opened is not None else None
 
     def _wait_until(
         self, is_so: Callable[[], bool], stream: LeaderStream, who: Callable[[], Sequence[int]], what: str
@@ -223,33 +238,32 @@ class Leader(Member):
         """Raise ``Unavailable`` if the group cannot go on. Called with the stream's lock."""
         if stream.failed is not None:
             raise Unavailable(f"rank {self._group.own}, the leader", "its connections failed") from stream.failed
-        for rank in stream.log.lost:
-            why = stream.log.followers[rank].lost
-            raise Unavailable(_named([rank]), f"it is gone, and its group cannot go on: {why}", lasting=True)
+        for rank in self._log.missing:
+            why = f"it is gone, and its group cannot go on: {self._log.lost[rank]}"
+            raise Unavailable(_named([rank]), why, lasting=True)
 
 
 class Follower(Member):
     """Takes what the leader decided. Reports no needs: those of the group are the leader's."""
 
     follows = True
-    _stream: FollowerStream | None = None
 
-    def begin(self, epoch: Pass) -> None:
-        super().begin(epoch)
+    def __init__(self, group: ReplicaGroup, agreement: GroupAgreement, batch_size: int, timeout_seconds: float) -> None:
+        super().__init__(group, agreement, batch_size, timeout_seconds)
+        self._stream: FollowerStream | None = None
+        self._meeting = forks.lock()
+
+    def _joined(self, number: int) -> None:
         self._patience.begin()
-        if self._stream is None or self._stream.is_closed:
-            sock = meet(default_store(), self._agreement.key, self._group.own, self._check_meeting)
-            self._stream = FollowerStream(sock, frame_bytes_max(self._batch_size))
+        stream = self._stream
+        if stream is None or stream.is_closed:
+            stream = self._connected(meet(default_store(), self._agreement.key, self._group.own, self._check_meeting))
         self._patience.end()
-        self._stream.join()
-
-    def drawn(self, epoch: Pass, entries: Ints) -> None:
-        if self._stream is not None and epoch is self._epoch:
-            self._stream.drawn()
+        stream.join(number)
 
     def decision(self, epoch: Pass) -> Ints | None:
-        stream = self._stream
-        decision = stream.decision if stream is not None and epoch is self._epoch else None
+        stream, opened = self._stream, self._open.get(epoch)
+        decision = stream.decision(opened.number) if stream is not None and opened is not None else None
         if decision is None:
             return None
         try:
@@ -257,15 +271,21 @@ class Follower(Member):
         except BadRequest as error:
             raise Unavailable(self._leader, f"it decided what rank {self._group.own} cannot draw: {error}") from error
 
-    def wait(self) -> bool:
+    def drawn(self, epoch: Pass, entries: Ints) -> None:
+        if self._stream is not None and epoch in self._open:
+            self._stream.drawn(self._open[epoch].number)
+
+    def wait(self, epoch: Pass) -> bool:
+        self._meet_again()
         stream = self._stream
         if stream is None:
             return True
         with stream.changed:
-            epoch, followed = self._epoch, stream.followed
-            if epoch is None or followed.decisions:
+            opened = self._open.get(epoch)
+            followed = stream.followed.passes.get(opened.number) if opened is not None else None
+            if followed is None or followed.decisions:
                 return True
-            self._check(stream, epoch)
+            self._check(stream)
             if followed.left is not None:
                 raise Misconfigured(_broke_off(self._leader, epoch.number, f"rank {self._group.own}"))
             self._patience.check(lambda: self._leader, f"did not decide a batch of epoch {epoch.number}")
@@ -274,23 +294,19 @@ class Follower(Member):
 
     def asked(self) -> None:
         super().asked()
-        stream = self._stream
-        if stream is not None and self._epoch is not None:
-            with stream.changed:
-                self._check(stream, self._epoch)
+        if self._stream is not None:
+            with self._stream.changed:
+                self._check(self._stream)
 
     def consumed(self, epoch: Pass, number: int) -> None:
-        stream = self._stream
-        if stream is not None and epoch is self._epoch:
+        stream, opened = self._stream, self._open.get(epoch)
+        if stream is not None and opened is not None:
             with stream.changed:
-                left = stream.followed.left
+                followed = stream.followed.passes.get(opened.number)
+                left = followed.left if followed is not None else None
             if left is not None and number >= left.consumed:
                 raise Misconfigured(_broke_off(self._leader, epoch.number, f"rank {self._group.own}"))
         super().consumed(epoch, number)
-
-    def _left(self, *, at_end: bool) -> None:
-        if self._stream is not None:
-            self._stream.leave(self._consumed, at_end=at_end)
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
@@ -301,15 +317,49 @@ class Follower(Member):
         if self._stream is not None:
             self._stream.stop()
 
+    def _left(self, opened: _Open, *, at_end: bool) -> None:
+        if self._stream is not None:
+            self._stream.leave(opened.number, opened.consumed, at_end=at_end)
+
     @property
     def _leader(self) -> str:
         return f"rank {self._group.leader}, the leader of rank {self._group.own}"
 
-    def _check(self, stream: FollowerStream, epoch: Pass) -> None:
+    def _check(self, stream: FollowerStream) -> None:
         """Raise ``Unavailable`` if the leader is gone and had not sent all. Called with the stream's lock."""
         followed = stream.followed
-        if followed.lost and followed.left is None and epoch.pending > 0:
-            raise Unavailable(self._leader, f"it is gone, and its group cannot go on: {followed.lost}", lasting=True)
+        if not followed.lost:
+            return
+        for epoch, opened in self._open.items():
+            read = followed.passes.get(opened.number)
+            is_over = read is not None and read.left is not None
+            may_meet_again = followed.said_bye and (read is None or read.is_untouched)
+            if epoch.pending and not is_over and not may_meet_again:
+                why = f"it is gone, and its group cannot go on: {followed.lost}"
+                raise Unavailable(self._leader, why, lasting=True)
+
+    def _connected(self, sock: socket.socket) -> FollowerStream:
+        stream = self._stream = FollowerStream(sock, frame_bytes_max(self._batch_size))
+        return stream
+
+    def _meet_again(self) -> None:
+        """Connect again if the leader closed its loader before it began the pass that this rank has begun."""
+        stream = self._stream
+        if stream is None or not stream.followed.said_bye or not self._open:
+            return
+        if not self._meeting.acquire(blocking=False):
+            return
+        try:
+            with stream.changed:
+                self._check(stream)
+            sock = try_to_meet(default_store(), self._agreement.key, self._group.own)
+            if sock is not None:
+                stream.close()
+                again = self._connected(sock)
+                for opened in list(self._open.values()):
+                    again.join(opened.number)
+        finally:
+            self._meeting.release()
 
     def _check_meeting(self) -> None:
         what = "it cannot be connected to, or did not make this loader and begin its pass"
@@ -333,10 +383,6 @@ def role_of(group: ReplicaGroup | None, dataset: Digest, deal: Deal, *, substitu
     if not substitute:
         return Member(group, agreement, deal.batch_size, timeout)
     return (Leader if group.is_leader else Follower)(group, agreement, deal.batch_size, timeout)
-
-
-def _facts(epoch: Pass) -> Facts:
-    return {"order": epoch.identity}
 
 
 def _named(ranks: Sequence[int]) -> str:
