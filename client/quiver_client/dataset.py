@@ -146,6 +146,10 @@ class Dataset(TorchDataset[Any]):
         """
         return self._open().stats.snapshot()
 
+    def read_seconds(self) -> dict[str, float]:
+        """Return how long the reads of this process took, summed over its threads, by tier: host, rack, origin."""
+        return self._open().stats.seconds()
+
     def count(self, name: str, amount: int) -> None:
         """Add to one of the counters of ``stats``."""
         self._open().stats.add(name, amount)

@@ -4,7 +4,7 @@
 ``workers``. ``sampler`` decides the order, by means of
 
 - ``passes``: which epoch comes next and what of it is consumed; ``epoch``: one pass over one epoch's share;
-  ``state``: the checkpoint, and how ranks merge theirs
+  ``state``: the checkpoint, and how ranks merge theirs; ``merged_state``: the same, through ``group_store``
 - ``consumer``: what is reported to the cache, and what is resident; ``draw_wait``: how long a draw waits for that;
   ``loop_rate``: how fast the loop reads, and when it pauses
 - ``replicas``: ranks that get the same samples in the same order: one decides, the others follow

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from threading import RLock
 from typing import Final
 
 import numpy as np
 
 from quiver.residency import ConsumerReport, rounded_up
-from quiver.substitution import Ints, View
+from quiver.substitution import Ints, Mask, View
 from quiver_client.dataset import Dataset
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Epoch
@@ -41,6 +42,7 @@ class CacheConsumer:
         self._rate = LoopRate()
         self._pauses = LoopPauses()
         self._name = b""
+        self.on_view: Callable[[Epoch, Mask], None] | None = None  # told of what is resident, before each report
         self._reporter: NeedsReporter | None = None
 
     @property
@@ -111,6 +113,9 @@ class CacheConsumer:
             soon = self._soon(epoch, view) if epoch is not None else ()
             rate, is_starving = self._rate.value, self._wait.is_waiting
         ahead = 0.0
+        on_view, reporter = self.on_view, self._reporter
+        if on_view is not None and epoch is not None and view is not None and reporter and reporter.is_answered:
+            on_view(epoch, view.resident)
         if view is not None:
             ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
         report = ConsumerReport(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 import warnings
 import weakref
@@ -10,21 +11,27 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
 import torch.utils.data
+from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.epoch import Drawn, Epoch
-from quiver_client.loader.sampler import DISPLACED, BatchSampler
+from quiver_client.loader.injected import SeenBatches, order_of
+from quiver_client.loader.loop_pass import Batches, LoopPass
+from quiver_client.loader.own_methods import own_methods
+from quiver_client.loader.progress import ProgressLine, is_wanted
+from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync, Share, warn_of_repeats
+from quiver_client.loader.trainer_loops import reads_one_ahead
+from quiver_client.loader.trainers import GradientSync, warn_of_repeats
+from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
 PREFETCH_BATCHES: Final = 2
-Batches = ThreadedBatches | NumberedBatches
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -54,6 +61,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
     …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
     whose ranks do. Rank and world size follow from either; one rank of each group decides (docs/replicas.md).
+    ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
+    ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
+
+    Several loops may iterate one loader at once, to validate within an epoch for instance: each iterator hands out a
+    whole pass, and ``state_dict`` is that of the outer loop. A warning is logged, once, if the loop waits for data more
+    than a tenth of its time.
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
@@ -88,13 +101,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         replay: str | None = None,
         mesh: Any = None,
         replicate: Any = None,
+        progress: bool | None = None,
         **stock: Any,
     ) -> None:
-        if batch_sampler is not None:
-            raise ValueError(
-                "batch_sampler: this loader composes its batches itself; give batch_size. Where a trainer inserts a"
-                " batch sampler of its own (Lightning's predict does), give it torch's DataLoader over the dataset"
-            )
         if batch_size is None:
             raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
         if sampler is not None and shuffle:
@@ -104,38 +113,42 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
-        order = BatchSampler(
-            dataset,
-            batch_size,
-            shuffle=bool(shuffle),
-            drop_last=drop_last,
-            substitute=substitute,
-            lookahead=lookahead,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            job=job,
-            ledger=ledger,
-            replay=replay,
-            sampler=sampler,
-            mesh=mesh,
-            replicate=replicate,
-            timeout=timeout,
-        )
+        if batch_sampler is not None:
+            others = batch_size != 1, bool(shuffle), sampler is not None, drop_last
+            order = order_of(batch_sampler, dataset, *others)
+        else:
+            order = BatchSampler(
+                dataset,
+                batch_size,
+                shuffle=bool(shuffle),
+                drop_last=drop_last,
+                substitute=substitute,
+                lookahead=lookahead,
+                seed=seed,
+                rank=rank,
+                world_size=world_size,
+                job=job,
+                ledger=ledger,
+                replay=replay,
+                sampler=sampler,
+                mesh=mesh,
+                replicate=replicate,
+                timeout=timeout,
+            )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn is None and CollatedDataset.can_read(dataset)
+        by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(dataset)
         self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
         self.epoch: Epoch | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
             order.deal.batch_size,  # an integer of torch's or numpy's is accepted, too
-            sampler=cast(Any, Share(order) if sampler is None else sampler),
+            sampler=cast(Any, order.sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
-            drop_last=drop_last,
+            drop_last=order.deal.drop_last,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
@@ -144,9 +157,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             **stock,
         )
         self._collate = collated if by_columns else self.collate_fn
-        self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
-        # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
-        self._passing: weakref.ref[_Pass] | None = None
+        # torch rejects it together with a batch_size, which users read
+        self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
+        # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
+        self._passing: list[weakref.ref[LoopPass]] = []
+        self._seen = SeenBatches(batch_sampler)
+        self._watch = LoopWatch(order, num_workers)
+        self._progress = progress
+        self._line: ProgressLine | None = None
+        is_wanted(progress, 0)
+        self.__dict__.update(own_methods(self))
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -177,30 +197,44 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self.order)
 
     def __iter__(self) -> Any:
-        before = self._passing() if self._passing is not None else None
-        if before is not None:
-            before.displaced = before.reading
-        self._end_pass()
+        asking = sys._getframe(1)
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
         epoch = self.order.begin()
         self.epoch = epoch
         if self.num_workers:
-            batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
+            # Persistent workers serve one pass at a time: one that begins within another has workers of its own.
+            workers = self._get_iterator() if self.persistent_workers and self._open_passes() else super().__iter__()
+            batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
-        passing = _Pass(self.order, epoch, batches, GradientSync(self))
-        self._passing = weakref.ref(passing)
+        passing = LoopPass(self.order, epoch, batches, GradientSync(self), reads_ahead=reads_one_ahead(asking))
+        passing.tell(self._watch, self._seen, self._show_progress())
+        self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
+
+    def _show_progress(self) -> ProgressLine | None:
+        """Return the line that shows the first fill, ``None`` if none is wanted."""
+        if self._line is None and is_wanted(self._progress, self.order.deal.rank):
+            layout = self.order.layout
+            self._line = ProgressLine(self.order.dataset.manifest.path.stem, layout.sample_bytes * layout.counts)
+            self.order.tell_residency(self._line.learn)
+        return self._line
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass read this epoch, or what a loaded state left of it."""
         self.order.set_epoch(epoch)
 
-    def state_dict(self) -> State:
-        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``."""
-        return self.order.state_dict()
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return what was handed out so far: a plain dictionary of under 0.2 bytes per sample. See ``merge_states``.
+
+        ``merged=True``: the merged state of all ranks, for a checkpoint that rank 0 alone writes. Call it in all ranks,
+        at the same point of training: each returns the same state, which loads into any world size. It raises in all of
+        them if one raises, and ``TimeoutError`` if a rank has not called it for ten minutes. Without torch.distributed
+        it is ``merge_states([loader.state_dict()])``.
+        """
+        return self.order.state_dict(merged=merged)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.
@@ -213,13 +247,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def close(self) -> None:
         """Stop prefetching and withdraw the reported needs. The loader can be iterated again, and its state stays."""
-        self._end_pass()
+        for passing in reversed(self._open_passes()):  # the outermost loop's last: the state stays that one's
+            passing.close()
         self.order.close()
 
-    def _end_pass(self) -> None:
-        passing = self._passing() if self._passing is not None else None
-        if passing is not None:
-            passing.close()
+    def _open_passes(self) -> list[LoopPass]:
+        """Return the passes that loops read, the oldest first: nested loops, or iterators that were kept."""
+        return [each for each in (refer() for refer in self._passing) if each is not None and each.reading]
 
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
@@ -228,65 +262,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return WorkerBatches(reading)
 
     def _fetch(self, drawn: Drawn) -> Any:
+        begun = time.monotonic()
         batch = self._collate(cast(Any, self._source.__getitems__(cast(Any, drawn.rows))))
+        self._watch.fetched(time.monotonic() - begun)
         if self.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
-
-
-class _Pass:
-    """The iterator of the training loop: counts a batch as consumed when it hands it out."""
-
-    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
-        self._order, self._epoch, self._sync = order, epoch, sync
-        self.displaced = False
-        self._batches: Batches | None = batches
-        self._dropped = weakref.finalize(self, _drop, order, epoch, batches, sync)
-        self._dropped.atexit = False
-        sync.begin()
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None and not self.displaced:
-            raise StopIteration
-        if self._batches is None or not self._order.is_current(self._epoch):
-            raise RuntimeError(DISPLACED)
-        begun = time.monotonic()
-        self._order.asked()
-        try:
-            number, batch = next(self._batches)
-        except StopIteration:
-            self._batches = None
-            self._sync.end()
-            self._dropped.detach()
-            self._order.end(self._epoch)
-            raise
-        self._order.consumed(self._epoch, number, time.monotonic() - begun)
-        if self._epoch.finished:
-            self._sync.last()
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    @property
-    def reading(self) -> bool:
-        """Whether the pass has not reached its end."""
-        return self._batches is not None
-
-    def close(self) -> None:
-        batches, self._batches = self._batches, None
-        if batches is not None:
-            self._sync.end()
-            self._dropped.detach()
-            self._order.abandon(self._epoch)
-            batches.close()
-
-
-def _drop(order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
-    """End a pass that was garbage-collected, in any thread, so without waiting: ``close`` could wait for itself."""
-    sync.end()
-    order.abandon(epoch)
-    batches.close(wait=False)

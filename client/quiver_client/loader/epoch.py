@@ -121,6 +121,7 @@ class Epoch:
         self.share = share
         self.consumed = np.zeros(len(share), bool) if own is None else own.copy()
         self.batches = batches
+        self.handed_out = 0  # batches of this pass
         self.has_skipped = False  # a later batch was consumed first: this one raised, or came out of order
         self._entries = np.flatnonzero(~self.consumed)
         if replayed is not None:
@@ -218,6 +219,7 @@ class Epoch:
         entries = self._in_flight.pop(number)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
+        self.handed_out += 1
         return self._rows[entries]
 
 

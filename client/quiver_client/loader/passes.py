@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -19,10 +19,38 @@ from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
-from quiver_client.loader.state import State, belonging, counted, counting, fitted, make_state, rest_of, unpack
+from quiver_client.loader.state import (
+    State,
+    belonging,
+    counted,
+    counting,
+    fitted,
+    is_untouched,
+    make_state,
+    of_sampler,
+    rest_of,
+    unpack,
+)
 from quiver_client.loader.user_sampler import UserSampler
 
 log = logging.getLogger("quiver_client")
+
+_OF_A_PASS: Final = (
+    *("current", "reading", "done", "resumed_from"),
+    *("_before", "_length", "_has_begun", "_consumed", "_left_out"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPass:
+    """What there is to know of a pass that was begun, to go on with it after another pass.
+
+    ``is_left``: when it was put aside, the user had named another epoch to read next, so no loop goes on with it.
+    """
+
+    epoch: Epoch
+    values: Mapping[str, Any]
+    is_left: bool
 
 
 class Passes:
@@ -161,6 +189,27 @@ class Passes:
         if self.current is not None and self.current.finished:
             self.drop()
 
+    def open_pass(self) -> OpenPass | None:
+        """Return the pass that a loop reads, so that ``go_on`` can go on with it."""
+        if self.reading is None:
+            return None
+        values = {name: getattr(self, name) for name in _OF_A_PASS}
+        return OpenPass(self.reading, values, self._is_named and self._next_epoch != self.reading.number)
+
+    def go_on(self, opened: OpenPass) -> None:
+        """Go on with a pass after another one. The epoch that follows is the one after this pass's."""
+        vars(self).update(opened.values)
+        self._next_epoch, self._is_named, self._resume = opened.epoch.number + 1, False, None
+
+    def state_of(self, opened: OpenPass, *, is_recorded: bool) -> State:
+        """Return the state of a pass that is not the current one."""
+        now = {name: getattr(self, name) for name in _OF_A_PASS}
+        vars(self).update(opened.values)
+        try:
+            return self.state(is_recorded=is_recorded)
+        finally:
+            vars(self).update(now)
+
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""
         self.current = self.reading = None
@@ -192,7 +241,8 @@ class Passes:
         count the batches of this deal, and the pass that resumes deals again.
         """
         if self.current is None:
-            return self._resume or self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            untouched = self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
+            return self._resume or (untouched if self.user is None else self._ranks(of_sampler(untouched, None)))
         epoch, nothing = self.current, self.done[:0]
         if self.user is not None:
             return self._users_state(self.user, epoch)
@@ -206,7 +256,7 @@ class Passes:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
         belongs = belonging(state, self._dataset, self._deal)
-        is_foreign = belongs.get("sampler") and self.user is None
+        is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
         resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs
         self.drop()
         self._resume, self.is_resumed = resume, True
@@ -215,17 +265,21 @@ class Passes:
             self.user.leave_at(self._next_epoch)
 
     def _fitted(self, state: State) -> State:
-        deal = self.deal
-        if self.user is not None:
-            rank, world_size = self.rank.current
-            deal = replace(deal, rank=rank, world_size=world_size)
-        return fitted(state, self._dataset, deal, sampler=self.user is not None)
+        if self.user is None:
+            return fitted(state, self._dataset, self.deal)
+        rank, world_size = self.rank.current
+        deal = replace(self.deal, rank=rank, world_size=world_size)
+        return fitted(state, self._dataset, deal, sampler=True, in_order=self.user.is_fixed)
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
         return make_state(self._dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
-        rank, world_size = self.rank.current
         done = np.ones_like(self._consumed) if epoch.finished else self._consumed
         state = counting(self._state(epoch.number, 0, done, self.done[:0]), self._before + epoch.batches)
-        return user.state({**state, "rank": rank, "world_size": world_size}, epoch)
+        return user.state(self._ranks(state), epoch)
+
+    def _ranks(self, state: State) -> State:
+        """Return the state of a sampler's order as that of this rank."""
+        rank, world_size = self.rank.current
+        return {**state, "rank": rank, "world_size": world_size}

@@ -26,6 +26,7 @@ from quiver.digest import Digest
 from quiver.errors import Misconfigured
 from quiver.manifest import Manifest
 from quiver_client.loader.epoch import Deal
+from quiver_client.loader.group_store import group_store
 from quiver_client.loader.state import State
 
 log = logging.getLogger("quiver_client")
@@ -106,7 +107,9 @@ class RankAgreement:
 
     def _store(self, ranks: tuple[int, int]) -> Any:
         """Return the store that the ranks share; ``None`` if these are not its ranks, or there is none."""
-        return shared_store(ranks if not self._of_groups else None) if ranks[1] > 1 else None
+        if ranks[1] < 2:
+            return None
+        return group_store() if self._of_groups else _store_of(ranks)
 
     def _check_settings(self, rank: int, first: int, theirs: Facts) -> None:
         ours = self._settings
@@ -167,12 +170,8 @@ def _is_there(store: Any, key: str) -> bool:
         return False
 
 
-def shared_store(ranks: tuple[int, int] | None = None) -> Any:
-    """Return torch.distributed's store; ``None`` if there is none, or its rank and world size are not ``ranks``."""
+def _store_of(ranks: tuple[int, int]) -> Any:
+    """Return torch.distributed's store; ``None`` if there is none, or its rank and world size are not these."""
+    store = group_store()
     distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized():
-        return None
-    if ranks is not None and (distributed.get_rank(), distributed.get_world_size()) != ranks:
-        return None
-    get_store = getattr(distributed.distributed_c10d, "_get_default_store", None)  # torch has no public name for it
-    return get_store() if get_store is not None else None
+    return store if store is not None and (distributed.get_rank(), distributed.get_world_size()) == ranks else None

@@ -57,7 +57,9 @@ class Recorder:
         self._writer: LedgerWriter | None = None
         self._pid = os.getpid()
         self._has_written = False  # then this process appends to the ledger
-        self._drawn: dict[int, bytes] = {}  # encoded batches by number, until they are consumed
+        # By pass: encoded batches by number, until they are consumed; and how many batches its deal has in the ledger.
+        self._drawn: dict[Epoch, dict[int, bytes]] = {}
+        self._written: dict[Epoch, int] = {}
 
     @property
     def is_recording(self) -> bool:
@@ -66,7 +68,8 @@ class Recorder:
     def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
         """Begin a pass over the samples that were not ``done`` before its shares were dealt.
 
-        ``resumed``: the run continues another one, and appends to its ledger.
+        ``resumed``: the run continues another one, and appends to its ledger. A pass that was put aside for another
+        one begins again where it was.
         """
         if self._has_forked():
             log.warning("ledger=%r: the process that began it writes it, not this forked child", str(self._path))
@@ -79,20 +82,28 @@ class Recorder:
             except OSError as error:
                 raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
             self._has_written, self._pid = True, os.getpid()
-        self._drawn.clear()
-        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, epoch.batches))
+        self._drawn.setdefault(epoch, {})
+        start = self._written.setdefault(epoch, epoch.batches)
+        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, start))
+
+    def forget(self, epoch: Epoch) -> None:
+        """Forget a pass that no loop reads any more."""
+        self._drawn.pop(epoch, None)
+        self._written.pop(epoch, None)
 
     def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
         """Remember a batch that is about to be drawn."""
         if self._writer is not None:
-            self._drawn[number] = encode_batch(epoch.order, entries, self._run.batch_size)
+            encoded = encode_batch(epoch.order, entries, self._run.batch_size)
+            self._drawn.setdefault(epoch, {})[number] = encoded
 
-    def consumed(self, number: int) -> None:
+    def consumed(self, epoch: Epoch, number: int) -> None:
         """Record a consumed batch. Earlier batches that were not consumed raised, and the loop continued."""
-        for earlier in [each for each in self._drawn if each < number]:
-            self._write(skipped(self._drawn.pop(earlier)))
-        if number in self._drawn:
-            self._write(self._drawn.pop(number))
+        drawn = self._drawn.get(epoch, {})
+        for earlier in [each for each in drawn if each < number]:
+            self._write(epoch, skipped(drawn.pop(earlier)))
+        if number in drawn:
+            self._write(epoch, drawn.pop(number))
 
     def flush(self) -> None:
         """Hand the consumed batches to the operating system: a checkpoint must not be ahead of the ledger."""
@@ -104,7 +115,8 @@ class Recorder:
         if not self._has_forked():
             self._writer = None
 
-    def _write(self, batch: bytes) -> None:
+    def _write(self, epoch: Epoch, batch: bytes) -> None:
+        self._written[epoch] = self._written.get(epoch, 0) + 1
         self._attempt(lambda writer: writer.batch(batch))
 
     def _attempt(self, write: Callable[[LedgerWriter], None]) -> None:
@@ -126,6 +138,7 @@ class Recorder:
             self._writer.abandon()
         self._path = self._writer = None
         self._drawn.clear()
+        self._written.clear()
 
 
 class Replay:

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import blake3
@@ -21,7 +21,7 @@ from torch.utils.data import Sampler
 from quiver import forks
 from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
-from quiver.substitution import Ints
+from quiver.substitution import Ints, Mask
 from quiver_client.dataset import Dataset
 from quiver_client.failure import failure
 from quiver_client.loader import draw_wait
@@ -30,22 +30,27 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.passes import Passes
+from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
+from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 DISPLACED: Final = (
-    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+    "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
+    " loader again"
 )
 
 
+@rebuildable
 class BatchSampler(Sampler[list[int]]):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
@@ -74,6 +79,7 @@ class BatchSampler(Sampler[list[int]]):
         replicate: Any = None,
         timeout: float = 0,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         if not isinstance(dataset, Dataset):
             raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
         for name, file in (("ledger", ledger), ("replay", replay)):
@@ -106,6 +112,7 @@ class BatchSampler(Sampler[list[int]]):
         self._agreement = compared if is_compared else None
         self._finalizer = weakref.finalize(self, self._role.stop)
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
+        self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger if self._role.leads else None, replay
         self._records = ledger is not None
@@ -113,6 +120,7 @@ class BatchSampler(Sampler[list[int]]):
         self._labels = LabelWatch.of(dataset) if deal.shuffle and self._role.leads else None
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
         self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
@@ -130,12 +138,17 @@ class BatchSampler(Sampler[list[int]]):
 
         There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
         """
-        return Share(self) if self._passes.user is None else self._passes.user.sampler
+        return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Which shard each sample lies in, and what shards have."""
+        return self._passes.layout
 
     def __len__(self) -> int:
         """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
@@ -151,7 +164,7 @@ class BatchSampler(Sampler[list[int]]):
         epoch = self.begin()
         try:
             while True:
-                self.asked()
+                self.asked(epoch)
                 drawn = self.draw(epoch)
                 if drawn is None:
                     break
@@ -170,16 +183,22 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
-        with self._lock:
-            self._recorder.flush()
-            return self._passes.state(is_recorded=self._is_recorded)
+    def state_dict(self, *, merged: bool = False) -> State:
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        """
+        if merged:
+            return merged_state(self._state, *self._passes.rank.current)
+        if keeps_one_state(sys._getframe(1)):
+            return trainers_state(self._state, *self._passes.rank.current)
+        return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
             self._passes.load(state)
+            self._aside.clear()
             self._recorder.flush()
 
     def check_shares(self) -> None:
@@ -200,16 +219,16 @@ class BatchSampler(Sampler[list[int]]):
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
-        """Begin the next epoch, or the rest of a resumed one."""
+        """Begin the next epoch, or the rest of a resumed one. A pass that another loop reads is put aside."""
         self._compare_end()
         passes = self._passes
         with self._lock:
+            opened = passes.open_pass()
             if passes.settle():
                 self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
-            self._wait.cancel()
-            self._consumer.begin(self._consumer_name)
-            self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
+            self._aside.put(opened)
+            self._become_current(epoch)
             passes.rank.warn_of_replicas(is_fixed=not self.substitute)
         try:
             if self._agreement is not None:
@@ -225,22 +244,24 @@ class BatchSampler(Sampler[list[int]]):
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
         with self._lock:
-            return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
+            is_read = epoch is self._passes.reading or epoch in self._aside
+            return not is_read or not epoch.pending or self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Whether no other pass has begun since, and no state was loaded."""
+        """Whether this pass was asked last, and no state was loaded since."""
         return epoch is self._passes.current
 
     def draw(self, epoch: Epoch) -> Drawn | None:
         """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
 
-        Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
+        Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
             with self._lock:
-                if epoch is not self._passes.current and epoch.pending:
+                is_aside = epoch in self._aside
+                if not is_aside and epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
-                if epoch is not self._passes.reading or not epoch.pending:
+                if (not is_aside and epoch is not self._passes.reading) or not epoch.pending:
                     return None
                 entries = self._choose(epoch)
                 if entries is not None:
@@ -248,11 +269,17 @@ class BatchSampler(Sampler[list[int]]):
             if not self._role.wait(epoch):
                 self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
-        """The training loop waits for a batch."""
+    def asked(self, epoch: Epoch | None = None) -> None:
+        """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
             self._role.asked()
+            if epoch is not None:
+                self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+
+    def tell_residency(self, told: Callable[[Epoch, Mask], None]) -> None:
+        """Call this with the pass and which shards are resident, in the reporting thread, before each report."""
+        self._consumer.on_view = told
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
@@ -267,7 +294,8 @@ class BatchSampler(Sampler[list[int]]):
         """The training loop received a batch, after waiting for it."""
         with self._lock:
             self._role.consumed(epoch, number)
-            self._recorder.consumed(number)
+            self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
+            self._recorder.consumed(epoch, number)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -279,9 +307,12 @@ class BatchSampler(Sampler[list[int]]):
     def end(self, epoch: Epoch) -> None:
         """The pass has ended: from now on the state is that of the next epoch, with nothing consumed."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._passes.drop()
                 self._recorder.flush()
+                self._return_to_outer()
         self._role.leave(epoch, at_end=True)
         self._compare_end()
         self._role.finish(epoch)
@@ -289,14 +320,25 @@ class BatchSampler(Sampler[list[int]]):
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
                 if epoch.finished:
                     self._recorder.flush()
+                self._return_to_outer()
         self._role.leave(epoch, at_end=False)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state(self) -> State:
+        with self._lock:
+            self._recorder.flush()
+            claimant = self._aside.claimant()
+            if claimant is not None:
+                return self._passes.state_of(claimant, is_recorded=self._is_recorded)
+            return self._passes.state(is_recorded=self._is_recorded)
 
     @property
     def _consumer_name(self) -> bytes:
@@ -312,6 +354,24 @@ class BatchSampler(Sampler[list[int]]):
         """Whether a ledger records the order, here or in the rank that decides for this one."""
         return self._recorder.is_recording if self._role.leads else self._records
 
+    def _become_current(self, epoch: Epoch) -> None:
+        self._wait.cancel()
+        self._consumer.begin(self._consumer_name)
+        self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
+
+    def _go_on(self, opened: OpenPass | None) -> None:
+        """Make a pass current that was put aside, in place of the one that is. Locked."""
+        if opened is not None:
+            self._aside.put(self._passes.open_pass())
+            self._passes.go_on(opened)
+            self._become_current(opened.epoch)
+
+    def _return_to_outer(self) -> None:
+        """An inner loop's pass has ended: the outer loop's is current again, before that asks. Locked."""
+        outer = self._aside.innermost()
+        if outer is not None:
+            self._go_on(self._aside.take(outer.epoch))
+
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
         with self._lock:
@@ -326,6 +386,8 @@ class BatchSampler(Sampler[list[int]]):
         if not self._role.has_room(epoch):
             return None
         batch_size = self.deal.batch_size
+        if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+            return epoch.order.plain(min(batch_size, epoch.pending))
         view = self._consumer.view if self.substitute else None
         entries = epoch.choose(batch_size, view, self._lookahead)
         if entries is not None or view is None:
@@ -340,8 +402,10 @@ class BatchSampler(Sampler[list[int]]):
         return epoch.completed(batch_size, view, self._lookahead)
 
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
-        if self._wait.is_waiting:
-            self._consumer.starved(self._wait.end(time.monotonic()))
+        if self._wait.is_waiting and epoch not in self._aside:
+            seconds = self._wait.end(time.monotonic())
+            self.starved_seconds += seconds
+            self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
         self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)

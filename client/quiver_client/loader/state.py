@@ -4,17 +4,19 @@
     done    one bit per sample: consumed before the shares were dealt; None for none
     own     one bit per entry of this rank's share: consumed since, in ``batches`` batches; None for none
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
-    sampler True where a sampler gives the order, and missing elsewhere; such a state is one rank's and never merged
+    sampler True where a sampler gives the order, and missing elsewhere
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
 
 ``merge_states`` merges the states of several ranks: everything consumed becomes ``done``, and what remains is dealt
-again. A state of one rank alone can be merged by itself. Bits are packed, the first in the highest bit. No value is an
-empty ``bytes``: ``torch.load`` rejects that in a file of ``torch.save`` unless it may run arbitrary code.
+again. A state of one rank alone can be merged by itself. What several ranks' samplers have left becomes one ``rest``,
+dealt again like a share. Bits are packed, the first in the highest bit. No value is an empty ``bytes``: ``torch.load``
+rejects that in a file of ``torch.save`` unless it may run arbitrary code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -39,9 +41,9 @@ _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
 
 
 ONE_RANKS: Final = (
-    "A trainer that keeps rank 0's state alone, as Lightning does, can resume several ranks from the end of an epoch"
-    " and not from its middle: save checkpoints at the end, or save merge_states of what"
-    " torch.distributed.all_gather_object gathers of loader.state_dict(), and pass that to load_state_dict"
+    "A trainer that keeps rank 0's state alone can resume several ranks from the end of an epoch and not from its"
+    " middle: save checkpoints at the end, or have all ranks call loader.state_dict(merged=True) and save that; it is"
+    " merge_states of what torch.distributed.all_gather_object gathers of loader.state_dict()"
 )
 
 
@@ -117,12 +119,18 @@ def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     return state
 
 
-def fitted(state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool = False) -> State:
-    """Return the state as a loader of this deal resumes from it. Raises ``ValueError`` that says what does not fit."""
+def fitted(
+    state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool = False, in_order: bool = False
+) -> State:
+    """Return the state as a loader of this deal resumes from it. Raises ``ValueError`` that says what does not fit.
+
+    ``sampler``: the loader's order is that of a sampler; ``in_order``: which does not shuffle.
+    """
     state = belonging(state, dataset, deal)
     ours = {name: getattr(deal, name) for name in _SAME_SHARE}
-    if state.get("sampler"):
-        return _fitted_sampler(state, ours, sampler=sampler)
+    if state.get("sampler") and not is_untouched(state):
+        return _fitted_sampler(state, deal, ours, sampler=sampler, in_order=in_order)
+    state.pop("sampler", None)
     different = [name for name in _SAME_SHARE if state[name] != ours[name]] if state["own"] else []
     if different == ["rank"] and unpack(state["own"], len(_share(state))).all():
         # The end of an epoch is the same in all ranks, and most trainers keep the state of one rank only.
@@ -138,31 +146,56 @@ def fitted(state: Mapping[str, Any], dataset: str, deal: Deal, *, sampler: bool 
     return {**state, **ours}
 
 
-def _fitted_sampler(state: State, ours: Mapping[str, Any], *, sampler: bool) -> State:
+def is_untouched(state: Mapping[str, Any]) -> bool:
+    """Whether nothing of the state's epoch is consumed: then it is the same in all ranks."""
+    return not (state["done"] or state["own"] or "rest" in state or counted(state))
+
+
+def _fitted_sampler(state: State, deal: Deal, ours: Mapping[str, Any], *, sampler: bool, in_order: bool) -> State:
     if not sampler and (state["world_size"] > 1 or "rest" in state):
         raise ValueError("state: a sampler gave its order; give the loader the same sampler")
+    if state["world_size"] == 1 and ours["world_size"] > 1:
+        return {**_dealt_again(state, deal, in_order=in_order), **ours}
     for name in ("world_size", "rank"):
         if state[name] != ours[name]:
             raise ValueError(
                 f"state: it is of a sampler's order in one rank, with {name}={state[name]}, and this loader has"
-                f" {name}={ours[name]}: each rank resumes from its own. Without a sampler the loader deals the shares"
-                " itself, and merge_states merges the states of all ranks"
+                f" {name}={ours[name]}; merge the states of all ranks with merge_states first. " + ONE_RANKS
             )
     return {**state, **ours}
+
+
+def _dealt_again(state: State, deal: Deal, *, in_order: bool) -> State:
+    """Return the state of this rank's share of what samplers have left, of which all ranks get the same number."""
+    rest = rest_of(state)
+    if rest is None:
+        done = unpack(state["done"], state["samples"])
+        rest = replace(deal, shuffle=not in_order).order(state["epoch"], done)
+    share, _ = deal.share(rest)
+    return _with_rest(state, share)
+
+
+def _with_rest(state: State, rest: Ints) -> State:
+    """Return the state of an order of which ``rest`` is left, and nothing else."""
+    state = {name: value for name, value in state.items() if name != "rest"}
+    if len(rest):
+        return of_sampler(state, rest)
+    return {**state, "sampler": True, "done": pack(np.ones(state["samples"], bool))}
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """Merge the states of all ranks of one run into one that loads into any world size and any number of workers.
 
-    ``states``: one of each rank, in any order, taken at the same point of training. Raises ``ValueError`` if a rank is
-    missing or there twice, or if they are not of one run.
+    ``states``: one of each rank, in any order, taken at the same point of training. The equal states of processes that
+    read one share together (``mesh=``, ``replicate=``) count as one. Where samplers gave the orders,
+    what each has left is dealt again, in turns; samples that a ``DistributedSampler`` repeated to even out the ranks
+    are left only if no rank has read them. Raises ``ValueError`` if a rank is missing or there twice, or if they are
+    not of one run. ``DataLoader.state_dict(merged=True)`` gathers the states of all ranks, and merges them.
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
-    states = [_checked(state) for state in states]
+    states = _distinct([_checked(state) for state in states])
     world_size = states[0]["world_size"]
-    if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
-        raise ValueError("states: a sampler gave each rank its own order; load each state in its rank")
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
             if state[name] != states[0][name]:
@@ -173,6 +206,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(world_size)):
         raise ValueError(f"states: ranks {ranks} given; give one state of each of {world_size} ranks")
+    if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
+        return _merged_samplers(sorted(map(dict, states), key=lambda state: state["rank"]))
     epoch = max(state["epoch"] for state in states)
     done = np.zeros(states[0]["samples"], bool)
     at_start = [state for state in states if state["epoch"] == epoch]
@@ -194,6 +229,55 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     }
     merged.pop("before", None)
     return counting(merged, max(counted(state) for state in at_start))
+
+
+def _distinct(states: list[State]) -> list[State]:
+    """Return the states without those that equal an earlier one."""
+    return [state for at, state in enumerate(states) if state not in states[:at]]
+
+
+def _merged_samplers(states: list[State]) -> State:
+    """Merge the states of ranks whose orders were given by samplers, one of each rank, in order of rank."""
+    epoch = max(state["epoch"] for state in states)
+    begun = [state for state in states if state["epoch"] == epoch and not is_untouched(state)]
+    if any(not state.get("sampler") for state in states):
+        raise ValueError("states: a sampler gave the order of some ranks and not of others; they are of different runs")
+    for state in states:
+        if state["epoch"] == epoch:
+            if begun and is_untouched(state):
+                raise ValueError(f"states: rank {state['rank']} has not begun epoch {epoch}, and others have")
+        elif state["epoch"] != epoch - 1 or len(_left(state)):
+            raise ValueError(f"states: rank {state['rank']} is in epoch {state['epoch']}, another in epoch {epoch}")
+    merged = {**states[0], "epoch": epoch, "rank": 0, "world_size": 1, "batches": 0, "done": None, "own": None}
+    for name in ("rest", "before"):
+        merged.pop(name, None)
+    if not begun:
+        return merged
+    consumed = [unpack(state["done"], state["samples"]) for state in begun if len(_left(state))]
+    rest = _interleaved([_left(state) for state in begun])
+    if consumed:
+        done = np.logical_or.reduce(consumed)
+        before = np.logical_and.reduce(consumed) if len(consumed) > 1 else np.zeros_like(done)  # the shares were dealt
+        given = int(before.sum()) + sum(int((each & ~before).sum()) for each in consumed) + len(rest)
+        either = done.copy()
+        either[rest] = True
+        if given - int(either.sum()) < len(states):  # each sample once, but for those that even out the ranks
+            rest = rest[~done[rest]]
+            rest = rest[np.sort(np.unique(rest, return_index=True)[1])]
+        merged["done"] = pack(done)
+    return counting(_with_rest(merged, rest), max(counted(state) for state in begun))
+
+
+def _left(state: State) -> Ints:
+    """Return what a sampler's order has left, as the state of one rank has it."""
+    rest = rest_of(state)
+    return np.flatnonzero(~unpack(state["done"], state["samples"])) if rest is None else rest
+
+
+def _interleaved(parts: Sequence[Ints]) -> Ints:
+    """Return the entries of all parts in turns: what ``[rank::ranks]`` of each rank was cut from."""
+    turns = [np.arange(len(part)) * len(parts) + at for at, part in enumerate(parts)]
+    return np.concatenate(parts)[np.argsort(np.concatenate(turns), kind="stable")]
 
 
 def _deal_of(state: Mapping[str, Any]) -> Deal:

@@ -21,7 +21,7 @@ import msgspec
 
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
-from quiver_client.loader.rank_agreement import shared_store
+from quiver_client.loader.group_store import group_store
 from quiver_client.loader.replicas.messages import STRANGER_BYTES_MAX, Frames, Hello, Welcome, encode
 
 HOST_VARIABLE: Final = "QUIVER_REPLICAS_HOST"
@@ -92,7 +92,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 def default_store() -> Any:
     """Return torch.distributed's store. Raises ``ValueError`` if there is none."""
-    store = shared_store()
+    store = group_store()
     if store is None:
         raise ValueError("mesh, replicate: there is no process group any more; iterate the loader while there is one")
     return store
