@@ -34,6 +34,24 @@ class GroupAgreement:
     def begin(self, store: Any, epoch: int, facts: Facts) -> int:
         """A pass begins: return its number. Raises ``Misconfigured`` that says what another rank of the group has."""
         self._begun += 1
+        try:
+            self._compare_settings(store)
+            self._compare_pass(store, epoch, facts | {"epoch": epoch})
+        except Misconfigured as error:
+            store.set(self._refused, str(error))
+            raise
+        return self._begun
+
+    def check(self, store: Any) -> None:
+        """Raise ``Misconfigured`` if another rank of the group raised it, and so will not come."""
+        if store.check([self._refused]):
+            raise Misconfigured(bytes(store.get(self._refused)).decode(errors="replace"))
+
+    @property
+    def _refused(self) -> str:
+        return f"{self.key}/refused"
+
+    def _compare_settings(self, store: Any) -> None:
         own = self._group.own
         first, theirs = compare(store, f"{self.key}/settings", own, self._settings)
         for name in sorted(self._settings | theirs):
@@ -42,7 +60,9 @@ class GroupAgreement:
                     f"{name}: it is {self._settings.get(name)} in rank {own} and {theirs.get(name)} in rank {first},"
                     " which have to get the same samples. Give all ranks of the group the same"
                 )
-        ours = facts | {"epoch": epoch}
+
+    def _compare_pass(self, store: Any, epoch: int, ours: Facts) -> None:
+        own = self._group.own
         first, theirs = compare(store, f"{self.key}/begun/{self._begun}", own, ours)
         if theirs.get("epoch") != epoch:
             raise Misconfigured(
@@ -56,7 +76,6 @@ class GroupAgreement:
                     f"{name}: what rank {own} and rank {first} read in epoch {epoch} differs, and they have to get the"
                     " same samples. Load the same state in all ranks of the group, and give all the same sampler"
                 )
-        return self._begun
 
     def finish(self, store: Any, epoch: int) -> None:
         """A pass was read to its end. Raises ``Misconfigured`` if another rank of the group read another epoch."""

@@ -23,6 +23,7 @@ class Patience:
         self._clock = clock
         self._since: float | None = None
         self._has_warned = False
+        self.is_exhausted = False  # it has raised
 
     def begin(self) -> None:
         """The loop waits from now on."""
@@ -38,6 +39,7 @@ class Patience:
             return
         seconds = self._clock() - self._since
         if seconds >= self._timeout_seconds:
+            self.is_exhausted = True
             raise Unavailable(
                 who(),
                 f"{what}: waited {seconds:.0f} s. All ranks of a group iterate their loaders together;"

@@ -7,7 +7,9 @@ decision of a batch is one message: the pass (``Epoch``) encodes and decodes it.
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -26,6 +28,7 @@ from quiver_client.loader.replicas.messages import frame_bytes_max
 from quiver_client.loader.replicas.patience import Patience
 
 TURN_SECONDS: Final = 0.5  # between two checks of a wait
+CLOSE_SECONDS: Final = 10.0  # that a leader that closes its loader gives followers to be sent the rest
 
 
 class Pass(Protocol):
@@ -171,6 +174,7 @@ class Leader(Member):
             what = f"did not begin epoch {epoch.number}, or is far behind rank {self._group.own}, the leader"
             self._patience.check(lambda: _named(self._slow(epoch)), what)
             stream.changed.wait(TURN_SECONDS)
+            self._agreement.check(default_store())
         return True
 
     def asked(self) -> None:
@@ -197,8 +201,19 @@ class Leader(Member):
 
     def close(self) -> None:
         stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+        if stream is None:
+            return
+        until = time.monotonic() + CLOSE_SECONDS
+        with stream.changed, contextlib.suppress(Misconfigured, ValueError):  # then nobody comes
+            while self._awaits_followers and not stream.is_closed and time.monotonic() < until:
+                stream.changed.wait(TURN_SECONDS)
+                self._agreement.check(default_store())
+        stream.close()
+
+    @property
+    def _awaits_followers(self) -> bool:
+        """Whether followers are some batches behind, or about to begin, and nothing has failed."""
+        return bool(self._log.unsent) and not self._log.missing and not self._patience.is_exhausted
 
     def stop(self) -> None:
         if self._stream is not None:
@@ -232,6 +247,7 @@ class Leader(Member):
                 self._check(stream)
                 self._patience.check(lambda: _named(who()), what)
                 stream.changed.wait(TURN_SECONDS)
+                self._agreement.check(default_store())
         self._patience.end()
 
     def _check(self, stream: LeaderStream) -> None:
@@ -290,6 +306,8 @@ class Follower(Member):
                 raise Misconfigured(_broke_off(self._leader, epoch.number, f"rank {self._group.own}"))
             self._patience.check(lambda: self._leader, f"did not decide a batch of epoch {epoch.number}")
             stream.changed.wait(TURN_SECONDS)
+            if not followed.decisions:
+                self._agreement.check(default_store())
         return True
 
     def asked(self) -> None:
@@ -362,6 +380,7 @@ class Follower(Member):
             self._meeting.release()
 
     def _check_meeting(self) -> None:
+        self._agreement.check(default_store())
         what = "it cannot be connected to, or did not make this loader and begin its pass"
         self._patience.check(lambda: self._leader, what)
 
