@@ -25,8 +25,8 @@ from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainer_loops import reads_one_ahead
-from quiver_client.loader.trainers import GradientSync, warn_of_repeats
+from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
+from quiver_client.loader.trainers import GradientSync, Prepared, Reader, warn_of_repeats
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
@@ -72,7 +72,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """
 
     end_of_dataloader = False  # read by Accelerate: the batch handed out was the last one of its pass
+    use_stateful_dataloader = True  # read by Accelerate: save_state and load_state include the loader's state
     _warned_of_repeats = False
+    _prepared = Prepared()
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
@@ -172,9 +174,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _is_accelerate_prepared(self) -> bool:
         """Read by Accelerate, which then leaves the loader unchanged: each rank has its share already.
 
-        Raises ``ValueError`` naming ``sampler`` if each rank would read all of it.
+        What Accelerate would do otherwise the loader does: it puts batches on the Accelerator's device, and with
+        ``split_batches`` splits a batch between the ranks. Raises ``ValueError`` naming ``sampler`` if each rank would
+        read all of it.
         """
         self.order.check_shares()
+        prepared = Prepared.by(sys._getframe(1))
+        if prepared is not None:
+            self.order.split(prepared.parts)
+            self._prepared = prepared
+            self.__dict__["batch_size"] = self.order.deal.batch_size  # torch forbids setting it
         return True
 
     @_is_accelerate_prepared.setter
@@ -183,11 +192,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last batch Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
-        if not self._warned_of_repeats:
+        """How many samples of the ranks' last batches Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
+        kept = self.order.kept_of_last
+        if kept is None and not self._warned_of_repeats:
             self._warned_of_repeats = True
             warn_of_repeats(self.order.deal)
-        return 0
+        return kept or 0
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, the same in every rank.
@@ -200,6 +210,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         asking = sys._getframe(1)
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
+        if is_counter(asking):
+            self.order.count_on()
+        self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch
         if self.num_workers:
@@ -209,7 +222,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         else:
             keep_what_is_freed()
             batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
-        passing = LoopPass(self.order, epoch, batches, GradientSync(self), reads_ahead=reads_one_ahead(asking))
+        passing = LoopPass(
+            self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
+        )
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing

@@ -6,6 +6,8 @@ drawn and not consumed is still pending; one that is consumed never becomes pend
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple
@@ -28,6 +30,7 @@ from quiver.substitution import (
 )
 
 DECISION: Final = np.dtype("<i8")  # an entry of a batch, as it is sent to another process
+RECENT_BATCHES: Final = 256  # more than a stock loader's workers draw ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +138,7 @@ class Epoch:
         self._in_flight: dict[int, Ints] = {}
         self._unread = np.zeros(self._shard_count, np.int64)  # drawn, and not in memory yet
         self._fetching: dict[int, Ints] = {}
+        self._recent: deque[tuple[int, Ints]] = deque(maxlen=RECENT_BATCHES)  # the last that were consumed
 
     @property
     def pending(self) -> int:
@@ -144,6 +148,10 @@ class Epoch:
     @property
     def finished(self) -> bool:
         return not self.pending and not self._in_flight
+
+    def last_batch(self, batch_size: int) -> int:
+        """Return how many samples the last batch of this pass has."""
+        return len(self._entries) % batch_size or min(batch_size, len(self._entries))
 
     @property
     def left(self) -> Ints:
@@ -219,8 +227,25 @@ class Epoch:
         entries = self._in_flight.pop(number)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
+        self._recent.append((number, entries))
         self.handed_out += 1
         return self._rows[entries]
+
+    def as_of(self, batches: int) -> Epoch:
+        """Return a copy as it was when only so many batches were consumed, to be saved and not to be read.
+
+        Raises ``ValueError`` if that is more than ``RECENT_BATCHES`` batches ago.
+        """
+        back = self.batches - batches
+        if back > len(self._recent):
+            raise ValueError(f"batches: the state can be that of {len(self._recent)} batches ago, not of {back}")
+        undone = list(self._recent)[len(self._recent) - back :]
+        earlier = copy.copy(self)
+        earlier.batches, earlier.consumed = batches, self.consumed.copy()
+        earlier._in_flight = self._in_flight | dict(undone)
+        for _, entries in undone:
+            earlier.consumed[self._entries[entries]] = False
+        return earlier
 
 
 def _entries_of(share: Ints, pending: Ints, rows: Ints) -> Ints:

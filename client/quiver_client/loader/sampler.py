@@ -13,6 +13,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import blake3
@@ -30,7 +31,7 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
@@ -40,7 +41,14 @@ from quiver_client.loader.recording import open_recording
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
+from quiver_client.loader.trainers import (
+    Reader,
+    flattens_states,
+    keeps_one_state,
+    pass_through,
+    share_of,
+    wrapping_shard,
+)
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
@@ -58,6 +66,8 @@ class BatchSampler(Sampler[list[int]]):
     takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
+
+    even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
 
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
@@ -133,11 +143,32 @@ class BatchSampler(Sampler[list[int]]):
         return self._passes.deal
 
     @property
-    def sampler(self) -> Iterable[int]:
-        """The sampler that was given, or else the rank's share as a sampler.
+    def batch_size(self) -> int:
+        """Samples of a batch in this rank. There is no ``drop_last`` beside it: Lightning would make another order.
 
-        There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
+        Accelerate's ``BatchSamplerShard``, which deals batches to ranks, reads this when it is made over an order; one
+        over an order that is dealt already then hands its batches on (``pass_through``).
         """
+        shard = wrapping_shard(sys._getframe(1))
+        rank, world_size = self._passes.share
+        if shard is not None and world_size > 1:
+            parts = shard.num_processes if shard.split_batches else 1
+            if pass_through(shard, rank, world_size):
+                self.split(parts)
+        return self.deal.batch_size
+
+    def split(self, parts: int) -> None:
+        """Make the batches of each rank smaller: one of the size that was given is split between ``parts`` ranks.
+
+        Raises ``ValueError`` naming ``batch_size`` if it cannot be.
+        """
+        with self._lock:
+            if self._passes.split(parts):
+                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, self.deal, *self._files)
+
+    @property
+    def sampler(self) -> Iterable[int]:
+        """The sampler that was given, or else the rank's share as a sampler."""
         return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
@@ -156,13 +187,19 @@ class BatchSampler(Sampler[list[int]]):
             return self._passes.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Begin now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._passes.is_reproducible)
-        return self._batches()
+        # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
+        reader = Reader.of(sys._getframe(1))
+        self.attend(reader)
+        is_fixed, is_known = not self.substitute, self._passes.is_reproducible
+        skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
+        reader.check(*self._passes.share, is_fixed=is_fixed and (is_known or self._passes.user is None))
+        return self._batches(skips)
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
+            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
+                yield [0] * self.deal.batch_size
             while True:
                 self.asked(epoch)
                 drawn = self.draw(epoch)
@@ -183,23 +220,55 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self, *, merged: bool = False) -> State:
+    def state_dict(self, *, merged: bool = False, batches: int | None = None) -> State:
         """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
 
-        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``. ``batches``:
+        return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
+        draws batches before the training loop asks for them.
         """
+        own = partial(self._state, batches)
         if merged:
-            return merged_state(self._state, *self._passes.rank.current)
-        if keeps_one_state(sys._getframe(1)):
-            return trainers_state(self._state, *self._passes.rank.current)
-        return self._state()
+            return merged_state(own, *self._passes.rank.current)
+        asking = sys._getframe(1)
+        if keeps_one_state(asking):
+            state = trainers_state(own, *self._passes.rank.current)
+            return packed(state) if flattens_states(asking) else state
+        return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
-            self._passes.load(state)
+            self._passes.load(unpacked(state))
             self._aside.clear()
             self._recorder.flush()
+
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper set the user's sampler to."""
+        with self._lock:
+            self._passes.count_on()
+
+    @property
+    def handed_out(self) -> int:
+        """Batches that a loaded state counts in the epoch of the next pass; 0 where that pass begins an epoch."""
+        with self._lock:
+            return self._passes.handed_out
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """How many samples of the ranks' last batches, gathered in order of rank, are no repeats; 0 for all of them.
+
+        ``None`` if that is not known: the repeated samples are somewhere else.
+        """
+        kept = self._passes.kept_of_last
+        return None if kept and (self.substitute or self._replay is not None) else kept
+
+    def attend(self, reader: Reader) -> None:
+        """Have Hugging Face's Trainer, if it is the reader, keep this order's state in its checkpoints."""
+        if reader.training is not None:
+            from quiver_client.integrations.transformers import attend
+
+            attend(self, reader.training)
 
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
@@ -332,13 +401,13 @@ class BatchSampler(Sampler[list[int]]):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> State:
+    def _state(self, batches: int | None) -> State:
         with self._lock:
             self._recorder.flush()
-            claimant = self._aside.claimant()
+            is_recorded, claimant = self._is_recorded, self._aside.claimant()
             if claimant is not None:
-                return self._passes.state_of(claimant, is_recorded=self._is_recorded)
-            return self._passes.state(is_recorded=self._is_recorded)
+                return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
+            return self._passes.state(is_recorded=is_recorded, batches=batches)
 
     @property
     def _consumer_name(self) -> bytes:

@@ -148,13 +148,18 @@ def fitted(
 
 def is_untouched(state: Mapping[str, Any]) -> bool:
     """Whether nothing of the state's epoch is consumed: then it is the same in all ranks."""
-    return not (state["done"] or state["own"] or "rest" in state or counted(state))
+    return not (state["done"] or state["own"] or "rest" in state or counted(state) or _is_counted(state))
+
+
+def _is_counted(state: Mapping[str, Any]) -> bool:
+    """Whether the state says how far a sampler was read, and not what it has left: nobody knows that."""
+    return "given" in state or "sampler_state" in state
 
 
 def _fitted_sampler(state: State, deal: Deal, ours: Mapping[str, Any], *, sampler: bool, in_order: bool) -> State:
     if not sampler and (state["world_size"] > 1 or "rest" in state):
         raise ValueError("state: a sampler gave its order; give the loader the same sampler")
-    if state["world_size"] == 1 and ours["world_size"] > 1:
+    if state["world_size"] == 1 and ours["world_size"] > 1 and not _is_counted(state):
         return {**_dealt_again(state, deal, in_order=in_order), **ours}
     for name in ("world_size", "rank"):
         if state[name] != ours[name]:
@@ -242,6 +247,10 @@ def _merged_samplers(states: list[State]) -> State:
     begun = [state for state in states if state["epoch"] == epoch and not is_untouched(state)]
     if any(not state.get("sampler") for state in states):
         raise ValueError("states: a sampler gave the order of some ranks and not of others; they are of different runs")
+    if any(map(_is_counted, begun)):
+        raise ValueError(
+            "states: a sampler without an end, or with a state of its own, gave the order; load each state in its rank"
+        )
     for state in states:
         if state["epoch"] == epoch:
             if begun and is_untouched(state):
