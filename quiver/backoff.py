@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 
+_chance = random.SystemRandom()  # the global generator is the training program's: it may count on its sequence
 DOUBLINGS_MAX = 32  # of the first pause, before it is capped: no failure count makes a float overflow
 
 
@@ -45,7 +46,7 @@ class Backoff:
     def fail(self) -> float:
         """Count a failure; return for how many seconds no attempt is to be made."""
         seconds = min(self._first_seconds * 2.0 ** min(self.failures, DOUBLINGS_MAX), self._most_seconds)
-        seconds *= 1 - self._jitter * random.random()  # noqa: S311 - not for secrets
+        seconds *= 1 - self._jitter * _chance.random()
         self.failures += 1
         self._until = self._clock() + seconds
         return seconds

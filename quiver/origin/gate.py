@@ -22,11 +22,12 @@ RETRY_AFTER_SECONDS_MAX: Final = 3600.0  # the longest accepted: a wrong header 
 ASK_SECONDS: Final = 5.0  # how long the request for a Retry-After may take
 ASK_AGAIN_SECONDS: Final = 5.0  # and how often one is made, at most
 HEAD_BYTES_MAX: Final = 1 << 16
+_chance: Final = random.SystemRandom()  # the global generator is the training program's
 
 
 def backoff_seconds(failures: int) -> float:
     """Return how long to wait after so many failures in a row (1 or more): full jitter."""
-    return random.uniform(0, min(BACKOFF_SECONDS * 2.0 ** min(failures - 1, 16), BACKOFF_SECONDS_MAX))  # noqa: S311
+    return _chance.uniform(0, min(BACKOFF_SECONDS * 2.0 ** min(failures - 1, 16), BACKOFF_SECONDS_MAX))
 
 
 class Gate:
@@ -50,7 +51,7 @@ class Gate:
                 return 0.0
             if time.monotonic() + seconds >= until:
                 return seconds
-            await asyncio.sleep(seconds + random.uniform(0, min(seconds, SPREAD_SECONDS)))  # noqa: S311
+            await asyncio.sleep(seconds + _chance.uniform(0, min(seconds, SPREAD_SECONDS)))
         return 0.0
 
     def close_for(self, seconds: float) -> None:

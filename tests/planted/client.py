@@ -69,8 +69,8 @@ BUGS: Final = (
     Planted(
         "the state of another dataset is accepted",
         "client/quiver_client/loader/state.py",
-        '_SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")',
-        '_SAME: Final = ("version", "samples", "seed", "shuffle")',
+        '_SAME: Final = ("version", "dataset", "samples", "seed", "shuffle", "block_shards")',
+        '_SAME: Final = ("version", "samples", "seed", "shuffle", "block_shards")',
         ("tests/client/test_loader_state.py::test_a_state_of_something_else_is_refused_with_the_reason",),
     ),
     Planted(

@@ -30,7 +30,7 @@ rank, world_size, port, manifest, cache, folder = int(sys.argv[1]), int(sys.argv
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, GLOO_SOCKET_IFNAME="lo")
 import torch, torch.distributed as distributed
 from torch.distributed.device_mesh import init_device_mesh
-from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
+from quiver_client import BatchSampler, DataLoader, Dataset, Mix, merge_states
 from quiver_client.loader import draw_wait
 draw_wait.PATIENCE_SECONDS = draw_wait.PATIENCE_SECONDS_MIN = 0.1  # samples are soon read past the scarce cache
 distributed.init_process_group("gloo", rank=rank, world_size=world_size)
@@ -191,6 +191,18 @@ stock = torch.utils.data.DataLoader(dataset, batch_sampler=BatchSampler(dataset,
 read.append([[row_of[key] for key in batch["__key__"]] for batch in stock])
 fixed = DataLoader(dataset, 16, shuffle=True, mesh=mesh, substitute=False)
 part(fixed)
+half = len(dataset) // 2
+mix = Mix({"a": dataset[:half], "b": dataset[half:]}, weights={"a": 3, "b": 1}, seed=1)
+mixed = DataLoader(mix, 16, shuffle=True, mesh=mesh, timeout=60)
+guided = refused(lambda: DataLoader(Mix({"a": dataset, "b": dataset}, guided=True), 16, shuffle=True, mesh=mesh))
+assert guided.startswith("ValueError: mesh: the weights of a guided mixture"), guided
+mixture = [sorted(batch["__key__"])[:3] + list(batch["__key__"]) for batch in mixed]
+for batch, _ in zip(mixed, range(3)):
+    mixture.append(list(batch["__key__"]))
+assert everybodys(mixed.state_dict())[rank // 2 * 2] == mixed.state_dict()
+assert everybodys(mixture)[rank // 2 * 2] == mixture
+assert everybodys(mixture)[(rank + 2) % 4] != mixture
+mixed.close()
 streams = train.order._role, fixed.order._role
 answer([read, everybodys(state)[rank // 2 * 2] == state, [fixed.order.deal.rank, fixed.order.deal.world_size],
         train.state_dict(merged=True)["world_size"], [type(each).__name__ for each in streams]])

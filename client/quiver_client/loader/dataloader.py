@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -15,14 +14,14 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
-from quiver_client.dataset import Dataset
 from quiver_client.loader.arguments import whole
-from quiver_client.loader.epoch import Drawn, Epoch
 from quiver_client.loader.injected import SeenBatches, order_of
 from quiver_client.loader.loop_pass import Batches, LoopPass
+from quiver_client.loader.order import OrderPass
 from quiver_client.loader.own_methods import own_methods
 from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
@@ -51,6 +50,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
     the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.
+    ``shuffle``: ``True`` or ``"full"`` mixes all samples. ``"block"`` reads the shards in random order and mixes the
+    samples of ``block_shards`` of them at a time (by default 16, or 64 where a shard's samples stood together in the
+    origin; fewer in small datasets): a fixed order whose shards are needed once and briefly, for tokens that are packed
+    in order and whoever cannot substitute (docs/shuffles.md). ``substitute`` does not apply to it.
     ``lookahead``: among how many pending samples a batch may choose; ``"auto"``: the whole epoch.
     ``seed``: of the permutation; the same in all ranks. ``rank``, ``world_size``: by default torch.distributed's, else
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
@@ -78,9 +81,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
-        dataset: Dataset,
+        dataset: torch.utils.data.Dataset[Any],
         batch_size: int | None = 1,
-        shuffle: bool | None = None,
+        shuffle: bool | str | None = None,
         sampler: Iterable[int] | None = None,
         batch_sampler: Any = None,
         num_workers: int = 0,
@@ -103,6 +106,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         replay: str | None = None,
         mesh: Any = None,
         replicate: Any = None,
+        block_shards: int | None = None,
         progress: bool | None = None,
         **stock: Any,
     ) -> None:
@@ -122,7 +126,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             order = BatchSampler(
                 dataset,
                 batch_size,
-                shuffle=bool(shuffle),
+                shuffle=False if shuffle is None else shuffle,
                 drop_last=drop_last,
                 substitute=substitute,
                 lookahead=lookahead,
@@ -136,12 +140,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 mesh=mesh,
                 replicate=replicate,
                 timeout=timeout,
+                block_shards=block_shards,
             )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(dataset)
-        self._source: Dataset | CollatedDataset = CollatedDataset(dataset) if by_columns else dataset
-        self.epoch: Epoch | None = None  # what the workers draw from
+        by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
+        self.epoch: OrderPass | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
@@ -158,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._collate = collated if by_columns else self.collate_fn
+        self._source = Source(order.samples, self.collate_fn, order.deal.seed, by_columns=by_columns)
         # torch rejects it together with a batch_size, which users read
         self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
         # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
@@ -221,7 +225,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
-            batches = ThreadedBatches(self.order, epoch, self._fetch, self._ahead, self.timeout)
+            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
+            batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
         passing = LoopPass(
             self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
         )
@@ -232,9 +237,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _show_progress(self) -> ProgressLine | None:
         """Return the line that shows the first fill, ``None`` if none is wanted."""
         if self._line is None and is_wanted(self._progress, self.order.deal.rank):
-            layout = self.order.layout
-            self._line = ProgressLine(self.order.dataset.manifest.path.stem, layout.sample_bytes * layout.counts)
-            self.order.tell_residency(self._line.learn)
+            self._line = ProgressLine()
+            self.order.show_first_fill(self._line)
         return self._line
 
     def set_epoch(self, epoch: int) -> None:
@@ -273,13 +277,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
         reading = copy.copy(self)
-        reading.__dict__.update(dataset=self._source, collate_fn=self._collate)  # torch forbids setting them
+        reading.__dict__.update(dataset=self._source, collate_fn=collated)  # torch forbids setting them
         return WorkerBatches(reading)
 
-    def _fetch(self, drawn: Drawn) -> Any:
-        begun = time.monotonic()
-        batch = self._collate(cast(Any, self._source.__getitems__(cast(Any, drawn.rows))))
-        self._watch.fetched(time.monotonic() - begun)
+    def _pinned(self, batch: Any) -> Any:
         if self.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.rank import SettledRank
@@ -25,7 +24,9 @@ from quiver_client.loader.state import (
     counted,
     counting,
     fitted,
+    has_positions,
     is_untouched,
+    located,
     make_state,
     of_sampler,
     rest_of,
@@ -67,7 +68,7 @@ class Passes:
     """The passes of one loader in one rank. ``user``: the sampler that gives the order, in place of a seed."""
 
     def __init__(
-        self, dataset: Digest, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
+        self, dataset: str, layout: ShardLayout, deal: Deal, rank: SettledRank, user: UserSampler | None
     ) -> None:
         self.layout = layout
         self.rank = rank
@@ -77,7 +78,7 @@ class Passes:
         self.is_resumed = False  # from the state of another run, whose ledger is continued
         self.done: Mask = np.zeros(0, bool)  # (samples,): consumed before the shares of this pass were dealt
         self.resumed_from: State | None = None  # the state that this pass resumed from
-        self._dataset = str(dataset)
+        self.dataset = dataset  # its identity
         self._deal = deal
         self._deal = self.deal
         self._batch_size = deal.batch_size  # as it was given
@@ -119,7 +120,7 @@ class Passes:
         return self._deal != before
 
     @property
-    def share(self) -> tuple[int, int]:
+    def share_of(self) -> tuple[int, int]:
         """Rank and world size of the share that this order is: one of one if each rank reads all of a sampler."""
         return (0, 1) if self.user is not None and not self.user.is_share else self.rank.current
 
@@ -235,6 +236,17 @@ class Passes:
         self._next_epoch = epoch.number + 1
         return epoch
 
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch."""
+        deal = self.deal
+        return deal.share(deal.order(epoch, np.zeros(deal.samples, bool), self.layout.shard_of))[0]
+
+    def following(self, epoch: Epoch) -> Ints | None:
+        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
+        if self.user is not None:
+            return epoch.share if self.user.is_fixed else None
+        return self.share(epoch.number + 1)
+
     def consumed(self, rows: Ints) -> None:
         """The loop received these samples of the current pass."""
         self._has_begun = True
@@ -278,7 +290,10 @@ class Passes:
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
-        order = self._deal.order(number, done) if self.user is None else self.user.rows(number, done, resume)
+        if self.user is None:
+            order = self._deal.order(number, done, self.layout.shard_of)
+        else:
+            order = self.user.rows(number, done, resume)
         share, left_out = self._deal.share(order)
         own = unpack(resume["own"], len(share)) if resume is not None else None
         self.done, self._consumed = done, done.copy()
@@ -335,9 +350,9 @@ class Passes:
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
         # The rank may be unknown yet: then the first pass finds out whether the state is this rank's.
-        belongs = belonging(state, self._dataset, self._deal)
+        belongs = belonging(state, self.dataset, self._deal)
         is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
-        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else belongs
+        resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
         self._ended = None
         self._resume, self.is_resumed = resume, True
@@ -347,13 +362,20 @@ class Passes:
 
     def _fitted(self, state: State) -> State:
         if self.user is None:
-            return fitted(state, self._dataset, self.deal)
+            return self._located(fitted(state, self.dataset, self.deal))
         rank, world_size = self.rank.current
         deal = replace(self.deal, rank=rank, world_size=world_size)
-        return fitted(state, self._dataset, deal, sampler=True, in_order=self.user.is_fixed)
+        return self._located(fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed))
+
+    def _located(self, state: State) -> State:
+        """Return a state that says which samples are consumed where it said which positions of an order are."""
+        if not has_positions(state):
+            return state
+        done = unpack(state["done"], self._deal.samples)
+        return located(state, self._deal.order(state["epoch"], done, self.layout.shard_of))
 
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
-        return make_state(self._dataset, self.deal, epoch, batches, done, own)
+        return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
     def _users_state(self, user: UserSampler, was: _Was) -> State:
         epoch = was.epoch

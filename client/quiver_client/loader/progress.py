@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from quiver.rate import Rate
 from quiver.substitution import Mask
-from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.consumer import Read
 
 VARIABLE: Final = "QUIVER_PROGRESS"  # 0: show none
 SHOWN_SECONDS: Final = 0.5  # between two lines
@@ -87,17 +87,19 @@ def is_wanted(progress: bool | None, rank: int) -> bool:
 class ProgressLine:
     """The line of one loader, from its first pass until all was resident once, the pass ends, or it is closed."""
 
-    def __init__(
-        self, name: str, shard_bytes: npt.NDArray[np.float64], clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """``shard_bytes`` ``(shards,)``."""
-        self._name, self._shard_bytes, self._clock = name, shard_bytes, clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._name, self._shard_bytes = "", np.zeros(0)
         self._fill: FirstFill | None = None
         self._began: float | None = None
         self._shown = 0.0
         self._is_written = self._ended = False
 
-    def learn(self, epoch: Epoch, resident: Mask) -> None:
+    def measure(self, name: str, shard_bytes: npt.NDArray[np.float64]) -> None:
+        """Set what is shown: a dataset's name, and how many bytes its shards have ``(shards,)``."""
+        self._name, self._shard_bytes = name, shard_bytes
+
+    def learn(self, epoch: Read, resident: Mask) -> None:
         """Learn which shards are resident ``(shards,)``, and show it."""
         if self._ended:
             return

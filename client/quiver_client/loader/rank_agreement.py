@@ -24,10 +24,10 @@ from torch.utils.data import DistributedSampler
 
 from quiver.digest import Digest
 from quiver.errors import Misconfigured
-from quiver.manifest import Manifest
 from quiver_client.loader.epoch import Deal
 from quiver_client.loader.group_store import group_store
 from quiver_client.loader.state import State
+from quiver_client.placement import Placement
 
 log = logging.getLogger("quiver_client")
 
@@ -43,15 +43,21 @@ class RankAgreement:
     If the ranks are not those of torch.distributed, nothing is compared; neither are ranks that read other paths.
     """
 
-    def __init__(self, manifest: Manifest, deal: Deal, sampler: Any, *, of_groups: bool = False) -> None:
-        """``of_groups``: the ranks are numbers of groups that read one share each, and this process leads one."""
-        self._manifest = manifest
+    def __init__(
+        self, placement: Placement, identity: str, deal: Deal, sampler: Any, *, of_groups: bool = False
+    ) -> None:
+        """``identity``: of the dataset whose samples lie at ``placement``.
+
+        ``of_groups``: the ranks are numbers of groups that read one share each, and this process leads one.
+        """
         self._of_groups = of_groups
-        self._settings = _settings(manifest, deal, sampler)
+        self._path = ", ".join(str(leaf.manifest.path) for leaf in placement.leaves)
+        self._is_whole = [str(leaf.manifest.digest) for leaf in placement.leaves] == [identity]
+        self._settings = _settings(identity, deal, sampler)
         # If all epochs have the same order, it does not matter which one a rank reads.
         self._by_epoch = deal.shuffle if sampler is None else _follows_epoch(sampler)
         self._shares_state = sampler is None
-        made = str(Digest.of(f"{manifest.path}\0{maker()}".encode()))
+        made = str(Digest.of(f"{self._path}\0{maker()}".encode()))
         _made[made] += 1
         self._key = f"{PREFIX}/{made}/{_made[made]}"
         self._begun: Counter[str] = Counter()
@@ -115,8 +121,13 @@ class RankAgreement:
         ours = self._settings
         if theirs.get("manifest") != ours["manifest"]:
             mine, other = (Digest.parse(each["manifest"]).short for each in (ours, theirs))
+            if not self._is_whole:
+                raise Misconfigured(
+                    f"dataset: rank {rank} has other samples of {self._path} ({mine}) than rank {first} ({other})."
+                    " Select, split or concatenate the same in all ranks, with the same seed"
+                )
             raise Misconfigured(
-                f"{self._manifest.path} is the manifest {mine} for rank {rank}, and {other} for rank {first}: it was"
+                f"{self._path} is the manifest {mine} for rank {rank}, and {other} for rank {first}: it was"
                 " indexed again meanwhile, or the hosts have different files. Give all ranks the same file, and restart"
                 " the job"
             )
@@ -129,12 +140,13 @@ class RankAgreement:
                 )
 
 
-def _settings(manifest: Manifest, deal: Deal, sampler: Any) -> Facts:
+def _settings(identity: str, deal: Deal, sampler: Any) -> Facts:
     """Return the settings that determine the shares."""
-    facts: Facts = {"manifest": str(manifest.digest), "sampler": sampler is not None}
+    facts: Facts = {"manifest": identity, "sampler": sampler is not None}
     if sampler is None:
         seed = deal.seed if deal.shuffle else 0
         facts |= {"seed": seed, "shuffle": deal.shuffle, "drop_last": deal.drop_last, "batch_size": deal.batch_size}
+        facts["block_shards"] = deal.block_shards
     elif isinstance(sampler, DistributedSampler):
         seed = sampler.seed if sampler.shuffle else 0
         facts |= {"seed": seed, "shuffle": sampler.shuffle, "drop_last": sampler.drop_last}

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order
 from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
@@ -19,21 +18,20 @@ from quiver_client.loader.ledger_format import Run
 log = logging.getLogger("quiver_client")
 
 
-def open_recording(
-    dataset: Digest, deal: Deal, ledger: str | None, replay: str | None
-) -> tuple[Recorder, Replay | None]:
+def open_recording(dataset: str, deal: Deal, ledger: str | None, replay: str | None) -> tuple[Recorder, Replay | None]:
     """Return the recorder, which does nothing without a ``ledger``, and the replay if there is one.
 
     Raises ``ValueError`` naming ``ledger`` or ``replay`` for a file that is not a ledger of this run.
     """
     run = Run(
-        dataset=str(dataset),
+        dataset=dataset,
         seed=deal.seed,
         shuffle=deal.shuffle,
         rank=deal.rank,
         world_size=deal.world_size,
         batch_size=deal.batch_size,
         drop_last=deal.drop_last,
+        block_shards=deal.block_shards,
     )
     written = _path_of("ledger", ledger, run)
     if written is not None:
@@ -157,7 +155,7 @@ class Replay:
             before = np.zeros(deal.samples, bool) if done is None else done
             if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
                 consumed = [rows for rows in consumed if done[rows].all()]
-            share, _ = deal.share(deal.order(epoch, before))
+            share, _ = deal.share(deal.order(epoch, before, layout.shard_of))
             order = Order(layout.shard_of[share], len(layout.counts))
             for batch in batches:
                 entries, was_skipped = decode_batch(order, batch, deal.batch_size)

@@ -12,27 +12,26 @@ import sys
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
 import blake3
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
-from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
-from quiver.substitution import Ints, Mask
-from quiver_client.dataset import Dataset
-from quiver_client.failure import failure
+from quiver.substitution import Ints
+from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
@@ -50,6 +49,9 @@ from quiver_client.loader.trainers import (
     wrapping_shard,
 )
 from quiver_client.loader.user_sampler import UserSampler, rank_given
+from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
+from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 DISPLACED: Final = (
@@ -69,12 +71,20 @@ class BatchSampler(Sampler[list[int]]):
 
     even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
 
+    def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
+        """Return the sampler of this kind of dataset."""
+        if cls is BatchSampler and isinstance(dataset, Mix):
+            from quiver_client.loader.mix_sampler import MixBatchSampler  # a subclass of this class
+
+            return super().__new__(MixBatchSampler)
+        return super().__new__(cls)
+
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -88,10 +98,11 @@ class BatchSampler(Sampler[list[int]]):
         mesh: Any = None,
         replicate: Any = None,
         timeout: float = 0,
+        block_shards: int | None = None,
     ) -> None:
-        self._arguments = {name: value for name, value in locals().items() if name != "self"}
-        if not isinstance(dataset, Dataset):
-            raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.samples = resolved(dataset)
+        placement, identity = self.samples.placement(), self.samples.identity
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
@@ -99,26 +110,31 @@ class BatchSampler(Sampler[list[int]]):
         if group is not None:
             rank, world_size = group.rank, group.world_size
         settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
-        self._name = _name(job_of(job), dataset.manifest.digest)
+        self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
-        user = UserSampler(sampler, len(dataset)) if sampler is not None else None
+        user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
+        if sampler is not None and isinstance(shuffle, str):
+            raise ValueError("sampler: it determines the order; give either sampler or shuffle")
+        layout = ShardLayout.of(placement)
+        is_shuffled, blocks = shuffle_of(shuffle, block_shards, layout)
         deal = Deal(
-            samples=len(dataset),
+            samples=len(self.samples),
             seed=whole("seed", seed, 0),
-            shuffle=bool(shuffle),
+            shuffle=is_shuffled,
             rank=0,
             world_size=1,
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
+            block_shards=blocks,
         )
-        self.substitute = bool(substitute) and deal.shuffle and sampler is None and replay is None
+        is_fixed = not deal.shuffle or bool(deal.block_shards) or sampler is not None or replay is not None
+        self.substitute = bool(substitute) and not is_fixed
         self._lookahead = lookahead_of(lookahead)
-        digest = dataset.manifest.digest
-        self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
+        self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._role = role_of(group, dataset.manifest.digest, self.deal, substitute=self.substitute, timeout=timeout)
+        self._role = role_of(group, identity, self.deal, substitute=self.substitute, timeout=timeout)
         is_compared = self._role.leads and not settled.is_whole
-        compared = RankAgreement(dataset.manifest, self.deal, sampler, of_groups=group is not None)
+        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=group is not None)
         self._agreement = compared if is_compared else None
         self._finalizer = weakref.finalize(self, self._role.stop)
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
@@ -126,14 +142,20 @@ class BatchSampler(Sampler[list[int]]):
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger if self._role.leads else None, replay
         self._records = ledger is not None
-        self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset) if deal.shuffle and self._role.leads else None
+        self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
+        is_watched = deal.shuffle and self._role.leads
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if is_watched else None
+        if self._labels is not None and blocks and not self._labels.is_idle:
+            self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
         self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
-        self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
+        self._consumer = CacheConsumer(
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+        )
+        self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
 
@@ -150,7 +172,7 @@ class BatchSampler(Sampler[list[int]]):
         over an order that is dealt already then hands its batches on (``pass_through``).
         """
         shard = wrapping_shard(sys._getframe(1))
-        rank, world_size = self._passes.share
+        rank, world_size = self._passes.share_of
         if shard is not None and world_size > 1:
             parts = shard.num_processes if shard.split_batches else 1
             if pass_through(shard, rank, world_size):
@@ -164,7 +186,7 @@ class BatchSampler(Sampler[list[int]]):
         """
         with self._lock:
             if self._passes.split(parts):
-                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, self.deal, *self._files)
+                self._recorder, self._replay = open_recording(self.samples.identity, self.deal, *self._files)
 
     @property
     def sampler(self) -> Iterable[int]:
@@ -192,7 +214,7 @@ class BatchSampler(Sampler[list[int]]):
         self.attend(reader)
         is_fixed, is_known = not self.substitute, self._passes.is_reproducible
         skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
-        reader.check(*self._passes.share, is_fixed=is_fixed and (is_known or self._passes.user is None))
+        reader.check(*self._passes.share_of, is_fixed=is_fixed and (is_known or self._passes.user is None))
         return self._batches(skips)
 
     def _batches(self, skips: int) -> Iterator[list[int]]:
@@ -229,10 +251,10 @@ class BatchSampler(Sampler[list[int]]):
         """
         own = partial(self._state, batches)
         if merged:
-            return merged_state(own, *self._passes.rank.current)
+            return merged_state(own, *self._ranks)
         asking = sys._getframe(1)
         if keeps_one_state(asking):
-            state = trainers_state(own, *self._passes.rank.current)
+            state = trainers_state(own, *self._ranks)
             return packed(state) if flattens_states(asking) else state
         return own()
 
@@ -276,6 +298,10 @@ class BatchSampler(Sampler[list[int]]):
         if user is not None and not user.is_share:
             self._passes.rank.refuse_whole()
 
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch, in the order of the permutation."""
+        return self._passes.share(epoch)
+
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state stays."""
         with self._lock:
@@ -294,7 +320,7 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             opened = passes.open_pass()
             if passes.settle():
-                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
+                self._recorder, self._replay = open_recording(passes.dataset, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
             self._aside.put(opened)
             self._become_current(epoch)
@@ -346,13 +372,21 @@ class BatchSampler(Sampler[list[int]]):
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
 
-    def tell_residency(self, told: Callable[[Epoch, Mask], None]) -> None:
-        """Call this with the pass and which shards are resident, in the reporting thread, before each report."""
-        self._consumer.on_view = told
+    def show_first_fill(self, line: ProgressLine) -> None:
+        """Tell the line before each report, in the reporting thread, which shards are resident."""
+        layout = self._passes.layout
+        line.measure(self._leaves[0].manifest.path.stem, layout.sample_bytes * layout.counts)
+        self._consumer.on_view = line.learn
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is read through caches."""
+        return self._leaves
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
-        return failure("collate_fn, or the dataset,", error, self.dataset.manifest, rows.tolist())
+        named = [self.samples.named(row) for row in rows[:NAMED].tolist()]
+        return failure("collate_fn, or the dataset,", error, named, len(rows))
 
     def fetched(self, epoch: Epoch, number: int) -> None:
         """The bytes of a batch are in memory."""
@@ -410,6 +444,11 @@ class BatchSampler(Sampler[list[int]]):
             return self._passes.state(is_recorded=is_recorded, batches=batches)
 
     @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        return self._passes.rank.current
+
+    @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
         rank = self._passes.rank
@@ -451,7 +490,8 @@ class BatchSampler(Sampler[list[int]]):
     def _choose(self, epoch: Epoch) -> Ints | None:
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
         if self._role.follows:
-            return self._role.decision(epoch)
+            decided: Ints | None = self._role.decision(epoch)
+            return decided
         if not self._role.has_room(epoch):
             return None
         batch_size = self.deal.batch_size
@@ -478,14 +518,14 @@ class BatchSampler(Sampler[list[int]]):
         self._recorder.drawn(epoch, epoch.drawn, entries)
         self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)
-        self.dataset.count("substitutions", drawn.substituted)
+        self._leaves[0].count("substitutions", drawn.substituted)
         return drawn
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _name(job: str, dataset: Digest) -> str:
+def shared_name(job: str, dataset: str) -> str:
     """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
     A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.

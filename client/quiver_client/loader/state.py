@@ -4,6 +4,9 @@
     done    one bit per sample: consumed before the shares were dealt; None for none
     own     one bit per entry of this rank's share: consumed since, in ``batches`` batches; None for none
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
+    block_shards  of a block shuffle; missing for a full one, and without a shuffle
+    positions     one bit per sample that is not done, in the order that was dealt: consumed since by any rank; only
+            where states of a block shuffle were merged, whose order ``merge_states`` cannot know; missing for none
     sampler True where a sampler gives the order, and missing elsewhere
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
 
@@ -22,6 +25,7 @@ from typing import Any, Final
 import numpy as np
 
 from quiver.manifest.checks import SAMPLES_MAX
+from quiver.shuffles import BLOCK_SHARDS_MAX
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal
 
@@ -36,7 +40,7 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
 }
 _BITS: Final = ("done", "own")
 _REST: Final = np.dtype("<i8")
-_SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")
+_SAME: Final = ("version", "dataset", "samples", "seed", "shuffle", "block_shards")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
 
 
@@ -66,6 +70,7 @@ def _check_bits(bits: bytes | None, count: int) -> None:
 
 def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, own: Mask) -> State:
     """Return the state of one rank: ``done`` ``(samples,)``, ``own`` ``(share,)``."""
+    blocks = {"block_shards": deal.block_shards} if deal.block_shards else {}
     return {
         "version": VERSION,
         "dataset": dataset,
@@ -80,6 +85,7 @@ def make_state(dataset: str, deal: Deal, epoch: int, batches: int, done: Mask, o
         "batches": batches,
         "done": pack(done),
         "own": pack(own),
+        **blocks,
     }
 
 
@@ -106,16 +112,18 @@ def rest_of(state: Mapping[str, Any]) -> Ints | None:
 
 def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     """Return the state, checked. Raises ``ValueError`` if it is of another dataset or seed; its rank may be any."""
+    if isinstance(state, Mapping) and "parts" in state:
+        raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
     state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
-        if state[name] != ours[name]:
+        theirs, our = state.get(name, 0), ours.get(name, 0)
+        if theirs != our:
             raise ValueError(
-                f"state: it is of {_what(name)} {_short(state[name])}, this loader of {_short(ours[name])};"
+                f"state: it is of {_what(name)} {_short(theirs)}, this loader of {_short(our)};"
                 " it cannot be resumed here"
             )
-    if state["own"]:
-        unpack(state["own"], len(_share(state)))
+    _check_bits(state["own"], _share_samples(state))
     return state
 
 
@@ -132,7 +140,7 @@ def fitted(
         return _fitted_sampler(state, deal, ours, sampler=sampler, in_order=in_order)
     state.pop("sampler", None)
     different = [name for name in _SAME_SHARE if state[name] != ours[name]] if state["own"] else []
-    if different == ["rank"] and unpack(state["own"], len(_share(state))).all():
+    if different == ["rank"] and unpack(state["own"], _share_samples(state)).all():
         # The end of an epoch is the same in all ranks, and most trainers keep the state of one rank only.
         return {**state, **ours}  # every rank's share has the same length
     if different and state["world_size"] > 1:
@@ -199,14 +207,18 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
+    if any(isinstance(state, Mapping) and "parts" in state for state in states):
+        from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
+
+        return merge_mixes(states)
     states = _distinct([_checked(state) for state in states])
     world_size = states[0]["world_size"]
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
-            if state[name] != states[0][name]:
+            first, other = states[0].get(name, 0), state.get(name, 0)
+            if first != other:
                 raise ValueError(
-                    f"states: they are of different runs: {_what(name)} {_short(states[0][name])}"
-                    f" and {_short(state[name])}"
+                    f"states: they are of different runs: {_what(name)} {_short(first)} and {_short(other)}"
                 )
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(world_size)):
@@ -216,12 +228,12 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     epoch = max(state["epoch"] for state in states)
     done = np.zeros(states[0]["samples"], bool)
     at_start = [state for state in states if state["epoch"] == epoch]
-    if any(state["done"] != at_start[0]["done"] for state in at_start):
+    if any(state.get(name) != at_start[0].get(name) for state in at_start for name in ("done", "positions")):
         raise ValueError("states: their shares were not dealt from the same samples; they are of different runs")
     for state in states:
         if state["epoch"] == epoch:
             done |= _consumed(state)
-        elif state["epoch"] != epoch - 1 or not _consumed(state)[_share(state)].all():
+        elif state["epoch"] != epoch - 1 or not _has_read_its_share(state):
             raise ValueError(f"states: rank {state['rank']} is in epoch {state['epoch']}, another in epoch {epoch}")
     merged = {
         **states[0],
@@ -233,6 +245,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         "own": None,
     }
     merged.pop("before", None)
+    if positions := _positions(at_start):
+        merged["positions"] = positions
     return counting(merged, max(counted(state) for state in at_start))
 
 
@@ -291,7 +305,7 @@ def _interleaved(parts: Sequence[Ints]) -> Ints:
 
 def _deal_of(state: Mapping[str, Any]) -> Deal:
     names = ("samples", "seed", "shuffle", "rank", "world_size", "batch_size", "drop_last")
-    return Deal(**{name: state[name] for name in names})
+    return Deal(**{name: state[name] for name in names}, block_shards=state.get("block_shards", 0))
 
 
 def _share(state: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -299,11 +313,57 @@ def _share(state: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return deal.share(deal.order(state["epoch"], unpack(state["done"], deal.samples)))[0]
 
 
+def _undealt(state: Mapping[str, Any]) -> int:
+    """Return how many samples the order has that a state's shares were dealt from."""
+    return int(state["samples"]) - int(unpack(state["done"], state["samples"]).sum())
+
+
+def _share_samples(state: Mapping[str, Any]) -> int:
+    return replace(_deal_of(state), samples=_undealt(state)).share_samples
+
+
+def _has_read_its_share(state: Mapping[str, Any]) -> bool:
+    if state.get("block_shards"):
+        return bool(unpack(state["own"], _share_samples(state)).all())
+    return bool(_consumed(state)[_share(state)].all())
+
+
+def _positions(states: Sequence[Mapping[str, Any]]) -> bytes | None:
+    """Return the positions of a block shuffle's order that these states, dealt from it, have consumed.
+
+    They are merged by position, since which sample stands at one depends on the shards of the dataset.
+    """
+    if not states[0].get("block_shards"):
+        return None
+    left = _undealt(states[0])
+    consumed = unpack(states[0].get("positions"), left)
+    world_size, share = states[0]["world_size"], _share_samples(states[0])
+    entries = np.zeros((share, world_size), bool)  # as ``dealt`` deals them
+    for state in states:
+        entries[:, state["rank"]] = unpack(state["own"], share)
+    if entries.any() and states[0]["drop_last"]:
+        consumed[entries.size :] = True
+    at = np.flatnonzero(entries.reshape(-1))
+    consumed[at % left if len(at) else at] = True  # what lies behind the end repeats entries from the front
+    return pack(consumed)
+
+
+def has_positions(state: Mapping[str, Any]) -> bool:
+    return "positions" in state
+
+
+def located(state: State, order: Ints) -> State:
+    """Return the state with the samples at its consumed positions of ``order`` ``(left,)`` as done."""
+    done = unpack(state["done"], state["samples"])
+    done[order[unpack(state["positions"], len(order))]] = True
+    return {name: value for name, value in state.items() if name != "positions"} | {"done": pack(done)}
+
+
 def _consumed(state: Mapping[str, Any]) -> Mask:
-    """Return which samples are consumed, as a state has it: ``(samples,)``."""
+    """Return which samples are consumed, as a state has it: ``(samples,)``; of a block shuffle, without ``own``."""
     deal = _deal_of(state)
     done = unpack(state["done"], deal.samples)
-    if state["own"]:
+    if state["own"] and not deal.block_shards:
         share, left_out = deal.share(deal.order(state["epoch"], done))
         done[share[unpack(state["own"], len(share))]] = True
         done[left_out] = True
@@ -338,6 +398,7 @@ def _checked(state: Mapping[str, Any]) -> State:
     if type(before) is not int or not (plain["epoch"] >= 0 and plain["batches"] >= 0 and before >= 0):
         raise ValueError("state: epoch or batches out of range")
     _check_bits(plain["done"], plain["samples"])
+    _check_block(plain)
     if "rest" in plain:
         rest = plain["rest"]
         if type(rest) is not bytes or not rest or len(rest) % _REST.itemsize:
@@ -346,6 +407,19 @@ def _checked(state: Mapping[str, Any]) -> State:
         if not 0 <= int(rows.min()) <= int(rows.max()) < plain["samples"]:
             raise ValueError(f"state: 'rest' has indices outside the dataset's {plain['samples']} samples")
     return plain
+
+
+def _check_block(plain: State) -> None:
+    """Check what a state has of a block shuffle."""
+    blocks = plain.get("block_shards", 0)
+    if isinstance(blocks, np.integer):
+        plain["block_shards"] = blocks = blocks.item()
+    if type(blocks) is not int or not 0 <= blocks <= BLOCK_SHARDS_MAX or (blocks and not plain["shuffle"]):
+        raise ValueError("state: 'block_shards' is not a number of shards; was it made by state_dict()?")
+    if "positions" in plain:
+        if not blocks or type(plain["positions"]) is not bytes:
+            raise ValueError("state: 'positions' is not of a block shuffle; was it made by state_dict()?")
+        _check_bits(plain["positions"], _undealt(plain))
 
 
 def _what(name: str) -> str:

@@ -12,13 +12,13 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from quiver_client import process_exit
-from quiver_client.loader.epoch import Drawn, Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.epoch import Drawn
+from quiver_client.loader.order import BatchOrder, OrderPass
+from quiver_client.loader.source import ThreadedSource
 from quiver_client.thread_pool import ThreadPool
 
 FETCHERS: Final = 4
@@ -28,10 +28,11 @@ class ThreadedBatches:
     """Iterator over ``(number, batch)`` of one pass."""
 
     def __init__(
-        self, sampler: BatchSampler, epoch: Epoch, fetch: Callable[[Drawn], Any], depth: int, timeout: float
+        self, sampler: BatchOrder, epoch: OrderPass, source: ThreadedSource, depth: int, timeout: float
     ) -> None:
         self._timeout = timeout or None
-        self._prefetcher = _Prefetcher(sampler, epoch, fetch, depth)
+        self._sampler, self._epoch, self._source = sampler, epoch, source
+        self._prefetcher = _Prefetcher(sampler, epoch, source, depth)
         # The garbage collector may call this in any thread, even in one of the prefetcher's, so it must not wait.
         weakref.finalize(self, self._prefetcher.stop).atexit = False
         self._prefetcher.start()
@@ -40,7 +41,8 @@ class ThreadedBatches:
         return self
 
     def __next__(self) -> tuple[int, Any]:
-        drawn, future = self._prefetcher.queue.get()
+        self._source.asked()
+        number, future = self._prefetcher.queue.get()
         if future is None:
             self.close()
             raise StopIteration
@@ -51,7 +53,9 @@ class ThreadedBatches:
         if self._timeout and not wait([future], self._timeout).done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         try:
-            return drawn, future.result()
+            return number, self._source.received(future.result())
+        except StopIteration as error:  # a batch that was made in this thread
+            raise self._sampler.failure(error, self._epoch.rows(number)) from error
         finally:
             del future  # its exception refers to this frame
 
@@ -63,10 +67,10 @@ class ThreadedBatches:
 
 
 class _Prefetcher:
-    def __init__(self, sampler: BatchSampler, epoch: Epoch, fetch: Callable[[Drawn], Any], depth: int) -> None:
+    def __init__(self, sampler: BatchOrder, epoch: OrderPass, source: ThreadedSource, depth: int) -> None:
         self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
-        self._sampler, self._epoch, self._fetch = sampler, epoch, fetch
+        self._sampler, self._epoch, self._source = sampler, epoch, source
         self._pool = ThreadPool(min(depth, FETCHERS), "quiver-fetch")
         self._closed = False
         self._pid = os.getpid()
@@ -113,7 +117,7 @@ class _Prefetcher:
 
     def _one(self, drawn: Drawn) -> Any:
         try:
-            return self._fetch(drawn)
+            return self._source.fetch(drawn)
         except StopIteration as error:  # the loop would take it for the end of the epoch
             raise self._sampler.failure(error, drawn.rows) from error
         finally:

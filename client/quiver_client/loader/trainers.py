@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, Protocol, cast
 
-import numpy as np
 from torch.utils.data import DistributedSampler, SequentialSampler
 
+from quiver.substitution import Ints
 from quiver_client.loader.epoch import Deal
 from quiver_client.loader.trainer_loops import counts_passes
 
@@ -194,6 +194,7 @@ class SharedOrder(Protocol):
     @property
     def epoch(self) -> int: ...
     def set_epoch(self, epoch: int) -> None: ...
+    def share(self, epoch: int) -> Ints: ...
 
 
 class Share(DistributedSampler[Any]):
@@ -220,9 +221,7 @@ class Share(DistributedSampler[Any]):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __iter__(self) -> Iterator[int]:
-        deal = self._order.deal
-        share, _ = deal.share(deal.order(self.epoch, np.zeros(deal.samples, bool)))
-        return iter(share.tolist())
+        return iter(self._order.share(self.epoch).tolist())
 
     def __len__(self) -> int:
         return self.num_samples

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -143,6 +144,8 @@ class LoopWatch:
         self._before = self._counters()
 
     def _counters(self) -> dict[str, float]:
-        dataset = self._order.dataset
-        seconds = {f"seconds_{tier}": value for tier, value in dataset.read_seconds().items()}
-        return {**dataset.stats(), **seconds, "starved": self._order.starved_seconds}
+        counters: Counter[Any] = Counter()
+        for leaf in self._order.leaves:
+            counters.update(leaf.stats())
+            counters.update({f"seconds_{tier}": value for tier, value in leaf.read_seconds().items()})
+        return {**counters, "starved": self._order.starved_seconds}

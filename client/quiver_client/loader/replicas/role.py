@@ -11,12 +11,10 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from quiver import forks
-from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured, Unavailable
-from quiver.substitution import Ints
 from quiver_client.loader.epoch import Deal
 from quiver_client.loader.replicas.agreement import Facts, GroupAgreement
 from quiver_client.loader.replicas.follower import FollowerStream
@@ -32,10 +30,10 @@ CLOSE_SECONDS: Final = 10.0  # that a leader that closes its loader gives follow
 
 
 class Pass(Protocol):
-    """What of a pass a role uses."""
+    """What of a pass a role uses. ``Any``: what the order itself uses for the entries of a batch."""
 
-    number: int
-
+    @property
+    def number(self) -> int: ...
     @property
     def pending(self) -> int: ...
     @property
@@ -43,8 +41,8 @@ class Pass(Protocol):
         """A digest of what is pending, in the order of the permutation."""
         ...
 
-    def encode_decision(self, entries: Ints) -> bytes: ...
-    def decode_decision(self, decision: bytes, count_max: int) -> Ints: ...
+    def encode_decision(self, entries: Any) -> bytes: ...
+    def decode_decision(self, decision: bytes, count_max: int) -> Any: ...
 
 
 class Role:
@@ -60,11 +58,11 @@ class Role:
         """Whether a leader may decide the next batch now."""
         return True
 
-    def decision(self, epoch: Pass) -> Ints | None:
+    def decision(self, epoch: Pass) -> Any:
         """Return the entries of a follower's next batch, ``None`` if they did not arrive yet."""
         return None
 
-    def drawn(self, epoch: Pass, entries: Ints) -> None:
+    def drawn(self, epoch: Pass, entries: Any) -> None:
         """The next batch is about to be drawn."""
 
     def wait(self, epoch: Pass) -> bool:
@@ -155,7 +153,7 @@ class Leader(Member):
     def has_room(self, epoch: Pass) -> bool:
         return not self._slow(epoch)
 
-    def drawn(self, epoch: Pass, entries: Ints) -> None:
+    def drawn(self, epoch: Pass, entries: Any) -> None:
         stream, log = self._stream, self._log_of(epoch)
         if stream is None or log is None:
             return
@@ -277,7 +275,7 @@ class Follower(Member):
         self._patience.end()
         stream.join(number)
 
-    def decision(self, epoch: Pass) -> Ints | None:
+    def decision(self, epoch: Pass) -> Any:
         stream, opened = self._stream, self._open.get(epoch)
         decision = stream.decision(opened.number) if stream is not None and opened is not None else None
         if decision is None:
@@ -287,7 +285,7 @@ class Follower(Member):
         except BadRequest as error:
             raise Unavailable(self._leader, f"it decided what rank {self._group.own} cannot draw: {error}") from error
 
-    def drawn(self, epoch: Pass, entries: Ints) -> None:
+    def drawn(self, epoch: Pass, entries: Any) -> None:
         if self._stream is not None and epoch in self._open:
             self._stream.drawn(self._open[epoch].number)
 
@@ -385,15 +383,16 @@ class Follower(Member):
         self._patience.check(lambda: self._leader, what)
 
 
-def role_of(group: ReplicaGroup | None, dataset: Digest, deal: Deal, *, substitute: bool, timeout: float) -> Role:
+def role_of(group: ReplicaGroup | None, identity: str, deal: Deal, *, substitute: bool, timeout: float) -> Role:
     """Return the role of this process. ``substitute``: the order depends on what is resident."""
     if group is None or len(group.members) == 1:
         return Role()
     settings: Facts = {
-        "dataset": str(dataset),
+        "dataset": identity,
         "samples": deal.samples,
         "seed": deal.seed if deal.shuffle else 0,
         "shuffle": deal.shuffle,
+        "block_shards": deal.block_shards,
         "drop_last": deal.drop_last,
         "batch_size": deal.batch_size,
         "substitute": substitute,
