@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from itertools import chain
 
+import pytest
+
 from tests.trainers.conftest import Ranks
 
 SAMPLES = 150
 BEGIN = """
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+torch.multiprocessing.set_start_method("fork", force=True)  # the default; a server of forks started this process
 from accelerate import Accelerator
 """
 
@@ -101,6 +104,7 @@ torch.distributed.destroy_process_group()
         assert sorted(answers[0][which] + answers[1][which]) == list(range(SAMPLES))
 
 
+@pytest.mark.timeout(300)
 def test_batches_that_are_dealt_already_are_handed_on_by_what_accelerate_wraps_around_them(ranks: Ranks) -> None:
     """It used to refuse them."""
     text = """
@@ -153,15 +157,22 @@ for batch in loader:
 unknown = plain.prepare(DataLoader(odd, 2, shuffle=True))
 for batch in unknown:
     pass
+def one(samples):
+    return {"ones": torch.ones(len(samples)), "keys": [sample["__key__"] for sample in samples]}
+plain.state._shared_state["device"] = torch.device("meta")  # a device that every machine has
+placed = next(iter(plain.prepare(DataLoader(dataset, 16, collate_fn=one))))
+kept = next(iter(plain.prepare(DataLoader(dataset, 16, collate_fn=one), device_placement=[False])))
+plain.state._shared_state["device"] = torch.device("cpu")
+devices = [str(placed["ones"].device), str(kept["ones"].device), len(placed["keys"])]
 said = ""
 try:
     split.prepare(DataLoader(dataset, 15))
 except ValueError as error:
     said = str(error)
-answer([found, gathered, said])
+answer([found, gathered, said, devices])
 torch.distributed.destroy_process_group()
 """
-    answers = ranks(BEGIN + text)
+    answers = ranks(BEGIN + text, seconds=280)
     for what in answers[0][0]:
         for epoch in (1, 2):
             both = [answer[0][what][epoch] for answer in answers]
@@ -171,7 +182,8 @@ torch.distributed.destroy_process_group()
     assert [len(batch) for batch in answers[0][0]["split"][1]] == [8] * 9 + [3]
     assert [len(batch) for batch in answers[0][0]["ours split"][1]] == [8] * 9 + [3]
     assert [len(batch) for batch in answers[0][0]["again split"][1]] == [25] * 3
-    for _, gathered, said in answers:
+    for _, gathered, said, devices in answers:
+        assert devices == ["meta", "cpu", 16]
         assert sorted(gathered) == list("012345678"), "the sample that evens out the ranks is dropped"
         assert said.startswith("batch_size=15: with split_batches it must be a multiple of 2 ranks")
 

@@ -191,6 +191,7 @@ stock = torch.utils.data.DataLoader(dataset, batch_sampler=BatchSampler(dataset,
 read.append([[row_of[key] for key in batch["__key__"]] for batch in stock])
 fixed = DataLoader(dataset, 16, shuffle=True, mesh=mesh, substitute=False)
 part(fixed)
+assert refused(lambda: DataLoader(dataset, 16, mesh=mesh, on_error="skip")).startswith("ValueError: on_error='skip':")
 half = len(dataset) // 2
 mix = Mix({"a": dataset[:half], "b": dataset[half:]}, weights={"a": 3, "b": 1}, seed=1)
 mixed = DataLoader(mix, 16, shuffle=True, mesh=mesh, timeout=60)

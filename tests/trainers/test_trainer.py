@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import chain
 
+import pytest
+
 from tests.trainers.conftest import Ranks
 
 SAMPLES = 150
@@ -59,7 +61,7 @@ answer([fixed, own, taken, said])
 
 def test_a_trainer_that_resumes_reads_each_sample_once_or_is_refused(ranks: Ranks) -> None:
     """It used to read 234 of 1,000 samples twice and 234 never."""
-    ((fixed, own, taken, said),) = ranks(TEXT, 1)
+    ((fixed, own, taken, said),) = ranks(TEXT, 1, seconds=110)
     for first, rest in (fixed, own, taken):
         assert sorted(first[:SAMPLES]) == sorted(first[SAMPLES:] + rest) == list(range(SAMPLES))
     assert "quiver_client.integrations.transformers.QuiverCallback()" in said
@@ -139,8 +141,9 @@ os._exit(0)
 """
 
 
+@pytest.mark.timeout(300)
 def test_two_processes_that_stop_and_resume_read_each_sample_once(ranks: Ranks) -> None:
-    answers = ranks(RANKS)
+    answers = ranks(RANKS, seconds=280)
     batches = {"ours": [6, 14, 10], "sampled": [6, 14, 20], "trainer": [3, 17, 20]}  # and the optimizer's steps
     for what in answers[0][0]:
         for answer in answers:

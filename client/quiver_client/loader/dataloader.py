@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
@@ -15,6 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
+from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
 from quiver_client.loader.injected import SeenBatches, order_of
 from quiver_client.loader.loop_pass import Batches, LoopPass
 from quiver_client.loader.order import OrderPass
@@ -64,6 +66,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
     …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
     whose ranks do. Rank and world size follow from either; one rank of each group decides (docs/replicas.md).
+    ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
+    error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
+    batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
+    repeated if there are several ranks, or with ``drop_last``. ``errors_max``: how many bad samples an epoch may have,
+    or which fraction of the rank's samples; by default one in a thousand and at least one. Beyond it a ``RuntimeError``
+    names them all (docs/transforms.md).
     ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
     ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
 
@@ -108,6 +116,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         replicate: Any = None,
         block_shards: int | None = None,
         progress: bool | None = None,
+        on_error: str = "raise",
+        errors_max: float | None = None,
         **stock: Any,
     ) -> None:
         if batch_size is None:
@@ -119,6 +129,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
+        self._on_error = ErrorPolicy.parsed(on_error, errors_max)
+        self._errors = ErrorLog(self._on_error)
         if batch_sampler is not None:
             others = batch_size != 1, bool(shuffle), sampler is not None, drop_last
             order = order_of(batch_sampler, dataset, *others)
@@ -142,6 +154,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 timeout=timeout,
                 block_shards=block_shards,
             )
+        if self._on_error.is_tolerant and not order.can_replace:
+            raise ValueError("on_error: a mixture raises; let the parts' transforms return something for a bad sample")
+        if self._on_error.is_tolerant and order.is_in_group:
+            raise ValueError(
+                f"on_error={on_error!r}: with mesh or replicate, ranks that have to get the same samples could skip or"
+                " replace different ones; have the transform return something for a bad sample, or find the bad ones"
+                " with quiver verify --decode"
+            )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
         by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
@@ -162,7 +182,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._source = Source(order.samples, self.collate_fn, order.deal.seed, by_columns=by_columns)
+        self._source = Source(
+            order.samples,
+            self.collate_fn,
+            order.deal.seed,
+            by_columns=by_columns,
+            is_tolerant=self._on_error.is_tolerant,
+        )
         # torch rejects it together with a batch_size, which users read
         self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
         # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
@@ -219,6 +245,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch
+        samples = epoch.pending
+        if self._on_error.on_error == "replace":
+            self.order.hold_last(epoch)
         if self.num_workers:
             # Persistent workers serve one pass at a time: one that begins within another has workers of its own.
             workers = self._get_iterator() if self.persistent_workers and self._open_passes() else super().__iter__()
@@ -227,9 +256,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             keep_what_is_freed()
             source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
-        passing = LoopPass(
-            self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
-        )
+        if self._on_error.is_tolerant:
+            self._errors.begin(samples)
+            replaces = self._on_error.on_error == "replace"
+            batches = CompleteBatches(
+                batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
+            )
+        sync = GradientSync(self, self._prepared)
+        passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
@@ -240,6 +274,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._line = ProgressLine()
             self.order.show_first_fill(self._line)
         return self._line
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this process, as ``dataset.stats()`` does, ``skipped`` and ``replaced`` among them:
+        samples that ``on_error`` left out, or had another one take the place of."""
+        counters: Counter[str] = Counter()
+        for leaf in self.order.leaves:
+            counters.update(leaf.stats())
+        return dict(counters)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass read this epoch, or what a loaded state left of it."""

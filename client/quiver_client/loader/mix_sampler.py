@@ -69,6 +69,8 @@ class Position:
 class MixBatchSampler(BatchSampler):
     """What ``BatchSampler(Mix(...), ...)`` returns: see there. Each iteration is one epoch of the mixture."""
 
+    can_replace = False
+
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
         dataset: Any,
@@ -114,6 +116,7 @@ class MixBatchSampler(BatchSampler):
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
         )
+        self._batch_size = self._deal.batch_size  # as it was given
         self._shuffle = shuffle, block_shards
         self.substitute = bool(substitute) and self._deal.shuffle and shuffle != "block"
         self._lock = forks.rlock()
@@ -162,11 +165,7 @@ class MixBatchSampler(BatchSampler):
 
     def __iter__(self) -> Any:
         # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
-        reader = Reader.of(sys._getframe(1))
-        is_known = not self.substitute and self._named is not None
-        skips = reader.skips(self._at.batches, reproducible=is_known)
-        reader.check(*self._rank.current, is_fixed=is_known)
-        return self._batches(skips)
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
 
     @property
     def epoch(self) -> int:
@@ -190,9 +189,31 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def _state(self, batches: int | None = None) -> State:
+    @property
+    def handed_out(self) -> int:
+        with self._lock:
+            is_next = self._named in (None, self._at.epoch) and self._reading is None
+            return self._at.batches if is_next and self._is_partial else 0
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """Nothing is repeated: each rank has its own share of each part."""
+        return 0
+
+    def split(self, parts: int) -> None:
+        if self._batch_size % parts:
+            raise ValueError(f"batch_size={self._batch_size}: with split_batches give a multiple of {parts} ranks")
+        with self._lock:
+            self._deal = replace(self._deal, batch_size=self._batch_size // parts)
+
+    def _state(self, batches: int | None) -> State:
         """Return what was handed out so far, part by part."""
         with self._lock:
+            if batches is not None and batches < self._at.batches:
+                raise ValueError(
+                    "batches: the state of a mixture is that of now. A stock loader draws ahead of the training loop;"
+                    " give the trainer a quiver_client.DataLoader"
+                )
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
             rank, world_size = self._rank.current
@@ -263,7 +284,7 @@ class MixBatchSampler(BatchSampler):
             self._settle_parts()
             self._place()
             self._rank.warn_of_replicas(is_fixed=not self.substitute)
-            where = blake3.blake3(msgspec.msgpack.encode(self._state())).hexdigest(16)
+            where = blake3.blake3(msgspec.msgpack.encode(self._state(None))).hexdigest(16)
             epoch = MixPass(self._at.epoch, self._left(self._at), where)
             self._current = self._reading = epoch
             for part in self._drawn_parts:
@@ -491,6 +512,18 @@ class MixBatchSampler(BatchSampler):
             self._agreed.finish(self._rank.current)
 
     # -- a batch ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _dealt_to(self) -> tuple[int, int]:
+        return self._rank.current
+
+    @property
+    def _is_reproducible(self) -> bool:
+        return self._named is not None
+
+    @property
+    def _is_users(self) -> bool:
+        return False
 
     @property
     def _ranks(self) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.lazy_sampler import LazyEpoch
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
 from quiver_client.loader.state import (
@@ -104,6 +105,12 @@ class Passes:
             return self._deal
         return replace(self._deal, rank=rank, world_size=world_size)
 
+    @property
+    def keeps_size(self) -> bool:
+        """Whether batches keep their number and size, by repeating samples in place of bad ones: other ranks have as
+        many, or ``drop_last`` promises whole ones."""
+        return self._deal.world_size > 1 or self._deal.drop_last
+
     def settle(self) -> bool:
         """Settle the rank as this process has it now; return whether that changed the deal."""
         self.rank.settle()
@@ -120,7 +127,7 @@ class Passes:
         return self._deal != before
 
     @property
-    def share_of(self) -> tuple[int, int]:
+    def dealt_to(self) -> tuple[int, int]:
         """Rank and world size of the share that this order is: one of one if each rank reads all of a sampler."""
         return (0, 1) if self.user is not None and not self.user.is_share else self.rank.current
 
@@ -167,8 +174,8 @@ class Passes:
 
         Never fewer than a whole epoch: a trainer that asks once, as Lightning does, uses the number for all epochs.
         """
-        whole = self.user.batches(self._deal) if self.user is not None else None
-        return max(self.deal.batches if whole is None else whole, self._resumed_batches or 0)
+        whole = self.deal.batches if self.user is None else self.user.batches(self._deal)
+        return max(whole, self._resumed_batches or 0)
 
     @property
     def _resumed_batches(self) -> int | None:
@@ -187,6 +194,9 @@ class Passes:
         """Return how many batches a state has left for this rank."""
         samples, rest = self._deal.samples, rest_of(resume)
         deal = self.deal
+        if "given" in resume and self.user is not None:
+            given: int = resume["given"]
+            return max(self.user.batches(deal) - given // deal.batch_size, 0)
         left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
         share = replace(deal, samples=left).share_samples
         own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
@@ -230,7 +240,8 @@ class Passes:
         self.resumed_from, self._has_begun = resume, False
         self._before = resume.get("before", 0) if resume is not None else 0
         left = ceil(epoch.pending / self._deal.batch_size)
-        self._length = counted(resume) + left if resume is not None else None
+        is_known = resume is not None and not isinstance(epoch, LazyEpoch)
+        self._length = counted(resume) + left if resume is not None and is_known else None
         self._resume, self._is_named = None, False
         self.current = self.reading = epoch
         self._next_epoch = epoch.number + 1
@@ -290,6 +301,10 @@ class Passes:
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
+        lazy = self.user.lazy(number, done, resume, self.layout, self._deal) if self.user is not None else None
+        if lazy is not None:
+            self.done, self._consumed, self._left_out = done, done.copy(), np.zeros(0, np.int64)
+            return lazy
         if self.user is None:
             order = self._deal.order(number, done, self.layout.shard_of)
         else:
@@ -303,9 +318,13 @@ class Passes:
             self._consumed[self._left_out] = True
         batches = resume["batches"] if resume is not None else 0
         replayed = replay.order(number, self._deal, self.layout) if replay is not None else None
-        if replayed is not None and len(replayed) < len(share):
-            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
-        return Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        known = len(replayed.rows) + len(replayed.lost) if replayed is not None else len(share)
+        if known < len(share):
+            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, known, len(share))
+        epoch = Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        if self.keeps_size:
+            epoch.keep_size(resume.get("owed", 0) if resume is not None else 0)
+        return epoch
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -326,7 +345,8 @@ class Passes:
         if self._deal.world_size == 1 and (was.done.any() or (epoch.has_skipped and is_recorded)):
             state = self._state(epoch.number, 0, was.consumed, nothing)
             return counting(state, was.before + epoch.batches)
-        return counting(self._state(epoch.number, epoch.batches, was.done, epoch.consumed), was.before)
+        state = counting(self._state(epoch.number, epoch.batches, was.done, epoch.consumed), was.before)
+        return {**state, "owed": epoch.owed} if epoch.owed else state
 
     def _was(self, batches: int | None) -> _Was | None:
         """Return what is to be saved: the current pass, or as it or the one that ended was ``batches`` into it."""

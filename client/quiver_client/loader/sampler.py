@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any, Final
 
 import blake3
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
@@ -24,10 +25,12 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
+from quiver_client.loader.amendments import Amendment
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
+from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
@@ -54,6 +57,7 @@ from quiver_client.placement import Leaf
 from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
+HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
     "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
     " loader again"
@@ -150,10 +154,12 @@ class BatchSampler(Sampler[list[int]]):
         self._lock = forks.rlock()
         self._wait = DrawWait()
         self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
+        self._was_asked = forks.event()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
+        known = None if self.substitute else KnownOrder(layout.shard_of, self._passes.following)
         self._consumer = CacheConsumer(
-            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
         )
         self._leaves = placement.leaves
 
@@ -172,7 +178,7 @@ class BatchSampler(Sampler[list[int]]):
         over an order that is dealt already then hands its batches on (``pass_through``).
         """
         shard = wrapping_shard(sys._getframe(1))
-        rank, world_size = self._passes.share_of
+        rank, world_size = self._dealt_to
         if shard is not None and world_size > 1:
             parts = shard.num_processes if shard.split_batches else 1
             if pass_through(shard, rank, world_size):
@@ -186,7 +192,7 @@ class BatchSampler(Sampler[list[int]]):
         """
         with self._lock:
             if self._passes.split(parts):
-                self._recorder, self._replay = open_recording(self.samples.identity, self.deal, *self._files)
+                self._recorder, self._replay = open_recording(self._passes.dataset, self.deal, *self._files)
 
     @property
     def sampler(self) -> Iterable[int]:
@@ -210,12 +216,15 @@ class BatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        reader = Reader.of(sys._getframe(1))
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
+
+    def _checked(self, reader: Reader) -> int:
+        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
         self.attend(reader)
-        is_fixed, is_known = not self.substitute, self._passes.is_reproducible
+        is_fixed, is_known = not self.substitute, self._is_reproducible
         skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
-        reader.check(*self._passes.share_of, is_fixed=is_fixed and (is_known or self._passes.user is None))
-        return self._batches(skips)
+        reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
+        return skips
 
     def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
@@ -311,6 +320,14 @@ class BatchSampler(Sampler[list[int]]):
         self._role.close()
         self._consumer.close()
 
+    can_replace = True
+    """Whether bad samples can be replaced or skipped."""
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether other ranks have to get the same samples."""
+        return self._role.is_in_group
+
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
@@ -328,6 +345,8 @@ class BatchSampler(Sampler[list[int]]):
         try:
             if self._agreement is not None:
                 self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
+            if self.is_in_group:
+                epoch.prepare(self.deal.batch_size)  # what is known of the order is compared
             self._role.begin(epoch)
         except BaseException:
             self.abandon(epoch)
@@ -338,9 +357,13 @@ class BatchSampler(Sampler[list[int]]):
 
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
+        if epoch is self._passes.reading:
+            epoch.prepare(self.deal.batch_size)
         with self._lock:
             is_read = epoch is self._passes.reading or epoch in self._aside
-            return not is_read or not epoch.pending or self._choose(epoch) is not None
+            if not is_read or not epoch.pending:
+                return True
+            return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
         """Whether this pass was asked last, and no state was loaded since."""
@@ -352,16 +375,22 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
+            if epoch is self._passes.reading:
+                epoch.prepare(self.deal.batch_size)
             with self._lock:
                 is_aside = epoch in self._aside
                 if not is_aside and epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
                 if (not is_aside and epoch is not self._passes.reading) or not epoch.pending:
                     return None
-                entries = self._choose(epoch)
+                is_held = epoch.is_held(self.deal.batch_size)
+                entries = self._choose(epoch) if not is_held else None
                 if entries is not None:
                     return self._take(epoch, entries)
-            if not self._role.wait(epoch):
+                self._was_asked.clear()
+            if is_held:
+                self._was_asked.wait(HELD_SECONDS)
+            elif not self._role.wait(epoch):
                 self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Epoch | None = None) -> None:
@@ -371,6 +400,9 @@ class BatchSampler(Sampler[list[int]]):
             if epoch is not None:
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+            if self._passes.reading is not None:
+                self._passes.reading.asked()
+            self._was_asked.set()
 
     def show_first_fill(self, line: ProgressLine) -> None:
         """Tell the line before each report, in the reporting thread, which shards are resident."""
@@ -393,12 +425,35 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             epoch.fetched(number)
 
+    def hold_last(self, epoch: Epoch) -> None:
+        """Keep the last batch's samples pending until the loop asks for it: they may replace bad ones of others."""
+        with self._lock:
+            if not self._passes.keeps_size:
+                epoch.hold_last()
+
+    def replace(self, epoch: Epoch, number: int, failed: Mapping[int, int], wanted: int) -> Ints:
+        """Return up to ``wanted`` samples to hand out in place of bad ones: pending ones, else some once more.
+
+        ``failed``: bad samples by their place in the batch, in which those count that were added before. They are
+        consumed with the batch.
+        """
+        with self._lock:
+            epoch.mark_bad(np.fromiter(failed.values(), np.int64, len(failed)))
+            rows, shards = epoch.add_pending(number, wanted)
+            repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
+            added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
+            self._amend(epoch, number, Amendment(tuple(added), tuple(sorted(failed))))
+        self._leaves[0].count("replaced", len(added))
+        self._leaves[0].count("skipped", len(failed) - len(added))
+        return np.concatenate([rows, repeated])
+
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
             self._role.consumed(epoch, number)
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
+            epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -428,6 +483,7 @@ class BatchSampler(Sampler[list[int]]):
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
+                self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
                 self._return_to_outer()
@@ -442,6 +498,21 @@ class BatchSampler(Sampler[list[int]]):
             if claimant is not None:
                 return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
             return self._passes.state(is_recorded=is_recorded, batches=batches)
+
+    @property
+    def _dealt_to(self) -> tuple[int, int]:
+        """Rank and world size of the share that this order is."""
+        return self._passes.dealt_to
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Whether another process would read the next pass in the same order, if nothing is substituted."""
+        return self._passes.is_reproducible
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether a sampler of the user's gives the order."""
+        return self._passes.user is not None
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -519,7 +590,16 @@ class BatchSampler(Sampler[list[int]]):
         self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)
+        if epoch.owed and len(drawn.rows) < self.deal.batch_size:
+            repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
+            self._amend(epoch, drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
+
+    def _amend(self, epoch: Epoch, number: int, change: Amendment) -> None:
+        before = epoch.amendments.get(number, Amendment())
+        epoch.amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(epoch, number, epoch.amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read

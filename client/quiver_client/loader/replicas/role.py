@@ -50,6 +50,7 @@ class Role:
 
     leads = True  # this process reports what is needed, and writes the ledger
     follows = False  # another process decides
+    is_in_group = False  # other ranks have to get the same samples
 
     def begin(self, epoch: Pass) -> None:
         """A pass begins. May wait for other ranks. Raises ``Misconfigured``, ``Unavailable``."""
@@ -98,6 +99,8 @@ class _Open:
 
 class Member(Role):
     """The role of a rank whose group has a fixed order: it compares with the others, and communicates nothing else."""
+
+    is_in_group = True
 
     def __init__(self, group: ReplicaGroup, agreement: GroupAgreement, batch_size: int, timeout_seconds: float) -> None:
         self.leads = group.is_leader
