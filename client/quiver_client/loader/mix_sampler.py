@@ -192,8 +192,8 @@ class MixBatchSampler(BatchSampler):
 
     @property
     def kept_of_last(self) -> int | None:
-        """Nothing is repeated: each rank has its own share of each part."""
-        return 0
+        """Which samples a mixture repeats does not follow from where they are in a batch."""
+        return None
 
     def split(self, parts: int) -> None:
         if self._batch_size % parts:
