@@ -162,6 +162,11 @@ class MixBatchSampler(BatchSampler):
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return Share(self)
 
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper named."""
+        with self._lock:
+            self._named = None
+
     @property
     def epoch(self) -> int:
         if self._reading is not None:
