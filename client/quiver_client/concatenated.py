@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self, cast, overload
 
 import blake3
 import numpy as np
@@ -49,7 +49,11 @@ class Concatenated(ConcatDataset[Any], Readable):
     def __len__(self) -> int:
         return self._whole if self._rows is None else len(self._rows.array)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return self.select(index)
         return self.__getitems__([index])[0]

@@ -15,7 +15,7 @@ WARN_SECONDS: Final = 30.0  # between two warnings about one subject
 NAMES: Final = (
     *("samples", "bytes_host", "bytes_rack", "bytes_origin", "samples_host", "samples_rack", "samples_origin"),
     *("misses_host", "misses_rack", "fills", "uploads", "substitutions", "fallbacks", "overloads", "corruptions"),
-    *("hedges", "bytes_hedged"),
+    *("hedges", "bytes_hedged", "skipped", "replaced"),
 )
 
 

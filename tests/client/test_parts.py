@@ -119,8 +119,11 @@ def test_a_split_by_user_keeps_each_user_together(people: Dataset) -> None:
     assert 0.5 < len(train) / SAMPLES < 0.9
     for one, other in zip((train, valid), people.split(0.7, 0.3, seed=1, by="user"), strict=True):
         assert one.identity == other.identity
-    with pytest.raises(ValueError, match=r"part of 0\.0001 of 120 samples grouped by 'user' would be empty"):
-        people.split(0.9999, 0.0001, by="user")
+    assert [len({sample["user"] for sample in part}) for part in people.split(0.9999, 0.0001, by="user")] == [8, 1]
+    with pytest.raises(ValueError, match=r"part of 0\.2 of 120 samples grouped by 'label' would be empty"):
+        people.split(*[0.2] * 5, by="label")
+    with pytest.raises(ValueError, match=r"part of 0\.0001 of 120 samples would be empty"):
+        people.split(0.9999, 0.0001)
     with pytest.raises(ValueError, match="by: there is no field 'nobody'; there are label, user, id, __key__"):
         people.split(0.5, by="nobody")
     with pytest.raises(ValueError, match="by: 'image' holds bytes"):

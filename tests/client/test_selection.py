@@ -180,9 +180,17 @@ def test_no_group_is_in_two_parts(groups: list[int], fractions: list[float], see
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(groups)))
     owners = [set(numbered[part].tolist()) for part in parts]
     assert sum(map(len, owners)) == len(set.union(*owners))
+    assert all(owners) == (numbered.max() + 1 >= len(parts))  # a group for each part, if there are as many
     largest = np.bincount(numbered).max()
     for end, size in zip(ends.tolist(), np.cumsum([len(part) for part in parts]).tolist(), strict=True):
-        assert abs(end - size) <= largest / 2 + 1
+        assert abs(end - size) <= largest * len(parts)
+
+
+def test_groups_are_dealt_where_their_middles_fall() -> None:
+    groups = np.arange(1000) // 10
+    for fractions in ((0.9, 0.1), (0.5, 0.25, 0.25)):
+        parts = split_groups(groups, bounds_of(fractions, 1000), 0)
+        assert all(abs(len(part) - 1000 * share) <= 10 for part, share in zip(parts, fractions, strict=True))
 
 
 def test_counts_are_met_exactly_and_may_leave_samples_out() -> None:

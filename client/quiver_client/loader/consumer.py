@@ -17,7 +17,7 @@ import numpy as np
 from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.draw_wait import DrawWait
-from quiver_client.loader.epoch import ShardLayout
+from quiver_client.loader.epoch import Epoch, ShardLayout
 from quiver_client.loader.known_order import KnownOrder, KnownUses
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
 from quiver_client.loader.several_needs import needs_of
@@ -38,11 +38,6 @@ class Read(Protocol):
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
         ...
 
-    @property
-    def read(self) -> int:
-        """Entries whose bytes are read, as far as a fixed order is."""
-        ...
-
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries, in the order of their first use."""
         ...
@@ -59,10 +54,6 @@ class Pending(Protocol):
         """What is read, a ``Read``; ``None`` while no loop reads."""
         ...
 
-    def following(self, epoch: Any) -> Ints | None:
-        """Return the samples of the epoch after this one in their order, ``None`` if they are not known."""
-        ...
-
 
 class CacheConsumer:
     """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
@@ -75,16 +66,16 @@ class CacheConsumer:
         lock: RLock,
         *,
         soon_samples: int | None,
-        is_fixed: bool = False,
+        known: KnownOrder | None = None,
     ) -> None:
         """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order.
 
-        ``is_fixed``: nothing changes the order of a pass, so that all its uses to come are reported.
+        ``known``: the uses to come of an order that nothing changes, to report them all.
         """
         self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
-        self._order = KnownOrder(self._layout.shard_of, passes.following) if is_fixed else None
+        self._known = known
         self._rate = LoopRate()
         self._pauses = LoopPauses()
         self._name = b""
@@ -158,8 +149,9 @@ class CacheConsumer:
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
             soon = self._soon(epoch, view) if epoch is not None else ()
             rate, is_starving = self._rate.value, self._wait.is_waiting
-            read = epoch.read if epoch is not None else 0
-        known = self._order.uses(epoch, read) if self._order is not None and epoch is not None else KnownUses()
+            fixed = epoch if isinstance(epoch, Epoch) and epoch.is_known else None
+            read = fixed.read if fixed is not None and self._known is not None else 0
+        known = self._known.uses(fixed, read) if fixed is not None and self._known is not None else KnownUses()
         ahead = 0.0
         on_view, reporter = self.on_view, self._reporter
         if on_view is not None and epoch is not None and view is not None and reporter and reporter.is_answered:

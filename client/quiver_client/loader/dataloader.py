@@ -6,6 +6,7 @@ import copy
 import sys
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
@@ -15,6 +16,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
+from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
 from quiver_client.loader.injected import SeenBatches, order_of
 from quiver_client.loader.loop_pass import Batches, LoopPass
 from quiver_client.loader.order import OrderPass
@@ -24,8 +26,8 @@ from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainer_loops import reads_one_ahead
-from quiver_client.loader.trainers import GradientSync, warn_of_repeats
+from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
+from quiver_client.loader.trainers import GradientSync, Prepared, Reader, warn_of_repeats
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
@@ -61,6 +63,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
+    error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
+    batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
+    repeated if there are several ranks, or with ``drop_last``. ``errors_max``: how many bad samples an epoch may have,
+    or which fraction of the rank's samples; by default one in a thousand and at least one. Beyond it a ``RuntimeError``
+    names them all (docs/transforms.md).
     ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
     ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
 
@@ -72,7 +80,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """
 
     end_of_dataloader = False  # read by Accelerate: the batch handed out was the last one of its pass
+    use_stateful_dataloader = True  # read by Accelerate: save_state and load_state include the loader's state
     _warned_of_repeats = False
+    _prepared = Prepared()
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
@@ -101,6 +111,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         replay: str | None = None,
         block_shards: int | None = None,
         progress: bool | None = None,
+        on_error: str = "raise",
+        errors_max: float | None = None,
         **stock: Any,
     ) -> None:
         if batch_size is None:
@@ -112,6 +124,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
+        self._on_error = ErrorPolicy.parsed(on_error, errors_max)
+        self._errors = ErrorLog(self._on_error)
         if batch_sampler is not None:
             others = batch_size != 1, bool(shuffle), sampler is not None, drop_last
             order = order_of(batch_sampler, dataset, *others)
@@ -132,6 +146,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 sampler=sampler,
                 block_shards=block_shards,
             )
+        if self._on_error.is_tolerant and not order.can_replace:
+            raise ValueError("on_error: a mixture raises; let the parts' transforms return something for a bad sample")
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
         by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
@@ -152,7 +168,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._source = Source(order.samples, self.collate_fn, order.deal.seed, by_columns=by_columns)
+        self._source = Source(
+            order.samples,
+            self.collate_fn,
+            order.deal.seed,
+            by_columns=by_columns,
+            is_tolerant=self._on_error.is_tolerant,
+        )
         # torch rejects it together with a batch_size, which users read
         self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
         # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
@@ -168,9 +190,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _is_accelerate_prepared(self) -> bool:
         """Read by Accelerate, which then leaves the loader unchanged: each rank has its share already.
 
-        Raises ``ValueError`` naming ``sampler`` if each rank would read all of it.
+        What Accelerate would do otherwise the loader does: it puts batches on the Accelerator's device, and with
+        ``split_batches`` splits a batch between the ranks. Raises ``ValueError`` naming ``sampler`` if each rank would
+        read all of it.
         """
         self.order.check_shares()
+        prepared = Prepared.by(sys._getframe(1))
+        if prepared is not None:
+            self.order.split(prepared.parts)
+            self._prepared = prepared
+            self.__dict__["batch_size"] = self.order.deal.batch_size  # torch forbids setting it
         return True
 
     @_is_accelerate_prepared.setter
@@ -179,11 +208,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last batch Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
-        if not self._warned_of_repeats:
+        """How many samples of the ranks' last batches Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
+        kept = self.order.kept_of_last
+        if kept is None and not self._warned_of_repeats:
             self._warned_of_repeats = True
             warn_of_repeats(self.order.deal)
-        return 0
+        return kept or 0
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, the same in every rank.
@@ -196,8 +226,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         asking = sys._getframe(1)
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
+        if is_counter(asking):
+            self.order.count_on()
+        self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch
+        samples = epoch.pending
+        if self._on_error.on_error == "replace":
+            self.order.hold_last(epoch)
         if self.num_workers:
             # Persistent workers serve one pass at a time: one that begins within another has workers of its own.
             workers = self._get_iterator() if self.persistent_workers and self._open_passes() else super().__iter__()
@@ -206,7 +242,15 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             keep_what_is_freed()
             source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
-        passing = LoopPass(self.order, epoch, batches, GradientSync(self), reads_ahead=reads_one_ahead(asking))
+        if self._on_error.is_tolerant:
+            self._errors.begin(samples)
+            replaces = self._on_error.on_error == "replace"
+            batches = CompleteBatches(
+                batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
+            )
+        passing = LoopPass(
+            self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
+        )
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
@@ -217,6 +261,14 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._line = ProgressLine()
             self.order.show_first_fill(self._line)
         return self._line
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this process, as ``dataset.stats()`` does, ``skipped`` and ``replaced`` among them:
+        samples that ``on_error`` left out, or had another one take the place of."""
+        counters: Counter[str] = Counter()
+        for leaf in self.order.leaves:
+            counters.update(leaf.stats())
+        return dict(counters)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass read this epoch, or what a loaded state left of it."""

@@ -10,6 +10,7 @@ import time
 import weakref
 from typing import Any
 
+from quiver_client.loader.bad_samples import CompleteBatches
 from quiver_client.loader.epoch import Epoch
 from quiver_client.loader.injected import SeenBatches
 from quiver_client.loader.progress import ProgressLine
@@ -19,7 +20,7 @@ from quiver_client.loader.trainers import GradientSync
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches
 
-Batches = ThreadedBatches | NumberedBatches
+Batches = ThreadedBatches | NumberedBatches | CompleteBatches
 
 
 class LoopPass:
@@ -73,7 +74,7 @@ class LoopPass:
         self._sync.handed_out(is_last=self._epoch.finished)
         if self._watch is not None:
             self._watch.waited(waited)
-        return batch
+        return self._sync.placed(batch)
 
     def __len__(self) -> int:
         return len(self._order)

@@ -9,7 +9,6 @@ its place.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +33,7 @@ from quiver_client.loader.mix_state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import Share
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 
@@ -59,6 +58,8 @@ class Position:
 
 class MixBatchSampler(BatchSampler):
     """What ``BatchSampler(Mix(...), ...)`` returns: see there. Each iteration is one epoch of the mixture."""
+
+    can_replace = False
 
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
@@ -139,10 +140,21 @@ class MixBatchSampler(BatchSampler):
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return Share(self)
 
-    def __iter__(self) -> Any:
-        # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._named is not None)
-        return self._batches()
+    def split(self, parts: int) -> None:
+        raise ValueError("batch_size: batches of a mixture are not split between ranks; write split_batches=False")
+
+    def count_on(self) -> None:
+        """A mixture counts its epochs by itself."""
+
+    @property
+    def handed_out(self) -> int:
+        with self._lock:
+            return self._at.batches if self._is_partial else 0
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """Which samples a mixture repeats does not follow from where they are in a batch."""
+        return None
 
     @property
     def epoch(self) -> int:
@@ -166,9 +178,11 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def _state(self) -> State:
-        """Return what was handed out so far, part by part."""
+    def _state(self, batches: int | None) -> State:
+        """Return what was handed out so far, part by part. Raises ``ValueError`` for any other number of batches."""
         with self._lock:
+            if batches is not None and batches != self._at.batches:
+                raise ValueError(f"batches: the state of a mixture is that of now, {self._at.batches} batches")
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
             rank, world_size = self._rank.current
@@ -458,6 +472,19 @@ class MixBatchSampler(BatchSampler):
     @property
     def _ranks(self) -> tuple[int, int]:
         return self._rank.current
+
+    @property
+    def _dealt_to(self) -> tuple[int, int]:
+        return self._rank.current
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Where a pass begins depends on the passes before it, unless it is named."""
+        return self._named is not None
+
+    @property
+    def _is_users(self) -> bool:
+        return False
 
     @property
     def _drawn_parts(self) -> list[MixedPart]:

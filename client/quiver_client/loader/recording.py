@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from quiver.substitution import Ints, Mask, Order
-from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped
-from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.amendments import Amendment, decode_and_take, encode_amended
+from quiver_client.loader.batch_encoding import encode_batch, skipped
+from quiver_client.loader.epoch import Deal, Epoch, Replayed, ShardLayout
 from quiver_client.loader.ledger import LedgerReader, LedgerWriter, check_run
 from quiver_client.loader.ledger_format import Run
 
@@ -58,6 +59,7 @@ class Recorder:
         # By pass: encoded batches by number, until they are consumed; and how many batches its deal has in the ledger.
         self._drawn: dict[Epoch, dict[int, bytes]] = {}
         self._written: dict[Epoch, int] = {}
+        self._plain: dict[tuple[Epoch, int], bytes] = {}  # those that were amended, as they were drawn
 
     @property
     def is_recording(self) -> bool:
@@ -95,6 +97,13 @@ class Recorder:
             encoded = encode_batch(epoch.order, entries, self._run.batch_size)
             self._drawn.setdefault(epoch, {})[number] = encoded
 
+    def amended(self, epoch: Epoch, number: int, amendment: Amendment) -> None:
+        """Remember what was changed in a drawn batch because of bad samples, all of it: a later call replaces this."""
+        drawn = self._drawn.get(epoch, {})
+        if number in drawn:
+            plain = self._plain.setdefault((epoch, number), drawn[number])
+            drawn[number] = encode_amended(plain, amendment, self._run.batch_size)
+
     def consumed(self, epoch: Epoch, number: int) -> None:
         """Record a consumed batch. Earlier batches that were not consumed raised, and the loop continued."""
         drawn = self._drawn.get(epoch, {})
@@ -102,6 +111,7 @@ class Recorder:
             self._write(epoch, skipped(drawn.pop(earlier)))
         if number in drawn:
             self._write(epoch, drawn.pop(number))
+        self._plain.pop((epoch, number), None)
 
     def flush(self) -> None:
         """Hand the consumed batches to the operating system: a checkpoint must not be ahead of the ledger."""
@@ -145,26 +155,31 @@ class Replay:
     def __init__(self, path: Path, run: Run) -> None:
         self._reader = LedgerReader(path, run)
 
-    def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Ints:
+    def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Replayed:
         """Return the samples of an epoch in the order in which they were consumed.
 
         Raises ``ValueError`` if the ledger has no batch of the epoch, or one that its order cannot have drawn.
         """
-        consumed: list[Ints] = []
+        consumed: list[tuple[Ints, Ints]] = []
+        lost: list[Ints] = []
         for done, batches in self._reader.batches(epoch):
             before = np.zeros(deal.samples, bool) if done is None else done
             if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
-                consumed = [rows for rows in consumed if done[rows].all()]
+                consumed = [each for each in consumed if done[each[0]].all()]
             share, _ = deal.share(deal.order(epoch, before, layout.shard_of))
             order = Order(layout.shard_of[share], len(layout.counts))
             for batch in batches:
-                entries, was_skipped = decode_batch(order, batch, deal.batch_size)
-                order.take(entries)
-                if not was_skipped:
-                    consumed.append(share[entries])
+                decoded = decode_and_take(order, batch, deal.batch_size)
+                if not decoded.was_skipped:
+                    consumed.append((share[decoded.entries], decoded.repeated))
+                    lost.append(share[decoded.failed])
         if not consumed:
             raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
-        return np.concatenate(consumed)
+        rows = np.concatenate([each for each, _ in consumed])
+        bad = np.concatenate(lost)
+        if not len(bad) and not any(len(repeated) for _, repeated in consumed):
+            return Replayed(rows)
+        return Replayed(rows, [len(each) for each, _ in consumed], tuple(repeated for _, repeated in consumed), bad)
 
 
 def _path_of(name: str, path: str | None, run: Run) -> Path | None:

@@ -12,9 +12,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import blake3
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
@@ -22,12 +24,14 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
+from quiver_client.loader.amendments import Amendment
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
+from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
-from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
@@ -36,13 +40,21 @@ from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
+from quiver_client.loader.trainers import (
+    Reader,
+    flattens_states,
+    keeps_one_state,
+    pass_through,
+    share_of,
+    wrapping_shard,
+)
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
+HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
     "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
     " loader again"
@@ -57,6 +69,8 @@ class BatchSampler(Sampler[list[int]]):
     takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
+
+    even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
 
     def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
         """Return the sampler of this kind of dataset."""
@@ -124,10 +138,12 @@ class BatchSampler(Sampler[list[int]]):
         self._lock = forks.rlock()
         self._wait = DrawWait()
         self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
+        self._was_asked = forks.event()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
+        known = None if self.substitute else KnownOrder(layout.shard_of, self._passes.following)
         self._consumer = CacheConsumer(
-            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
         )
         self._leaves = placement.leaves
 
@@ -139,11 +155,32 @@ class BatchSampler(Sampler[list[int]]):
         return self._passes.deal
 
     @property
-    def sampler(self) -> Iterable[int]:
-        """The sampler that was given, or else the rank's share as a sampler.
+    def batch_size(self) -> int:
+        """Samples of a batch in this rank. There is no ``drop_last`` beside it: Lightning would make another order.
 
-        There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
+        Accelerate's ``BatchSamplerShard``, which deals batches to ranks, reads this when it is made over an order; one
+        over an order that is dealt already then hands its batches on (``pass_through``).
         """
+        shard = wrapping_shard(sys._getframe(1))
+        rank, world_size = self._dealt_to
+        if shard is not None and world_size > 1:
+            parts = shard.num_processes if shard.split_batches else 1
+            if pass_through(shard, rank, world_size):
+                self.split(parts)
+        return self.deal.batch_size
+
+    def split(self, parts: int) -> None:
+        """Make the batches of each rank smaller: one of the size that was given is split between ``parts`` ranks.
+
+        Raises ``ValueError`` naming ``batch_size`` if it cannot be.
+        """
+        with self._lock:
+            if self._passes.split(parts):
+                self._recorder, self._replay = open_recording(self._passes.dataset, self.deal, *self._files)
+
+    @property
+    def sampler(self) -> Iterable[int]:
+        """The sampler that was given, or else the rank's share as a sampler."""
         return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
@@ -162,13 +199,19 @@ class BatchSampler(Sampler[list[int]]):
             return self._passes.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Begin now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._passes.is_reproducible)
-        return self._batches()
+        # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
+        reader = Reader.of(sys._getframe(1))
+        self.attend(reader)
+        is_fixed, is_known = not self.substitute, self._is_reproducible
+        skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
+        reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
+        return self._batches(skips)
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
+            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
+                yield [0] * self.deal.batch_size
             while True:
                 self.asked(epoch)
                 drawn = self.draw(epoch)
@@ -189,23 +232,55 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self, *, merged: bool = False) -> State:
+    def state_dict(self, *, merged: bool = False, batches: int | None = None) -> State:
         """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
 
-        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``. ``batches``:
+        return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
+        draws batches before the training loop asks for them.
         """
+        own = partial(self._state, batches)
         if merged:
-            return merged_state(self._state, *self._ranks)
-        if keeps_one_state(sys._getframe(1)):
-            return trainers_state(self._state, *self._ranks)
-        return self._state()
+            return merged_state(own, *self._ranks)
+        asking = sys._getframe(1)
+        if keeps_one_state(asking):
+            state = trainers_state(own, *self._ranks)
+            return packed(state) if flattens_states(asking) else state
+        return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
-            self._passes.load(state)
+            self._passes.load(unpacked(state))
             self._aside.clear()
             self._recorder.flush()
+
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper set the user's sampler to."""
+        with self._lock:
+            self._passes.count_on()
+
+    @property
+    def handed_out(self) -> int:
+        """Batches that a loaded state counts in the epoch of the next pass; 0 where that pass begins an epoch."""
+        with self._lock:
+            return self._passes.handed_out
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """How many samples of the ranks' last batches, gathered in order of rank, are no repeats; 0 for all of them.
+
+        ``None`` if that is not known: the repeated samples are somewhere else.
+        """
+        kept = self._passes.kept_of_last
+        return None if kept and (self.substitute or self._replay is not None) else kept
+
+    def attend(self, reader: Reader) -> None:
+        """Have Hugging Face's Trainer, if it is the reader, keep this order's state in its checkpoints."""
+        if reader.training is not None:
+            from quiver_client.integrations.transformers import attend
+
+            attend(self, reader.training)
 
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
@@ -224,6 +299,9 @@ class BatchSampler(Sampler[list[int]]):
                 self.abandon(self._passes.current)
             self._recorder.close()
         self._consumer.close()
+
+    can_replace = True
+    """Whether bad samples can be replaced or skipped."""
 
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
@@ -246,8 +324,12 @@ class BatchSampler(Sampler[list[int]]):
 
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
+        if epoch is self._passes.reading:
+            epoch.prepare(self.deal.batch_size)
         with self._lock:
-            return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
+            if epoch is not self._passes.reading or not epoch.pending:
+                return True
+            return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
         """Whether this pass was asked last, and no state was loaded since."""
@@ -259,6 +341,8 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
+            if epoch is self._passes.reading:
+                epoch.prepare(self.deal.batch_size)
             with self._lock:
                 if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
                     return self._take_plain(epoch) if epoch.pending else None
@@ -266,9 +350,14 @@ class BatchSampler(Sampler[list[int]]):
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
                     return None
-                entries = self._choose(epoch)
+                is_held = epoch.is_held(self.deal.batch_size)
+                entries = self._choose(epoch) if not is_held else None
                 if entries is not None:
                     return self._take(epoch, entries)
+                self._was_asked.clear()
+            if is_held:
+                self._was_asked.wait(HELD_SECONDS)
+                continue
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Epoch | None = None) -> None:
@@ -277,6 +366,9 @@ class BatchSampler(Sampler[list[int]]):
             if epoch is not None:
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+            if self._passes.reading is not None:
+                self._passes.reading.asked()
+            self._was_asked.set()
 
     def show_first_fill(self, line: ProgressLine) -> None:
         """Tell the line before each report, in the reporting thread, which shards are resident."""
@@ -299,11 +391,34 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             epoch.fetched(number)
 
+    def hold_last(self, epoch: Epoch) -> None:
+        """Keep the last batch's samples pending until the loop asks for it: they may replace bad ones of others."""
+        with self._lock:
+            if not self._passes.keeps_size:
+                epoch.hold_last()
+
+    def replace(self, epoch: Epoch, number: int, failed: Mapping[int, int], wanted: int) -> Ints:
+        """Return up to ``wanted`` samples to hand out in place of bad ones: pending ones, else some once more.
+
+        ``failed``: bad samples by their place in the batch, in which those count that were added before. They are
+        consumed with the batch.
+        """
+        with self._lock:
+            epoch.mark_bad(np.fromiter(failed.values(), np.int64, len(failed)))
+            rows, shards = epoch.add_pending(number, wanted)
+            repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
+            added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
+            self._amend(epoch, number, Amendment(tuple(added), tuple(sorted(failed))))
+        self._leaves[0].count("replaced", len(added))
+        self._leaves[0].count("skipped", len(failed) - len(added))
+        return np.concatenate([rows, repeated])
+
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
+            epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -331,24 +446,40 @@ class BatchSampler(Sampler[list[int]]):
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
+                self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
                 self._return_to_outer()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> State:
+    def _state(self, batches: int | None) -> State:
         with self._lock:
             self._recorder.flush()
-            claimant = self._aside.claimant()
+            is_recorded, claimant = self._recorder.is_recording, self._aside.claimant()
             if claimant is not None:
-                return self._passes.state_of(claimant, is_recorded=self._recorder.is_recording)
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+                return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
+            return self._passes.state(is_recorded=is_recorded, batches=batches)
 
     @property
     def _ranks(self) -> tuple[int, int]:
         """This rank, and of how many."""
         return self._passes.rank.current
+
+    @property
+    def _dealt_to(self) -> tuple[int, int]:
+        """Rank and world size of the share that this order is."""
+        return self._passes.dealt_to
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Whether another process would read the next pass in the same order, if nothing is substituted."""
+        return self._passes.is_reproducible
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether a sampler of the user's gives the order."""
+        return self._passes.user is not None
 
     @property
     def _consumer_name(self) -> bytes:
@@ -409,7 +540,16 @@ class BatchSampler(Sampler[list[int]]):
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)
+        if epoch.owed and len(drawn.rows) < self.deal.batch_size:
+            repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
+            self._amend(epoch, drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
+
+    def _amend(self, epoch: Epoch, number: int, change: Amendment) -> None:
+        before = epoch.amendments.get(number, Amendment())
+        epoch.amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(epoch, number, epoch.amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read

@@ -3,12 +3,16 @@
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
     done    one bit per sample: consumed before the shares were dealt; None for none
     own     one bit per entry of this rank's share: consumed since, in ``batches`` batches; None for none
+    owed    how many samples are to be repeated at the end of the share, since as many bad ones were replaced; missing
+            for none
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
     block_shards  of a block shuffle; missing for a full one, and without a shuffle
     positions     one bit per sample that is not done, in the order that was dealt: consumed since by any rank; only
             where states of a block shuffle were merged, whose order ``merge_states`` cannot know; missing for none
     sampler True where a sampler gives the order, and missing elsewhere
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
+    given   how many samples a sampler that has no end in sight had given when these were handed out
+    sampler_state  its own state then, if it has one
 
 ``merge_states`` merges the states of several ranks: everything consumed becomes ``done``, and what remains is dealt
 again. A state of one rank alone can be merged by itself. What several ranks' samplers have left becomes one ``rest``,
@@ -39,6 +43,7 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
     "drop_last": bool,
 }
 _BITS: Final = ("done", "own")
+_COUNTS: Final = ("before", "owed", "given")  # missing for none
 _REST: Final = np.dtype("<i8")
 _SAME: Final = ("version", "dataset", "samples", "seed", "shuffle", "block_shards")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
@@ -156,13 +161,18 @@ def fitted(
 
 def is_untouched(state: Mapping[str, Any]) -> bool:
     """Whether nothing of the state's epoch is consumed: then it is the same in all ranks."""
-    return not (state["done"] or state["own"] or "rest" in state or counted(state))
+    return not (state["done"] or state["own"] or "rest" in state or counted(state) or _is_counted(state))
+
+
+def _is_counted(state: Mapping[str, Any]) -> bool:
+    """Whether the state says how far a sampler was read, and not what it has left: nobody knows that."""
+    return "given" in state or "sampler_state" in state
 
 
 def _fitted_sampler(state: State, deal: Deal, ours: Mapping[str, Any], *, sampler: bool, in_order: bool) -> State:
-    if not sampler and (state["world_size"] > 1 or "rest" in state):
+    if not sampler and (state["world_size"] > 1 or _is_bound(state)):
         raise ValueError("state: a sampler gave its order; give the loader the same sampler")
-    if state["world_size"] == 1 and ours["world_size"] > 1:
+    if state["world_size"] == 1 and ours["world_size"] > 1 and not _is_counted(state):
         return {**_dealt_again(state, deal, in_order=in_order), **ours}
     for name in ("world_size", "rank"):
         if state[name] != ours[name]:
@@ -217,7 +227,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(world_size)):
         raise ValueError(f"states: ranks {ranks} given; give one state of each of {world_size} ranks")
-    if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
+    if world_size > 1 and any("given" in state or "sampler_state" in state for state in states):
+        raise ValueError(
+            "states: what is left of a sampler that has no end in sight is not known; load each in its rank"
+        )
+    if any(state.get("sampler") and (world_size > 1 or _is_bound(state)) for state in states):
         return _merged_samplers(sorted(map(dict, states), key=lambda state: state["rank"]))
     epoch = max(state["epoch"] for state in states)
     done = np.zeros(states[0]["samples"], bool)
@@ -239,6 +253,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         "own": None,
     }
     merged.pop("before", None)
+    merged.pop("owed", None)
     if positions := _positions(at_start):
         merged["positions"] = positions
     return counting(merged, max(counted(state) for state in at_start))
@@ -250,6 +265,10 @@ def _merged_samplers(states: list[State]) -> State:
     begun = [state for state in states if state["epoch"] == epoch and not is_untouched(state)]
     if any(not state.get("sampler") for state in states):
         raise ValueError("states: a sampler gave the order of some ranks and not of others; they are of different runs")
+    if any(map(_is_counted, begun)):
+        raise ValueError(
+            "states: a sampler without an end, or with a state of its own, gave the order; load each state in its rank"
+        )
     for state in states:
         if state["epoch"] == epoch:
             if begun and is_untouched(state):
@@ -377,10 +396,9 @@ def _checked(state: Mapping[str, Any]) -> State:
         raise ValueError("state: rank, world_size or batch_size out of range")
     if not 0 < plain["samples"] < SAMPLES_MAX:
         raise ValueError(f"state: {plain['samples']} samples are none, or more than a dataset has")
-    before = plain.get("before", 0)
-    if isinstance(before, np.integer):
-        plain["before"] = before = before.item()
-    if type(before) is not int or not (plain["epoch"] >= 0 and plain["batches"] >= 0 and before >= 0):
+    for name in _COUNTS:
+        plain |= {name: _counted(plain[name])} if name in plain else {}
+    if plain["epoch"] < 0 or plain["batches"] < 0:
         raise ValueError("state: epoch or batches out of range")
     _check_bits(plain["done"], plain["samples"])
     _check_block(plain)
@@ -405,6 +423,18 @@ def _check_block(plain: State) -> None:
         if not blocks or type(plain["positions"]) is not bytes:
             raise ValueError("state: 'positions' is not of a block shuffle; was it made by state_dict()?")
         _check_bits(plain["positions"], _undealt(plain))
+
+
+def _is_bound(state: Mapping[str, Any]) -> bool:
+    """Whether what is left of a sampler's order does not follow from the samples that are done."""
+    return any(name in state for name in ("rest", "given", "sampler_state"))
+
+
+def _counted(count: Any) -> int:
+    value = count.item() if isinstance(count, np.integer) else count
+    if type(value) is not int or value < 0:
+        raise ValueError("state: epoch or batches out of range")
+    return value
 
 
 def _what(name: str) -> str:

@@ -53,7 +53,9 @@ class ThreadedBatches:
         if self._timeout and not wait([future], self._timeout).done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         try:
-            return number, self._source.received(future.result())
+            batch = self._source.received(future.result())
+            self._epoch.look_ahead(number)
+            return number, batch
         except StopIteration as error:  # a batch that was made in this thread
             raise self._sampler.failure(error, self._epoch.rows(number)) from error
         finally:

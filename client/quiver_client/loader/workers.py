@@ -28,6 +28,7 @@ class NumberedBatches:
         if self._workers is None:
             raise StopIteration
         batch = next(self._workers)
+        self._workers.look_ahead()
         return self._workers.taken, batch
 
     def close(self, *, wait: bool = True) -> None:
@@ -47,6 +48,10 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         self._epoch: OrderPass = loader.epoch
         self._postponed = 0
         super()._reset(loader, first_iter)
+
+    def look_ahead(self) -> None:
+        """Find out whether the batch that was returned is the last one."""
+        self._epoch.look_ahead(self.taken)
 
     def _next_index(self) -> Request:
         drawn = self._order.draw(self._epoch)
