@@ -126,7 +126,9 @@ class CacheConsumer:
             read = epoch.read if epoch is not None else 0
         known = self._order.uses(epoch, read) if self._order is not None and epoch is not None else KnownUses()
         ahead = 0.0
-        if view is not None:
+        # While a draw waits, what is resident makes no batch: nothing is ahead, however much that is. Else a cache with
+        # several consumers would fetch nothing for one whose batch is larger than the runway that it keeps for each.
+        if view is not None and not is_starving:
             ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
         report = ConsumerReport(
             consumer=self._name,
