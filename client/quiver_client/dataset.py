@@ -17,6 +17,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver import forks
+from quiver.errors import Changed
 from quiver.manifest import KEY_FIELD, Manifest
 from quiver.plan import plan_batch
 from quiver_client.batch import Batch, Verify
@@ -188,6 +189,10 @@ class Dataset(Readable):
         """
         return self._open().stats.snapshot()
 
+    def read_seconds(self) -> dict[str, float]:
+        """Return how long the reads of this process took, summed over its threads, by tier: host, rack, origin."""
+        return self._open().stats.seconds()
+
     def count(self, name: str, amount: int) -> None:
         """Add to one of the counters of ``stats``."""
         self._open().stats.add(name, amount)
@@ -335,7 +340,21 @@ class Dataset(Readable):
         if self._makes_samples() or type(self).__getitems__ is not Dataset.__getitems__:
             in_batches = type(self).__getitems__ is not Dataset.__getitems__
             return LoadedByMethod(self, positions, rows, in_batches)
-        return LoadedRows(self, positions, rows, self.read(rows))
+        batch, lost = self._read_each(rows) if lose else (self.read(rows), {})
+        return LoadedRows(self, positions, rows, batch, lost)
+
+    def _read_each(self, rows: npt.NDArray[np.intp]) -> tuple[Batch | None, dict[int, Changed]]:
+        """Return the bytes of the samples that the origin has, and the errors of those that it lost, by position."""
+        span = self._fields.span
+        if span is None:
+            return None, {}
+        batch, lost = self._open().read_each(
+            plan_batch(self.manifest, rows, span), lambda at: plan_batch(self.manifest, rows[at : at + 1], span)
+        )
+        if not lost:
+            return batch, lost
+        there = np.delete(np.arange(len(rows)), list(lost))
+        return (batch.only(there, plan_batch(self.manifest, rows[there], span)) if len(there) else None), lost
 
     def named(self, index: int) -> Named:
         """Return how messages name a sample."""

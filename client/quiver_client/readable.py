@@ -167,7 +167,7 @@ class Readable(TorchDataset[Any]):
 
         return IterableView(self, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Return the counters of this process, those of all datasets that are read together. See ``Dataset.stats``."""
         found = [leaf.stats() for leaf in self.placement().leaves]
         return {name: sum(each[name] for each in found) for name in found[0]}
