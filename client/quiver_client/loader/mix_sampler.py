@@ -163,9 +163,7 @@ class MixBatchSampler(BatchSampler):
         return Share(self)
 
     def count_on(self) -> None:
-        """Read the epoch that follows next, whatever epoch a wrapper named."""
-        with self._lock:
-            self._named = None
+        """A mixture has no sampler of the user's, whose epoch a wrapper could set."""
 
     @property
     def epoch(self) -> int:
