@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Final, NamedTuple
 
+import blake3
 import numpy as np
 import numpy.typing as npt
 
+from quiver.errors import BadRequest
 from quiver.manifest import Manifest
 from quiver.shuffles import block_permutation
 from quiver.substitution import (
@@ -30,6 +32,7 @@ from quiver.substitution import (
 from quiver_client.loader.amendments import Amendment
 from quiver_client.placement import NOWHERE, Placement
 
+DECISION: Final = np.dtype("<i8")  # an entry of a batch, as it is sent to another process
 RECENT_BATCHES: Final = 256  # more than a stock loader's workers draw ahead
 
 
@@ -329,6 +332,24 @@ class Epoch:
     def mark_bad(self, rows: Ints) -> None:
         """Never repeat these samples in this pass."""
         self._bad.update(rows.tolist())
+
+    @property
+    def identity(self) -> str:
+        """A digest of the samples that were pending when the pass began, in their order."""
+        return blake3.blake3(self._rows.view(np.uint8).data).hexdigest(16)
+
+    def encode_decision(self, entries: Ints) -> bytes:
+        """Return a batch's entries for another process that reads the same pass."""
+        return entries.astype(DECISION).tobytes()
+
+    def decode_decision(self, decision: bytes, count_max: int) -> Ints:
+        """Return the entries of a batch that another process decided. Raises ``BadRequest`` if it cannot be drawn."""
+        if not decision or len(decision) % DECISION.itemsize or len(decision) > count_max * DECISION.itemsize:
+            raise BadRequest(f"{len(decision)} bytes are no batch of at most {count_max} samples")
+        entries = np.frombuffer(decision, DECISION).astype(np.int64)
+        if not self.order.are_pending(entries):
+            raise BadRequest("it has entries that are not pending here")
+        return entries
 
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""

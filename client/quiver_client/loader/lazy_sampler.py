@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Final
 
+import blake3
 import numpy as np
 
 from quiver import forks
@@ -127,6 +128,11 @@ class LazyEpoch(Epoch):
                     self._buffer += self._reader.read(1)  # there is none: now it is known to have ended
             if self._reader.is_exhausted and self._drop_last and len(self._buffer) < count:
                 self._buffer = []
+
+    @property
+    def identity(self) -> str:
+        """A digest of the next samples that were read from the sampler."""
+        return blake3.blake3(np.array(self._buffer, np.int64).tobytes()).hexdigest(16)
 
     def look_ahead(self, number: int) -> None:
         """Find out whether this batch, the only one in flight, is the last one."""
