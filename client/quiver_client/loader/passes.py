@@ -346,7 +346,7 @@ class Passes:
             state = self._state(epoch.number, 0, was.consumed, nothing)
             return counting(state, was.before + epoch.batches)
         state = counting(self._state(epoch.number, epoch.batches, was.done, epoch.consumed), was.before)
-        return {**state, "owed": epoch.owed} if epoch.owed else state
+        return {**state, "owed": epoch.owed_to_resume} if epoch.owed_to_resume else state
 
     def _was(self, batches: int | None) -> _Was | None:
         """Return what is to be saved: the current pass, or as it or the one that ended was ``batches`` into it."""
