@@ -55,6 +55,7 @@ class Case:
     epochs: int = 4
     origin: float = 2.0
     substitute: bool = True
+    shuffle: str = "full"  # or "block", whose order is fixed
 
 
 EIGHT_SPEEDS: Final = tuple(1 - 0.3 * job / 7 for job in range(8))
@@ -68,6 +69,8 @@ CASES: Final = (
     Case("half, no substitution", 0.5, (1.0,), (0,), 0.0, "waiting", epochs=2, origin=0.5 * 1.2, substitute=False),
     Case("all", 1.3, (1.0,), (0,), 0.0, "waiting", epochs=2),
     Case("three equal, no substitution", 0.2, (1.0,) * 3, (0, 21, 42), 0.2, "hit", epochs=2, substitute=False),
+    Case("block", 0.2, (1.0,), (0,), 0.80, "origin", origin=1.1, shuffle="block"),
+    Case("block, scarce origin", 0.2, (1.0,), (0,), 0.80, "origin", origin=0.88, shuffle="block"),
     Case("eight equal, no substitution", 0.1, (1.0,) * 8, (0,) * 8, 0.1, "hit", epochs=1, substitute=False),
 )
 
@@ -99,7 +102,7 @@ def job(arguments: argparse.Namespace) -> None:
     loader = DataLoader(
         dataset,
         batch_size=BATCH,
-        shuffle=True,
+        shuffle=arguments.shuffle,
         collate_fn=lambda samples: sum(len(sample["bin"]) for sample in samples),
         substitute=not arguments.plain,
         seed=arguments.seed,
@@ -319,6 +322,7 @@ def _job_command(case: Case, number: int, data: Data, urls: list[str], unit: flo
     step = unit * BATCH / SAMPLES / case.rates[number]
     command = ["-m", "bench.cooperation", "job", "--manifest", str(data.manifest), "--cache", ",".join(urls)]
     command += ["--step", str(step), "--epochs", str(case.epochs), "--seed", str(number)]
+    command += ["--shuffle", case.shuffle]
     return command if case.substitute else [*command, "--plain"]
 
 
@@ -419,6 +423,7 @@ def main() -> None:
     for name, kind in (("manifest", str), ("cache", str), ("step", float), ("epochs", int), ("seed", int)):
         one.add_argument(f"--{name}", type=kind, required=True)
     one.add_argument("--plain", action="store_true")
+    one.add_argument("--shuffle", choices=("full", "block"), default="full")
     parser.add_argument("--case", action="append", help="only this case; may be given several times")
     parser.add_argument("--unit", type=float, default=0.2, help="seconds in which a job of rate 1 reads a shard")
     parser.add_argument("--shards", choices=("mixed", "equal"), default="mixed", help="how full the shards are")

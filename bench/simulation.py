@@ -154,7 +154,9 @@ class Daemon:
         self.sizes = self.setting.sizes
         self.shard_bytes = self.setting.shard_bytes
         held = np.zeros(len(self.sizes), bool)
-        self.needs.add_dataset(DATASET, as_rows(self.names), self.shard_bytes, held, self.mine)
+        self.needs.add_dataset(
+            DATASET, as_rows(self.names), self.shard_bytes, held, self.mine, samples=self.setting.counts
+        )
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
     def told(self, report: ConsumerReport) -> npt.NDArray[np.uint8]:

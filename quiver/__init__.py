@@ -8,7 +8,8 @@ Imports run one way, from the formats outward:
 - helpers: ``malformed`` (what decoders raise for hostile bytes), ``expiring``, ``backoff``, ``rate``; ``forks`` and
   ``cached``, which make locks and properties safe to fork; ``malloc`` and ``shard_memory``, which tune and reuse memory
 - formats: ``shard``, ``layout``, ``lookup`` (digest to row), ``manifest``
-- decisions, pure: ``ring``, ``membership``, ``plan``, ``residency``, ``substitution``, ``health`` (whom to avoid)
+- decisions, pure: ``ring``, ``membership``, ``plan``, ``residency``, ``substitution``, ``shuffles`` (the order of a
+  block shuffle), ``health`` (whom to avoid)
 - input and output: ``store``, ``origin``; ``source`` and ``fill``, which obtain a verified shard
 - the protocol: ``wire``, ``transport``, ``peer``
 

@@ -218,6 +218,8 @@ class Node:
     ) -> asyncio.Future[object] | RangeStatus:
         size_bytes = float(manifest.tables.shard_sizes[manifest.shard_numbers[digest]])
         decision = Decision(name_in(domain, digest), name_in(domain, manifest.digest), size_bytes)
+        if self._is_passed_by(decision.recipe, size_bytes):
+            return RangeStatus.NO_ROOM
         return self.fills.start(decision, partial(self.filler.fill, digest, manifest, client, domain), client)
 
     def forgo(self, digests: Iterable[Digest], manifest: Digest, client: str, domain: Domain = SINGLE) -> None:
@@ -250,7 +252,20 @@ class Node:
             return RangeStatus.FILLING if self.verification.is_running(digest) else RangeStatus.FAILED
         if manifest is None or digest not in listed:
             return RangeStatus.NO_MANIFEST
-        return self.fills.status(Recipe(name_in(domain, digest), name_in(domain, manifest)))
+        recipe = Recipe(name_in(domain, digest), name_in(domain, manifest))
+        if self._is_passed_by(recipe, float(self._needs.sizes_of(as_rows([recipe.shard]))[0])):
+            return RangeStatus.NO_ROOM
+        return self.fills.status(recipe)
+
+    def _is_passed_by(self, recipe: Recipe, size_bytes: float) -> bool:
+        """Whether readers read an absent shard's samples past this daemon.
+
+        If all uses to come of a dataset are known, the policy fetches what is worth its room. Filling a whole shard for
+        each reader that misses a sample of it would read the dataset as many times as a shard has samples.
+        """
+        if not self._needs.is_planned(recipe.dataset) or self.fills.is_coming(recipe):
+            return False
+        return self.rooms.free_bytes() < size_bytes
 
     def choose_uploader(self, digest: Digest, manifest: Digest, client: str, domain: Domain = SINGLE) -> bool:
         """Choose a client to upload a shard that the daemon cannot read; return whether it was chosen."""

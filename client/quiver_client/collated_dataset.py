@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.data
 
-from quiver_client.dataset import Dataset
+from quiver_client.readable import Readable
 
 
 class CollatedDataset(torch.utils.data.Dataset[Any]):
@@ -18,15 +18,13 @@ class CollatedDataset(torch.utils.data.Dataset[Any]):
     and its bytes in ``dataset[i]``.
     """
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Readable) -> None:
         self._dataset = dataset
 
     @staticmethod
-    def can_read(dataset: Dataset) -> bool:
+    def can_read(dataset: Readable) -> bool:
         """Whether no sample is processed alone: no transform is given, and no subclass overrides a method."""
-        kind = type(dataset)
-        own = kind.__getitem__ is Dataset.__getitem__ and kind.__getitems__ is Dataset.__getitems__
-        return own and dataset.transform is None
+        return dataset.can_collate
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any, cast, get_args
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Self, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -19,20 +18,27 @@ from torch.utils.data import Dataset as TorchDataset
 
 from quiver import forks
 from quiver.errors import Changed
-from quiver.manifest import Manifest
+from quiver.manifest import KEY_FIELD, Manifest
 from quiver.plan import plan_batch
 from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
 from quiver_client.failure import Named
-from quiver_client.fields import Fields, Sample
+from quiver_client.fields import Feature, Fields, Sample, features_of
+from quiver_client.joined import How, Joined, join
 from quiver_client.loaded import Loaded, LoadedByMethod, LoadedRows, made
 from quiver_client.manifest_download import open_manifest
 from quiver_client.needs_reporter import NeedsChannel
+from quiver_client.opened import Opened
 from quiver_client.orphans import watch_parent_of_worker
+from quiver_client.placement import Placement
+from quiver_client.readable import Readable, identity_of_rows, is_all
+from quiver_client.seeding import Seeds, seeds_of
+from quiver_client.selection import Columns, Ints, Rows
 from quiver_client.session import Session
+from quiver_client.summary import summary
 
 
-class Dataset(TorchDataset[Any]):
+class Dataset(Readable):
     """Samples of an indexed dataset, read through a cache.
 
     ``manifest`` is the path or URL of a manifest made by ``quiver index``. ``cache`` is ``http://node:7717,…`` for a
@@ -69,13 +75,12 @@ class Dataset(TorchDataset[Any]):
         if verify not in get_args(Verify):
             raise ValueError(f"verify={verify!r}: choose auto, fast, full or off")
         opened = open_manifest(os.fspath(manifest))
-        # The digest is pickled with this description: by then the path may name another manifest.
-        self._path, self._digest = opened.path, opened.digest
         self._cache = parse_cache(cache)
         self._verify: Verify = verify
         self._transform = transform
         self._copy = copy
-        self._manifest: Manifest | None = opened
+        self._opened = Opened(opened)  # shared with the selections of this dataset
+        self._rows: Rows | None = None  # those of the manifest that are selected; None: all
         self._session: Session | None = None
         self._closing: weakref.finalize[..., Dataset] | None = None  # of the session
         self._owner = 0
@@ -86,9 +91,15 @@ class Dataset(TorchDataset[Any]):
         self._open(introduce=True)
 
     def __len__(self) -> int:
-        return len(self.manifest)
+        return len(self.manifest) if self._rows is None else len(self._rows.array)
 
-    def __getitem__(self, index: int) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return self.select(index)
         return (self._batch if self._makes_samples() else self.__getitems__)([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
@@ -113,7 +124,8 @@ class Dataset(TorchDataset[Any]):
             yield self._alone(index)
 
     def __repr__(self) -> str:
-        return f"Dataset({str(self._path)!r}, {len(self)} samples, cache={self._cache})"
+        size = summary(self.manifest, self.rows)
+        return f"{type(self).__name__}({str(self._opened.path)!r}, {size}, cache={self._cache})"
 
     @property
     def manifest(self) -> Manifest:
@@ -121,14 +133,43 @@ class Dataset(TorchDataset[Any]):
 
         Raises ``Corrupt``, naming both digests, if the file at its path has become another manifest.
         """
-        if self._manifest is None:
-            self._manifest = Manifest.open(self._path, self._digest)
-        return self._manifest
+        return self._opened.manifest
+
+    @property
+    def rows(self) -> Ints | None:
+        """The rows of the manifest that are selected ``(len(self),)``, read-only; ``None`` for all of them."""
+        return None if self._rows is None else self._rows.array
+
+    @property
+    def identity(self) -> str:
+        """64 hex digits that name these samples in this order: what states and ledgers are of.
+
+        The manifest's digest, or for a selection a digest over that and the rows.
+        """
+        whole = str(self.manifest.digest)
+        return whole if self._rows is None else identity_of_rows(whole, self._rows.array)
 
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of a sample's fields, in order."""
         return self._fields.names
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """The type of each field: ``{"image": Feature("bytes"), "label": Feature("int64", classes=("cat", …))}``."""
+        return features_of(self.manifest.header, self._fields.names)
+
+    @property
+    def scalars(self) -> Columns:
+        """The scalar columns and the keys of these samples, for expressions and groups."""
+        header, tables = self.manifest.header, self.manifest.tables
+        taken = None if self._rows is None else self._rows.array
+
+        def column(name: str) -> Any:
+            whole = tables.scalars.get(name, tables.keys)
+            return whole if taken is None else whole.take(taken)
+
+        return Columns([field.name for field in header.scalars], [field.name for field in header.blobs], column)
 
     @property
     def transform(self) -> Callable[[Sample], Any] | None:
@@ -148,9 +189,56 @@ class Dataset(TorchDataset[Any]):
         """
         return self._open().stats.snapshot()
 
+    def read_seconds(self) -> dict[str, float]:
+        """Return how long the reads of this process took, summed over its threads, by tier: host, rack, origin."""
+        return self._open().stats.seconds()
+
     def count(self, name: str, amount: int) -> None:
         """Add to one of the counters of ``stats``."""
         self._open().stats.add(name, amount)
+
+    @property
+    def can_collate(self) -> bool:
+        """Whether no sample is processed alone: no transform is given, and no subclass overrides a method."""
+        kind = type(self)
+        own = kind.__getitem__ is Dataset.__getitem__ and kind.__getitems__ is Dataset.__getitems__
+        return own and self._transform is None
+
+    @property
+    def reads_bytes(self) -> bool:
+        return self._fields.span is not None
+
+    @property
+    def place(self) -> Hashable:
+        """Equal for datasets of one manifest that is read through one cache."""
+        return self._opened.digest, self._cache
+
+    @staticmethod
+    def join(
+        *datasets: TorchDataset[Any],
+        on: str = KEY_FIELD,
+        how: How = "inner",
+        suffixes: Sequence[str] | None = None,
+        fields: Sequence[str] | None = None,
+        transform: Callable[..., Any] | None = None,
+    ) -> Joined:
+        """Return the samples that all ``datasets`` have, each with the fields of all of them; nothing is copied.
+
+            Dataset.join(images, captions, embeddings)[i]   # {"image": …, "label": 3, "caption": …, "embedding": …}
+
+        ``on``: the key, or a scalar field that is there in all, with distinct values in each; samples are in the order
+        of the first dataset. ``how``: with ``"inner"``, samples that are missing somewhere are left out, counted and
+        named in a warning of the log; ``"strict"`` raises. ``suffixes``: one per dataset, for fields of one name.
+        ``fields`` and ``transform`` are of the joined sample; each dataset's own ``transform`` is applied before.
+
+        A batch is one request per peer and dataset. Where a loader takes resident samples first, a sample counts as
+        resident by the dataset that has the most bytes; needs are reported for all. Raises ``ValueError`` for keys that
+        are there twice, an unknown field, field names that collide, and if no sample is in all.
+        """
+        return join(datasets, on, how, suffixes, fields, transform)
+
+    def placement(self) -> Placement:
+        return Placement.of_leaf(self, self.rows)
 
     def needs(self) -> NeedsChannel | None:
         """Return a new channel that reports needs and returns what is resident; ``None`` without a cache."""
@@ -165,36 +253,56 @@ class Dataset(TorchDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_manifest", "_session", "_closing", "_lock"):
+        for name in ("_session", "_closing", "_lock"):
             del state[name]
-        # A spawned worker gets the manifest itself: another file may have its path by then.
-        fd = self.manifest.share() if get_spawning_popen() is not None else None
-        state["_passed"] = None if fd is None else DupFd(fd)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        passed = state.pop("_passed")
-        self.__dict__.update(state, _manifest=None, _session=None, _closing=None, _owner=0, _lock=forks.lock())
-        if passed is not None:
-            self._manifest = Manifest.adopt(self._path, passed.detach(), self._digest)
+        self.__dict__.update(state)
+        self._forget_session()
         self._let_views_be_sent()
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _of(self, positions: Ints) -> Self:
+        rows = positions if self._rows is None else self._rows.array[positions]
+        manifest = self.manifest
+        made = object.__new__(type(self))  # whatever arguments a subclass's constructor has
+        made.__dict__.update(self.__dict__, _rows=None if is_all(rows, len(manifest)) else Rows(rows))
+        made._forget_session()
+        return made
+
+    def reading(self, fields: Sequence[str]) -> Dataset:
+        """Return this dataset without its other fields, unless the user's code makes samples of them."""
+        if not self.can_collate or not fields or set(fields) == set(self.fields):
+            return self
+        made = self._of(np.arange(len(self)))
+        made._fields = Fields.chosen(self.manifest, fields, whole=self._verify == "full", copy=self._copy)
+        return made
+
+    def _forget_session(self) -> None:
+        """Begin as a dataset that has used nothing: with a lock of its own."""
+        self._session, self._closing, self._owner, self._lock = None, None, 0, forks.lock()
+
+    def _rows_at(self, positions: Ints) -> Ints:
+        """Return the rows of the manifest at these positions."""
+        return positions if self._rows is None else self._rows.array[positions]
 
     def _makes_samples(self) -> bool:
         """Whether a subclass overrides ``__getitem__``, which may call this class's method."""
         return type(self).__getitem__ is not Dataset.__getitem__
 
     def _batch(self, indices: Sequence[int]) -> list[Any]:
-        rows = self.checked(indices)
-        return made(LoadedRows(self, rows, rows, self.read(rows))) if len(rows) else []
+        positions = self.checked(indices)
+        rows = self._rows_at(positions)
+        return made(LoadedRows(self, positions, rows, self.read(rows))) if len(rows) else []
 
     def _alone(self, index: int) -> Any:
         """Return one sample, by a subclass's ``__getitem__`` if it overrides that."""
         if not self._makes_samples():
             return self[index]
-        rows = np.asarray([index], np.intp)
-        return made(LoadedByMethod(self, rows, rows, in_batches=False))[0]
+        positions = np.asarray([index], np.int64)
+        return made(LoadedByMethod(self, positions, self._rows_at(positions), in_batches=False))[0]
 
     def _let_views_be_sent(self) -> None:
         """Have ``multiprocessing`` pickle views: a worker that cannot pickle a batch reports it on stderr only, and the
@@ -207,34 +315,18 @@ class Dataset(TorchDataset[Any]):
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
                     watch_parent_of_worker()
-                    session = Session(self.manifest, self._cache, self._verify, introduce=introduce)
+                    session = self._opened.acquire(
+                        lambda: Session(self.manifest, self._cache, self._verify, introduce=introduce)
+                    )
                     if self._closing is not None:  # in a forked child: the finalizer of its parent's session
                         self._closing.detach()
-                    self._closing = weakref.finalize(self, _close, session, os.getpid())
+                    self._closing = weakref.finalize(self, self._opened.release, session, os.getpid())
                     self._closing.atexit = False  # process_exit closes the session
                     self._session, self._owner = session, os.getpid()
         return self._session
 
-    def checked(self, indices: Sequence[int]) -> npt.NDArray[np.intp]:
-        """Return indices, negative ones too, as rows of ``len(self)`` samples. Raises ``IndexError``, ``TypeError``."""
-        rows = np.asarray(indices)
-        if rows.size == 0:
-            return np.empty(0, np.intp)
-        if rows.dtype.kind == "O" and rows.ndim == 1 and all(isinstance(row, int) for row in rows.tolist()):
-            raise IndexError(f"indices out of range for {len(self)} samples")  # integers beyond 64 bits
-        if rows.dtype.kind not in "iu" or rows.ndim != 1:
-            raise TypeError(f"indices must be integers, not {rows.dtype}")
-        count = len(self)
-        if rows.dtype.kind == "u":
-            rows = np.minimum(rows, np.uint64(count))  # past the end stays past the end and does not turn negative
-        rows = rows.astype(np.intp)
-        wrong = (rows < -count) | (rows >= count)
-        if wrong.any():
-            raise IndexError(f"index {int(rows[wrong][0])} is out of range for {count} samples")
-        return cast("npt.NDArray[np.intp]", np.where(rows < 0, rows + count, rows))
-
     def read(self, rows: npt.NDArray[np.intp]) -> Batch | None:
-        """Return the verified bytes of ``rows (n,)`` in ``0 .. len(self) - 1``; ``None`` if no byte field is read."""
+        """Return the verified bytes of ``rows (n,)`` of the manifest; ``None`` if no byte field is read."""
         span = self._fields.span
         return self._open().read(plan_batch(self.manifest, rows, span)) if span is not None else None
 
@@ -243,12 +335,13 @@ class Dataset(TorchDataset[Any]):
 
         ``lose``: a sample that the origin lost raises when it is made; else reading raises for the whole batch.
         """
-        rows = self.checked(indices)
+        positions = self.checked(indices)
+        rows = self._rows_at(positions)
         if self._makes_samples() or type(self).__getitems__ is not Dataset.__getitems__:
             in_batches = type(self).__getitems__ is not Dataset.__getitems__
-            return LoadedByMethod(self, rows, rows, in_batches)
+            return LoadedByMethod(self, positions, rows, in_batches)
         batch, lost = self._read_each(rows) if lose else (self.read(rows), {})
-        return LoadedRows(self, rows, rows, batch, lost)
+        return LoadedRows(self, positions, rows, batch, lost)
 
     def _read_each(self, rows: npt.NDArray[np.intp]) -> tuple[Batch | None, dict[int, Changed]]:
         """Return the bytes of the samples that the origin has, and the errors of those that it lost, by position."""
@@ -265,7 +358,14 @@ class Dataset(TorchDataset[Any]):
 
     def named(self, index: int) -> Named:
         """Return how messages name a sample."""
-        return Named.of(self.manifest, index, index)
+        if self._rows is None:
+            return Named.of(self.manifest, index, index)
+        row = int(self._rows.array[index]) if -len(self) <= index < len(self) else len(self.manifest)
+        return Named.of(self.manifest, index, row)
+
+    def seeds(self, seed: int, epochs: int | npt.NDArray[Any], indices: Ints) -> Seeds:
+        """Return the seeds of samples in epochs ``(n,)``, the same in each selection that has the sample."""
+        return seeds_of(seed, epochs, self.manifest.digest, self._rows_at(indices))
 
     def raw_samples(self, rows: npt.NDArray[np.intp], batch: Batch | None) -> Iterator[Sample]:
         """Yield the samples of a batch that was read, before any transform, each copied when it is yielded."""
@@ -273,14 +373,8 @@ class Dataset(TorchDataset[Any]):
 
     def columns(self, indices: Sequence[int]) -> dict[str, Any]:
         """Return the samples at ``indices`` as one collated batch, by field. No transform is applied."""
-        rows = self.checked(indices)
+        rows = self._rows_at(self.checked(indices))
         return self._fields.columns(self.manifest, rows, self.read(rows))
-
-
-def _close(session: Session, owner: int) -> None:
-    """Close a session unless it belongs to the parent of this forked process, as do its threads and sockets."""
-    if owner == os.getpid():
-        session.close()
 
 
 def _as_bytes(view: memoryview) -> tuple[type[bytes], tuple[bytes]]:

@@ -10,18 +10,51 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import default_collate
 
-from quiver.manifest import KEY_FIELD, Field, Manifest
+from quiver.manifest import KEY_FIELD, Field, Header, Manifest
 from quiver_client.batch import Batch
 
-Rows = npt.NDArray[np.intp]
+Rows = npt.NDArray[np.int64]
 Sample = dict[str, Any]
+VARYING: Final = -1
+CLASSES_SHOWN: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """The type of a field. ``dtype``: ``"bytes"``, ``"string"``, an Arrow type's name for a scalar, numpy's for the
+    values of an array, whose ``shape`` has ``None`` where it varies. ``classes``: the names behind integer labels."""
+
+    dtype: str
+    shape: tuple[int | None, ...] = ()
+    classes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        shape = f", shape={self.shape}" if self.shape else ""
+        more = ", …" if len(self.classes) > CLASSES_SHOWN else ""
+        classes = f", classes=({', '.join(map(repr, self.classes[:CLASSES_SHOWN]))}{more})" if self.classes else ""
+        return f"Feature({self.dtype!r}{shape}{classes})"
+
+
+def features_of(header: Header, names: Sequence[str]) -> dict[str, Feature]:
+    """Return the types of these fields."""
+    known = {field.name: field for field in header.fields}
+    return {name: _feature(known.get(name)) for name in names}
+
+
+def _feature(field: Field | None) -> Feature:
+    if field is None:
+        return Feature("string")  # the key
+    if not field.is_array or field.skip:
+        return Feature(field.type, classes=field.classes)  # a .npy file's sample is its bytes
+    sides = (VARYING,) if field.shape is None else field.shape
+    return Feature(np.dtype(field.dtype).name, tuple(None if side == VARYING else side for side in sides))
 
 
 @dataclass(frozen=True, slots=True)

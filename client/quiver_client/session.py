@@ -7,6 +7,7 @@ to the process that opened it.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -166,7 +167,9 @@ class Session:
         """Ask one tier after the other for what is not verified yet."""
         for tier in self.tiers:
             before = batch.verified.copy()
+            begun = time.monotonic()
             self._ask(tier, batch)
+            self.stats.spent(tier.name, time.monotonic() - begun)
             arrived = np.flatnonzero(batch.verified & ~before)
             self.stats.add(f"samples_{tier.name}", len(arrived))
             if tier.name != "origin":  # the origin's bytes are counted where they are read

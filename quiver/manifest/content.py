@@ -71,7 +71,7 @@ class Content:
         """
         if self._shared_fd < 0:
             try:
-                self._shared_fd = _sealed(self.view)
+                self._shared_fd = sealed(self.view, "quiver-manifest")
             except OSError:  # forbidden, or no memory for a second copy: each process then reads the file itself
                 return None
         return self._shared_fd
@@ -107,8 +107,9 @@ def _read(fd: int, size_bytes_max: int | None) -> mmap.mmap:
     return memory
 
 
-def _sealed(view: memoryview) -> int:
-    fd = os.memfd_create("quiver-manifest", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def sealed(view: memoryview, name: str) -> int:
+    """Return a descriptor of new memory with these bytes, which nobody can change. Raises ``OSError``."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         at = 0
         while at < len(view):

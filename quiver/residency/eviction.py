@@ -112,8 +112,8 @@ class Candidates:
     only because their dataset is in use.
     """
 
-    def __init__(self, shelf: Shelf, without: Collection[Digest] = ()) -> None:
-        """``without``: files that are already being evicted, or must stay."""
+    def __init__(self, shelf: Shelf, without: Collection[Digest] = (), keep: Mask | None = None) -> None:
+        """``without``: files that are already being evicted, or must stay; ``keep`` ``(n,)``: the same, by position."""
         self._shelf = shelf
         idle = shelf.idle >= IDLE_SECONDS
         nobody = (shelf.needed == 0) | ((shelf.needed < 0) & ~shelf.in_use & idle)
@@ -121,6 +121,9 @@ class Candidates:
         excluded = shelf.rows_of(without)
         nobody[excluded] = False
         in_use[excluded] = False
+        if keep is not None:
+            nobody &= ~keep
+            in_use &= ~keep
         self._nobody = _longest_idle_first(shelf, nobody)
         self._in_use = _longest_idle_first(shelf, in_use)
         self._gone = np.zeros(len(shelf), bool)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -20,6 +20,7 @@ from msgspec import Meta
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
+from quiver.residency.orders import ORDER_ENTRIES_MAX, ORDER_ID_BYTES
 from quiver.residency.report import CONSUMER_BYTES, ConsumerReport
 
 NEEDS_TYPE: Final = "application/vnd.quiver.needs"
@@ -30,7 +31,8 @@ LEASE_SECONDS_MAX: Final = 60.0
 PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # incompressible data becomes a little longer
 _FIELDS_BYTES_MAX: Final = 512  # a message without its lists and its array
 _NUMBER_BYTES_MAX: Final = 5
-REPORT_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * SOON_MAX + PACKED_BYTES_MAX
+PACKED_USES_BYTES_MAX: Final = 4 * ORDER_ENTRIES_MAX + (ORDER_ENTRIES_MAX >> 6) + 64
+REPORT_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * SOON_MAX + PACKED_BYTES_MAX + PACKED_USES_BYTES_MAX
 ANSWER_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * UPLOADS_MAX + PACKED_BYTES_MAX
 
 _Number = Annotated[int, Meta(ge=0, lt=SHARDS_MAX)]
@@ -57,6 +59,10 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     soon: Annotated[list[_Number], Meta(max_length=SOON_MAX)] = []
     ordered: bool = False
     leaving: bool = False
+    order: Annotated[bytes, Meta(max_length=ORDER_ID_BYTES)] = b""
+    order_at: Annotated[int, Meta(ge=0, le=ORDER_ENTRIES_MAX)] = 0
+    uses_count: Annotated[int, Meta(ge=0, le=ORDER_ENTRIES_MAX)] = 0
+    uses: Annotated[bytes, Meta(max_length=PACKED_USES_BYTES_MAX)] = b""
 
 
 class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
@@ -64,6 +70,7 @@ class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=
     shards: _Count
     seen: _Packed
     uploads: Annotated[list[_Number], Meta(max_length=UPLOADS_MAX)] = []
+    order_wanted: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -78,6 +85,7 @@ class ReportHead(NamedTuple):
     consumer: bytes
     shards: int
     leaving: bool
+    uses: int = 0  # entries of the list of uses that comes with it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,14 +110,24 @@ class NeedsReport:
                 soon=list(report.soon[:SOON_MAX]),
                 ordered=report.ordered,
                 leaving=self.leaving,
+                order=report.order,
+                order_at=report.order_at,
+                uses_count=len(report.uses) if report.uses is not None else 0,
+                uses=zlib.compress(report.uses.astype("<u4").tobytes(), 1) if report.uses is not None else b"",
             )
         )
+
+    def without_uses(self) -> NeedsReport:
+        """Return the report without its list of uses: the receiver knows it, or has not asked for it."""
+        return NeedsReport(self.manifest, replace(self.report, uses=None), self.leaving)
 
     @staticmethod
     def head(body: Bytes) -> ReportHead:
         """Parse all but the array, which is cheap. Raises ``BadRequest`` as ``decode`` does."""
         message = _report_message(body)
-        return ReportHead(Digest(message.manifest), message.consumer, message.shards, message.leaving)
+        return ReportHead(
+            Digest(message.manifest), message.consumer, message.shards, message.leaving, message.uses_count
+        )
 
     @classmethod
     def decode(cls, body: Bytes) -> NeedsReport:
@@ -123,6 +141,9 @@ class NeedsReport:
             lease_seconds=min(message.lease_seconds, LEASE_SECONDS_MAX),
             soon=tuple(message.soon),
             ordered=message.ordered,
+            order=message.order,
+            order_at=message.order_at,
+            uses=_uses(message),
         )
         return cls(Digest(message.manifest), report, message.leaving)
 
@@ -134,11 +155,15 @@ class NeedsAnswer:
     status: NeedsStatus
     seen: npt.NDArray[np.uint8]
     uploads: tuple[int, ...] = ()
+    order_wanted: bool = False  # the consumer should send the list of uses that its report named
 
     def encode(self) -> bytes:
         seen = zlib.compress(self.seen.tobytes(), 1)
         uploads = list(self.uploads[:UPLOADS_MAX])
-        return _encode(_AnswerMessage(status=self.status, shards=len(self.seen), seen=seen, uploads=uploads))
+        shards, wanted = len(self.seen), self.order_wanted
+        return _encode(
+            _AnswerMessage(status=self.status, shards=shards, seen=seen, uploads=uploads, order_wanted=wanted)
+        )
 
     @classmethod
     def decode(cls, body: Bytes) -> NeedsAnswer:
@@ -150,7 +175,9 @@ class NeedsAnswer:
         except MALFORMED as error:
             raise BadRequest(f"malformed answer to a report of needs: {error}") from error
         _check_numbers(message.uploads, message.shards)
-        return cls(message.status, _unpacked(message.seen, message.shards), tuple(message.uploads))
+        return cls(
+            message.status, _unpacked(message.seen, message.shards), tuple(message.uploads), message.order_wanted
+        )
 
 
 def _report_message(body: Bytes) -> _ReportMessage:
@@ -165,7 +192,19 @@ def _report_message(body: Bytes) -> _ReportMessage:
     if not 0 <= message.lease_seconds < 1e9:
         raise BadRequest("malformed report of needs: its lease is not a number of seconds")
     _check_numbers(message.soon, message.shards)
+    if len(message.order) not in (0, ORDER_ID_BYTES) or (message.uses_count and not message.order):
+        raise BadRequest(f"malformed report of needs: an order is named by {ORDER_ID_BYTES} bytes")
     return message
+
+
+def _uses(message: _ReportMessage) -> npt.NDArray[np.int32] | None:
+    """Return the list of uses that comes with a report, if one does."""
+    if not message.uses_count:
+        return None
+    uses = _unpacked(message.uses, 4 * message.uses_count).view("<u4")
+    if int(uses.max()) >= message.shards:
+        raise BadRequest(f"malformed needs: a use of shard {int(uses.max())} of a dataset of {message.shards}")
+    return uses.astype(np.int32)
 
 
 def _check_numbers(numbers: list[int], shards: int) -> None:
@@ -182,9 +221,9 @@ def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
     except zlib.error as error:
         raise BadRequest(f"malformed needs: the array cannot be decompressed: {error}") from error
     if len(data) < count:
-        raise BadRequest(f"malformed needs: the array has {len(data)} bytes where {count} shards were announced")
+        raise BadRequest(f"malformed needs: the array has {len(data)} bytes where {count} were announced")
     if len(data) > count or surplus:
-        raise BadRequest(f"malformed needs: the array has more bytes than the {count} shards that were announced")
+        raise BadRequest(f"malformed needs: the array has more bytes than the {count} that were announced")
     if not unpacking.eof or unpacking.unused_data:
         raise BadRequest("malformed needs: the packed array is cut short, or other bytes follow it")
     return np.frombuffer(data, np.uint8)

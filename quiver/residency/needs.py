@@ -18,8 +18,8 @@ keeps them secret: who knew two could choose a digest that has another domain's 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
-from typing import Final, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,16 +27,11 @@ import numpy.typing as npt
 from quiver.digest import DIGEST_BYTES, Digest
 from quiver.lookup import DigestRows, as_rows
 from quiver.residency.commitments import Commitments, Decision, Recipe
+from quiver.residency.consumers import U8, Consumer, DatasetNeeds, Floats, Group, Ints, Mask
+from quiver.residency.future import Future, FutureCache, Shards
 from quiver.residency.leases import Lease, Leases
+from quiver.residency.orders import FixedOrder, Orders
 from quiver.residency.report import FULL, ConsumerReport
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
-U8 = npt.NDArray[np.uint8]
-
-# A starving consumer may have been suspended since its last report; then shards would replace one another endlessly.
-EVICTIONS_PER_REPORT: Final = 4  # of needed shards, for one consumer, until it reports again
 
 
 class Grown(NamedTuple):
@@ -76,45 +71,6 @@ class Shown(NamedTuple):
         return needed
 
 
-@dataclass(slots=True, eq=False)
-class DatasetNeeds:
-    """A dataset that some consumer reports on."""
-
-    slots: Ints  # of each of its shards
-    mine: Mask
-    mine_share: float  # of the dataset's bytes, those of ``mine``
-    shard_bytes: float  # of the largest
-    key: int = 0  # the number of its domain's key
-    consumers: int = 0
-
-
-class Group(NamedTuple):
-    """Consumers of one dataset that count once. A hook for sharing the cache: today each consumer is a group."""
-
-    name: bytes
-    dataset: Digest
-
-
-@dataclass(slots=True, eq=False)
-class Consumer:
-    """A consumer's last report, in bytes."""
-
-    name: bytes
-    group: Group
-    report: ConsumerReport
-    reported_at: float
-    left: Floats  # bytes, by shard of its dataset
-    pending: Mask  # of which shards something is left
-    left_mine: Floats  # as ``left``, of what is mine
-    local_bytes: float  # of ``left_mine``, those that were resident when it reported
-    soon: Ints
-    evictions_left: int = EVICTIONS_PER_REPORT
-
-    @property
-    def dataset(self) -> Digest:
-        return self.group.dataset
-
-
 class Needs:
     """All consumers that report here, and the shards of their datasets, each by its *slot*.
 
@@ -123,6 +79,7 @@ class Needs:
 
     def __init__(self, seed: int = 0, leases: Leases | None = None) -> None:
         self.leases = leases if leases is not None else Leases()
+        self.orders = Orders()
         self.commitments = Commitments()
         self.datasets: dict[Digest, DatasetNeeds] = {}
         self.consumers: dict[bytes, Consumer] = {}
@@ -136,6 +93,7 @@ class Needs:
         self.keys: tuple[U8 | None, ...] = (None,)  # of all domains whose datasets are known; the first is no key
         self.ordered_is_next = False  # whether a consumer with a fixed order has the next turn
         self._chance = np.random.default_rng(seed)
+        self._futures = FutureCache()
         self._groups: dict[Group, dict[bytes, Consumer]] = {}
         self.shown = self._shown()  # for other threads
 
@@ -172,12 +130,21 @@ class Needs:
         after = DigestRows(np.concatenate([before.digests, shards[new]])) if new.any() else before
         return Grown(before, after, rows, key)
 
-    def add_dataset(
-        self, dataset: Digest, shards: U8, sizes: Floats, held: Mask, mine: Mask, grown: Grown | None = None
+    def add_dataset(  # noqa: PLR0913 - the columns of one table
+        self,
+        dataset: Digest,
+        shards: U8,
+        sizes: Floats,
+        held: Mask,
+        mine: Mask,
+        grown: Grown | None = None,
+        *,
+        samples: npt.ArrayLike | None = None,
     ) -> None:
         """Add a dataset's shards: names ``(n, 32)``, bytes, which are held here, and which this daemon fetches.
 
         ``grown``: a recent result of ``grown(shards, key)``, for the domain that has this key; by default without one.
+        ``samples`` ``(n,)``: how many samples each has; by default one.
         """
         if grown is None or grown.before is not self.shards:  # another dataset was added or removed meanwhile
             grown = self.grown(shards, grown.key if grown is not None else None)
@@ -195,7 +162,8 @@ class Needs:
         self.key_of[slots] = number
         self.shown = self._shown()
         share = float(sizes[mine].sum() / max(sizes.sum(), 1.0))
-        self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)), number)
+        sample_bytes = sizes / np.maximum(np.asarray(samples, np.int64), 1) if samples is not None else sizes
+        self.datasets[dataset] = DatasetNeeds(slots, mine, share, float(sizes.max(initial=1.0)), sample_bytes, number)
 
     def _number(self, key: U8 | None) -> int:
         """Return the number of a key, new or not."""
@@ -260,7 +228,9 @@ class Needs:
         of = Group(report.consumer if group is None else group, dataset)
         pending = report.left > 0
         before = self.consumers.get(report.consumer)
-        new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon)
+        order = self._order(report, client)
+        report = replace(report, uses=None)
+        new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon, order)
         self.consumers[report.consumer] = new
         it.consumers += 1
         # Count the new report before removing the last one: in between no thread may see a needed shard as not needed.
@@ -269,7 +239,39 @@ class Needs:
             if before.group != of:
                 self._recount(before.group, before.name, None)
             self.datasets[before.dataset].consumers -= 1
+            self._mark_planned(before.dataset)
+        self._mark_planned(dataset)
         return True
+
+    def is_planned(self, dataset: Digest) -> bool:
+        """Whether all uses to come are known of each consumer of a dataset, and there is one."""
+        it = self.datasets.get(dataset)
+        return it is not None and it.is_planned
+
+    def _mark_planned(self, dataset: Digest) -> None:
+        of = [it.order is not None for it in self.consumers.values() if it.dataset == dataset]
+        self.datasets[dataset].is_planned = bool(of) and all(of)
+
+    def wants_order(self, consumer: bytes) -> bool:
+        """Whether a consumer named a list of its uses to come that is not known here, so that it should send it."""
+        it = self.consumers.get(consumer)
+        return it is not None and bool(it.report.order) and it.order is None
+
+    def _order(self, report: ConsumerReport, client: str) -> FixedOrder | None:
+        """Return the list of uses that a report names, if it is known or comes with it."""
+        if not report.order:
+            self.orders.drop(report.consumer)
+            return None
+        known = self.orders.get(report.consumer, report.order)
+        if known is not None or report.uses is None:
+            return known
+        order = FixedOrder(report.order, report.uses, client)
+        lost = self.orders.put(report.consumer, order)
+        for name in lost or ():
+            if name in self.consumers:
+                self.consumers[name].order = None
+                self._mark_planned(self.consumers[name].dataset)
+        return order if lost is not None else None
 
     def leave(self, consumer: bytes) -> None:
         """Forget a consumer that has finished."""
@@ -283,9 +285,11 @@ class Needs:
 
     def _forget(self, consumer: bytes) -> None:
         gone = self.consumers.pop(consumer, None)
+        self.orders.drop(consumer)
         if gone is not None:
             self._recount(gone.group, consumer, None)
             self.datasets[gone.dataset].consumers -= 1
+            self._mark_planned(gone.dataset)
 
     def _recount(self, group: Group, consumer: bytes, now: Consumer | None) -> None:
         """Count a group's needs with a consumer's new report, or without it."""
@@ -335,6 +339,22 @@ class Needs:
         self.commitments.end(recipe)
 
     # -- what is derived ----------------------------------------------------------------------------------------------
+
+    def future(self, now: float, fill_seconds: float, here: Mask, free_bytes: float) -> Future | None:
+        """Return the uses to come that are known; ``None`` if there are none.
+
+        ``here``: by slot, what is held or coming. ``free_bytes``: the room beside that.
+        """
+        consumers = [it for it in self.consumers.values() if it.order is not None]
+        if not consumers:
+            return self._futures.of(Shards(self.shards, self.sizes, here, here, 0.0), {}, (), now, fill_seconds)
+        mine, in_plan = np.zeros(len(self.sizes), bool), np.zeros(len(self.sizes), bool)
+        for it in {it.dataset: self.datasets[it.dataset] for it in consumers}.values():
+            mine[it.slots] |= it.mine
+            in_plan[it.slots] = True
+        room_bytes = free_bytes + float(self.sizes[here & in_plan].sum())
+        shards = Shards(self.shards, self.sizes, here, mine, room_bytes)
+        return self._futures.of(shards, self.datasets, consumers, now, fill_seconds)
 
     def needed(self, shard: Digest) -> bool | None:
         """Whether some group needs a shard, by name; ``None`` if no consumer reports on its dataset."""

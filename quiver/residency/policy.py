@@ -25,9 +25,11 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.residency.commitments import Decision, Recipe
+from quiver.residency.consumers import Consumer, DatasetNeeds, Mask
 from quiver.residency.eviction import EMPTY_SHELF, SEVERAL, Candidates, OnBehalf, Shelf
-from quiver.residency.needs import Consumer, DatasetNeeds, Mask, Needs
+from quiver.residency.needs import Needs
 from quiver.residency.origin_estimate import OriginEstimate
+from quiver.residency.planned import Limits, Planner
 
 LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
 STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a needed shard may be evicted
@@ -105,13 +107,17 @@ class _Round:
         self._ordered_is_next = needs.ordered_is_next
         self._forced: Counter[bytes] = Counter()  # in this round, by consumer
         self._blocked = _blocked(needs, situation.avoid)
+        self._future = needs.future(situation.now, situation.origin.fill_seconds, self._present, situation.free_bytes)
 
     def assume(self, decision: Decision) -> None:
         """Proceed as if a decision were carried out."""
         needs = self._needs
         self._present[needs.shards[decision.shard]] = True
         if decision.evict:
-            self._candidates.take(self._shelf.rows_of(decision.evict).tolist())
+            gone = self._shelf.rows_of(decision.evict).tolist()
+            self._candidates.take(gone)
+            if self._future is not None:
+                self._unplanned.take(gone)
         # What is evicted beyond the shard's own bytes is not free yet: another fetch may end first.
         self._free_bytes -= max(decision.size_bytes - self._bytes_of(decision.evict), 0.0)
         self._present[needs.slots_of_files(decision.evict)] = False
@@ -124,6 +130,7 @@ class _Round:
         best = self._most_needed(starving or hungry)
         # Shards that are next in a fixed order take turns with the rest, and never evict what is needed.
         following = next(filter(None, (self._with_room(*wanted, ordered=True) for wanted in in_order)), None)
+        following = following or self._planned()
         if best is None or (following is not None and self._ordered_is_next):
             return following
         return self._with_room(*best) or self._smaller(starving or hungry) or self._forcing(starving) or following
@@ -136,6 +143,68 @@ class _Round:
     def _candidates(self) -> Candidates:
         commitments = self._needs.commitments
         return Candidates(self._shelf, without=[*commitments.evicting, *commitments.coming])
+
+    @cached_property
+    def _unplanned(self) -> Candidates:
+        """The eviction candidates that nobody will use, as far as is known."""
+        assert self._future is not None
+        commitments = self._needs.commitments
+        slots = self._needs.shown.slots_of(self._shelf.digests)
+        keep: Mask = np.logical_or.reduce((slots >= 0) & np.isfinite(self._future.first)[slots], axis=1)
+        return Candidates(self._shelf, without=[*commitments.evicting, *commitments.coming], keep=keep)
+
+    # -- known uses ---------------------------------------------------------------------------------------------------
+
+    def _planned(self) -> Decision | None:
+        """Return the decision to fetch a shard for the consumers whose uses to come are known."""
+        needs, situation, future = self._needs, self._situation, self._future
+        if future is None:
+            return None
+        consumers = [needs.consumers[name] for name in future.names if name in needs.consumers]
+        may_fetch = {it.name for it in consumers if self._is_heard(it) and situation.only in (None, it.name)}
+        absent, datasets = np.zeros(len(needs.sizes), bool), list[tuple[Digest, Mask]]()
+        for name in {it.dataset for it in consumers} - situation.left_out:
+            if not self._has_its_share(name):
+                slots = needs.datasets[name].slots
+                its = np.zeros(len(absent), bool)
+                its[slots[self._absent(name, self._present[slots])]] = True
+                absent |= its
+                datasets.append((name, its))
+
+        def dataset_of(slot: int) -> Digest:
+            return next(name for name, its in datasets if its[slot])
+
+        swap = Planner(needs, future, situation.now, situation.origin).next(
+            Limits(
+                absent=absent,
+                dataset_of=dataset_of,
+                present=self._present,
+                short_of=lambda slot: self._room_unplanned(slot, dataset_of(slot)).missing_bytes,
+                may_fetch=may_fetch,
+                may_evict=lambda name: self._may_force(needs.consumers[name]),
+            )
+        )
+        if swap is None:
+            return None
+        victims = tuple(needs.file_of(slot) for slot in swap.victims)
+        forced = tuple(needs.file_of(slot) for slot in swap.victims if needs.counts[slot] > 0)
+        return Decision(
+            needs.shards.name(swap.slot),
+            swap.dataset,
+            float(needs.sizes[swap.slot]),
+            self._names(self._room_unplanned(swap.slot, swap.dataset).evict) + victims,
+            forced,
+            (swap.consumer,) if forced else (),
+            ordered=True,
+        )
+
+    def _room_unplanned(self, slot: int, dataset: Digest) -> _Room:
+        """Return how to make room for a shard by evicting what nobody will use."""
+        short = float(self._needs.sizes[slot]) - self._free_bytes
+        if short <= 0:
+            return _Room((), 0.0)
+        evict, freed = self._unplanned.most(short, self._situation.on_behalf.get(dataset, SEVERAL))
+        return _Room(tuple(evict), max(short - freed, 0.0))
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -270,6 +339,8 @@ class _Round:
                 continue
             if self._has_its_share(it.dataset):
                 continue
+            if it.order is not None:
+                continue  # see ``_planned``
             dataset = needs.datasets[it.dataset]
             if it.report.ordered:
                 wanted = it.soon[absent[it.dataset][it.soon]][:1]

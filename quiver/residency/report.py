@@ -14,7 +14,10 @@ FULL: Final = 255  # "all of the shard" in a report
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConsumerReport:
-    """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up."""
+    """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up.
+
+    ``order`` identifies a list of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
+    """
 
     consumer: bytes
     left: npt.NDArray[np.uint8]
@@ -23,6 +26,9 @@ class ConsumerReport:
     lease_seconds: float
     soon: tuple[int, ...] = ()  # with a fixed order: the next shards, in this order
     ordered: bool = False
+    order: bytes = b""  # 16 bytes; empty: the uses to come are not known
+    order_at: int = 0
+    uses: npt.NDArray[np.int32] | None = None  # (n,): shards in the order of their use
 
 
 def rounded_up(left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:

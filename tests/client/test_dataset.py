@@ -93,7 +93,7 @@ def test_indices_are_checked_as_a_list_checks_them(dataset: Make, files: Files, 
     for wrong in (count, -count - 1, 10**30, -(10**30), np.uint64(2**64 - 1)):
         with pytest.raises(IndexError):
             made[wrong]  # type: ignore[index]
-    for wrong in ("0", 0.0, None, True, slice(0, 2), [0]):
+    for wrong in ("0", 0.0, None, True, [0]):
         with pytest.raises(TypeError, match="integers"):
             made[wrong]  # type: ignore[index]
     assert made.__getitems__([]) == []

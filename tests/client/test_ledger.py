@@ -648,6 +648,7 @@ OTHERS: list[tuple[str, Any]] = [
     ("world_size", 5),
     ("batch_size", 16),
     ("drop_last", True),
+    ("block_shards", 8),
 ]
 
 

@@ -226,7 +226,7 @@ def test_a_samplers_state_at_the_end_of_its_order_goes_on_with_the_next(keys: Da
     again.close()
 
 
-def test_torchs_distributed_sampler_is_resumed_by_its_own_rank_alone(keys: Dataset) -> None:
+def test_the_state_of_torchs_distributed_sampler_is_resumed_by_its_own_rank_or_merged(keys: Dataset) -> None:
     def loader(rank: int) -> DataLoader:
         return DataLoader(keys, 10, sampler=DistributedSampler(keys, 2, rank, shuffle=False))
 
@@ -240,8 +240,15 @@ def test_torchs_distributed_sampler_is_resumed_by_its_own_rank_alone(keys: Datas
         with pytest.raises(ValueError, match=r"^state: .*a sampler"):
             other.load_state_dict(state)
         other.close()
-    with pytest.raises(ValueError, match=r"^states: a sampler gave each rank its own order"):
-        merge_states([state, {**state, "rank": 1}])
+    second = loader(1)
+    next(iter(second))
+    merged = merge_states([second.state_dict(), state])
+    second.load_state_dict(merged)
+    again.load_state_dict(merged)
+    assert rows_of(keys, again) + rows_of(keys, second) == [*range(20, SAMPLES, 2), *range(21, SAMPLES, 2)]
+    second.close()
+    with pytest.raises(ValueError, match=r"^states: ranks \[0\] given"):
+        merge_states([state])
     with pytest.raises(ValueError, match=r"^sampler: it is that of rank 1 of 2"):
         DataLoader(keys, 10, sampler=DistributedSampler(keys, 2, 1), rank=0, world_size=2)
     first.close()

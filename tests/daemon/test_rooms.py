@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,3 +164,67 @@ def test_what_a_decision_evicts_beyond_its_own_shard_is_free_once_it_is_evicted(
     with node.rooms.reserve(Kind.SHARD, small.shard, 2000):
         assert node.rooms.free_bytes() == free_bytes + SHARD_BYTES - 2000
     node._needs.end(small.recipe)
+
+
+# -- what readers use that report nothing -----------------------------------------------------------------------------
+
+
+def read_before(node: Node, manifest: Manifest, *seconds: float) -> None:
+    """Have readers read a dataset so many seconds ago, the last time last, and nothing since."""
+    opened = node.manifests.opened
+    opened.add(manifest.digest, manifest)
+    now = time.monotonic()
+    opened._pauses[manifest.digest] = deque(np.diff(-np.array(seconds)).tolist())
+    opened._used[manifest.digest] = now - seconds[-1]
+    age(node, seconds[-1])
+
+
+@pytest.fixture
+def other(even: Files) -> Manifest:
+    content = random_files(4, seed=9, low=60_000, high=60_001)
+    return make_files(even.folder.parent, content, name="other", shard_bytes=61_000).opened()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "takes"),
+    [
+        ((4.0,), False),  # the lease of a reader is 5 s
+        ((6.0,), True),
+        ((9.0, 6.0), False),  # it reads every 3 s, so a pause of 6 s is nothing unusual
+        ((9.0, 8.9, 8.8, 8.7), True),
+        ((400.0, 50.0), False),
+        ((400.0, 61.0), True),  # and nobody waits longer than this
+    ],
+)
+def test_what_nobody_reads_any_more_gives_room_after_a_lease(
+    even: Files, other: Manifest, node: Node, seconds: tuple[float, ...], takes: bool
+) -> None:
+    read_before(node, even.opened(), *seconds)
+    if takes:
+        node.filler.fill(other.shard_digest(0), other)
+        assert len(resident(node, even.opened())) == 3
+    else:
+        with pytest.raises(OverCapacity):
+            node.filler.fill(other.shard_digest(0), other)
+
+
+def test_readers_of_mapped_files_hold_a_lease_as_well(even: Files, other: Manifest, node: Node) -> None:
+    manifest = even.opened()
+    read_before(node, manifest, 6.0)
+    node.manifests.opened.use_of([manifest.shard_digest(2)])
+    with pytest.raises(OverCapacity):
+        node.filler.fill(other.shard_digest(0), other)
+
+
+def test_what_two_datasets_share_is_in_use_while_one_of_them_is_read(even: Files, other: Manifest, node: Node) -> None:
+    manifest = even.opened()
+    subset = dict(list(even.content.items())[::2])
+    part = make_files(even.folder.parent, subset, name="part", shard_bytes=61_000).opened()
+    read_before(node, manifest, 6.0)
+    read_before(node, part, 0.0)
+    shared = {number for number in range(4) if manifest.shard_digest(number) in part.shard_numbers}
+    assert 0 < len(shared) < 4
+    for number in range(4):
+        with contextlib.suppress(OverCapacity):
+            node.filler.fill(other.shard_digest(number), other)
+    assert resident(node, manifest) == shared

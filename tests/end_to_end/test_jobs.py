@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.daemon import Daemon, rack_of
+from quiver.manifest import Manifest
+from quiver_cacheserver import opened
+from tests.support.daemon import Daemon, rack_of, serve
 from tests.support.data import Files, make_files, random_files, rebased
 from tests.support.scripts import Script
 from tests.support.servers import counting_origin
@@ -160,6 +162,67 @@ def test_jobs_upload_shards_whose_origin_the_daemons_may_not_read(files: Files, 
         uploads = sum(each["uploads"] for each in stats)  # type: ignore[index]
         assert uploads > 60, "each shard at least once"
         assert read < 0.9 * 4 * files.total_bytes(), "and not once per job and epoch"
+
+
+# -- beside a stock loader --------------------------------------------------------------------------------------------
+
+IDLE_SECONDS = 60.0  # a paused reader's shards were kept so long, whoever needed the room
+STOCK = textwrap.dedent("""
+    import itertools, sys, time
+    import torch
+    from quiver_client import Dataset
+    dataset = Dataset(sys.argv[1], sys.argv[2])
+    loader = torch.utils.data.DataLoader(dataset, batch_size=8, shuffle=True, collate_fn=lambda batch: batch)
+    for epoch in itertools.count():
+        for batch in loader:
+            print(epoch, len(batch), flush=True)
+            time.sleep(0.01)
+""")
+
+
+def serve_with_short_leases(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
+    from quiver_cacheserver.residency import rooms
+
+    rooms.READ_LEASE_SECONDS = opened.READ_LEASE_SECONDS = (1.0, opened.READ_LEASE_SECONDS[1])  # type: ignore[misc]
+    serve(stderr, arguments, environment)
+
+
+class HastyDaemon(Daemon):
+    serve = staticmethod(serve_with_short_leases)
+
+
+def test_a_paused_stock_loader_costs_a_job_no_more_than_a_lease(files: Files, tmp_path: Path) -> None:
+    other = make_files(tmp_path, random_files(100, seed=6, low=6_000, high=8_000), name="other", shard_bytes="64KiB")
+    stocks, mine = (each.opened() for each in (other, files))
+    capacity = int(1.1 * other.total_bytes() / 3) + sum(each.manifest.stat().st_size for each in (other, files))
+    with rack_of(
+        3, tmp_path / "rack", origins=[files.folder, other.folder], capacity=str(capacity), make=HastyDaemon
+    ) as rack:
+
+        def resident(manifest: Manifest) -> int:
+            held = {path.name for daemon in rack for path in daemon.files()}
+            return sum(manifest.shard_digest(number).hex() in held for number in range(manifest.shard_count))
+
+        job = Job(files, rack, tmp_path / "job.log", epochs=1000)
+        stock = Script(STOCK, [other.manifest, rack[0].url], tmp_path / "stock.log")
+        try:
+            until(lambda: len(job.lines()) > 20 and stock.lines(), 60)
+            job.script.signal(signal.SIGSTOP)
+            until(lambda: resident(stocks) > 0.8 * stocks.shard_count, 60, "a stock loader fills the cache")
+            job.script.signal(signal.SIGCONT)
+            taken = len(job.lines())
+            until(lambda: len(job.lines()) > taken + 5, 60)
+            assert resident(stocks) > 0.8 * stocks.shard_count, "and keeps it while it reads"
+            stock.signal(signal.SIGSTOP)
+            until(lambda: resident(stocks) == 0, IDLE_SECONDS / 2, "what it held is the job's")
+            assert resident(mine) > 0
+            taken = len(stock.lines())
+            stock.signal(signal.SIGCONT)
+            until(lambda: len(stock.lines()) > taken + 5, 60, "it continues where it was stopped")
+            assert not job.ended()
+        finally:
+            job.script.kill()
+            stock.kill()
 
 
 # -- ending -----------------------------------------------------------------------------------------------------------

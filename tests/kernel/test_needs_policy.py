@@ -26,7 +26,7 @@ from quiver.residency import (
     decide,
     rounded_up,
 )
-from quiver.residency.needs import EVICTIONS_PER_REPORT
+from quiver.residency.consumers import EVICTIONS_PER_REPORT
 from quiver.residency.report import FULL
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")

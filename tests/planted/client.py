@@ -69,15 +69,15 @@ BUGS: Final = (
     Planted(
         "the state of another dataset is accepted",
         "client/quiver_client/loader/state.py",
-        '_SAME: Final = ("version", "dataset", "samples", "seed", "shuffle")',
-        '_SAME: Final = ("version", "samples", "seed", "shuffle")',
+        '_SAME: Final = ("version", "dataset", "samples", "seed", "shuffle", "block_shards")',
+        '_SAME: Final = ("version", "samples", "seed", "shuffle", "block_shards")',
         ("tests/client/test_loader_state.py::test_a_state_of_something_else_is_refused_with_the_reason",),
     ),
     Planted(
         "a checkpoint is ahead of its ledger",
         "client/quiver_client/loader/sampler.py",
-        "            self._recorder.flush()\n            return self._passes.state(",
-        "            return self._passes.state(",
+        "            self._recorder.flush()\n            is_recorded, claimant",
+        "            is_recorded, claimant",
         ("tests/client/test_loader_ledger.py::test_a_checkpoint_is_never_ahead_of_its_ledger",),
     ),
     Planted(

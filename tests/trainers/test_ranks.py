@@ -110,3 +110,62 @@ later = DataLoader(dataset, 16, shuffle=True, seed=3)
 said += passes(later)
 """
     exact(ranks(BEGIN + text + END))
+
+
+def test_all_ranks_get_one_merged_state_or_all_raise(ranks: Ranks) -> None:
+    text = """
+import threading
+from quiver_client.loader import merged_state
+def merged(loader):
+    try:
+        return loader.state_dict(merged=True)
+    except (ValueError, TimeoutError) as error:
+        return f"{type(error).__name__}: {error}"
+def taken(loader, batches):
+    return sum((rows(batch) for _, batch in zip(range(batches), loader)), [])
+def resumed(state, **place):
+    loader = DataLoader(dataset, 10, shuffle=True, **place)
+    loader.load_state_dict(state)
+    return sum(map(rows, loader), [])
+loader = DataLoader(dataset, 16, shuffle=True)
+read = taken(loader, 2)
+state = merged(loader)
+whole = resumed(state, rank=0, world_size=1)
+shared = DataLoader(dataset, 16, shuffle=True, rank=0, world_size=1)  # all of it in each rank: nobody is asked
+taken(shared, 3)
+one = merged(shared)["done"]
+sampled = DataLoader(dataset, 16, sampler=DistributedSampler(dataset))
+others = taken(sampled, 2)
+left = merged(sampled)
+after = DataLoader(dataset, 16, sampler=DistributedSampler(dataset))
+after.load_state_dict(left)
+others += sum(map(rows, after), [])
+different = DataLoader(dataset, 16, shuffle=True, seed=rank)
+apart = merged(different)
+if rank == 1:
+    broken = DataLoader(dataset, 16, shuffle=True)
+    broken.order._recorder = None
+    failed = merged(broken)
+else:
+    failed = merged(DataLoader(dataset, 16, shuffle=True))
+of_group = DataLoader(dataset, 16, shuffle=True, rank=rank, world_size=2)
+found = []
+thread = threading.Thread(target=lambda: found.append(merged(of_group)))  # as asynchronous checkpoints do
+thread.start()
+distributed.barrier()
+thread.join()
+merged_state.WAIT_SECONDS = 0.5
+missing = merged(loader) if rank == 0 else ""
+answer([read, sorted(state), state["world_size"], whole, len(one), others, apart, failed, len(found[0]), missing])
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+    first, second = ranks(BEGIN + text)
+    assert first[1:3] == second[1:3]
+    for answer in (first, second):
+        assert sorted(first[0] + second[0] + answer[3]) == list(range(SAMPLES))
+    assert sorted(first[5] + second[5]) == list(range(SAMPLES))
+    for answer in (first, second):
+        assert "they are of different runs: seed 0 and 1" in answer[6]
+        assert answer[7].startswith("ValueError: merged=True: rank 1: AttributeError")
+    assert first[9].startswith("TimeoutError: merged=True: after 0.5 seconds ranks [1] of 2 have not called it")

@@ -164,7 +164,8 @@ class Datasets:
         tables = manifest.tables
         sizes = tables.shard_sizes.astype(np.float64)
         shards = named(tables.shard_digests, key_of(domain))
-        self._needs.add_dataset(name, shards, sizes, learned.held, learned.mine, learned.grown)
+        samples = np.diff(tables.firsts.astype(np.int64), append=len(tables.digests))
+        self._needs.add_dataset(name, shards, sizes, learned.held, learned.mine, learned.grown, samples=samples)
         self._datasets[name] = ReportedDataset(manifest, ring, time.monotonic(), domain)
         for digest, held in heard:  # applying an event twice does no harm
             self._mark(digest, held)

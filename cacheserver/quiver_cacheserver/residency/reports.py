@@ -46,7 +46,7 @@ class Reports:
         budgets, began = self._budgets, time.monotonic()
         if budgets.left(client, Cost.WORK_SECONDS, began) <= 0:
             raise budgets.refusal(Cost.WORK_SECONDS, client, began)
-        if head.shards > INLINE_SHARDS_MAX:
+        if head.shards + 4 * head.uses > INLINE_SHARDS_MAX:
             told = await asyncio.get_running_loop().run_in_executor(None, NeedsReport.decode, body)
         else:
             told = NeedsReport.decode(body)
@@ -71,7 +71,8 @@ class Reports:
         if before is not None:
             self._decider.estimator.reported(now - before.reported_at)
         uploads = self._decider.choose_uploads(name, report, client)
-        return NeedsAnswer(NeedsStatus.TAKEN, self._needs.seen_by(report.consumer), uploads)
+        seen, wanted = self._needs.seen_by(report.consumer), self._needs.wants_order(report.consumer)
+        return NeedsAnswer(NeedsStatus.TAKEN, seen, uploads, wanted)
 
 
 def _empty(status: NeedsStatus) -> NeedsAnswer:

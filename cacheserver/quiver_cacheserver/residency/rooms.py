@@ -28,7 +28,7 @@ from quiver.store.table import FileListing
 from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.names import name_in
-from quiver_cacheserver.opened import OpenManifests
+from quiver_cacheserver.opened import READ_LEASE_SECONDS, OpenManifests
 from quiver_cacheserver.residency.holders import Holders
 
 MANIFESTS_SHARE: Final = 4  # manifests may take a quarter of the capacity; usually they take a thousandth
@@ -122,6 +122,9 @@ class Rooms:
         in_use = needed < 0  # if unknown, the manifests say whether it is
         asked = np.flatnonzero(in_use & (idle >= IDLE_SECONDS))
         in_use[asked] = self._opened.in_use_of(held.digests[asked])
+        asked = np.flatnonzero((needed < 0) & (idle >= READ_LEASE_SECONDS[0]))
+        lapsed = asked[self._opened.lapsed_of(held.digests[asked])]
+        needed[lapsed], in_use[lapsed] = 0, False
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
 
     def _needed(self, held: FileListing) -> npt.NDArray[np.int8]:

@@ -324,6 +324,7 @@ class Handoff:
     def _touch(self, digests: Sequence[Digest]) -> None:
         for digest in digests:
             self._node.inventory.touched(Kind.SHARD, digest)
+        self._node.manifests.opened.use_of(digests)
 
     def _open(self, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
         files: list[OpenFile | None] = []

@@ -75,6 +75,17 @@ class FolderDecider:
                 needs.commit(decision)
             return decisions
 
+    def passes_by(self, shard: int) -> bool:
+        """Whether readers read an absent shard's samples from the origin, and the shard is not filled for them.
+
+        So if all uses to come of the dataset are known, since then the policy fetches what is worth its room.
+        """
+        recipe = self._recipe(self._manifest.shard_digest(shard))
+        with self._shared.locked() as needs:
+            if not needs.is_planned(recipe.dataset) or recipe in needs.commitments:
+                return False
+            return self._free_bytes(needs) < float(self._manifest.tables.shard_sizes[shard])
+
     def for_reader(self, shard: int) -> Decision:
         """Return the decision to fill a shard that a reader misses, committed. It never evicts a needed shard.
 

@@ -2,9 +2,9 @@
 
 One thread reports, a few times per second. Each report is written to a lease file for the other processes; then what
 was decided is fetched. When a fetch ends, the next one is decided at once, without waiting for the next report. A
-consumer that reads in a fixed order is the exception: its next fetch is decided at the next report. It never waits for
-a fetch, and late in an epoch it needs few samples of each shard: fetching whole shards as fast as possible would take
-time from the reader itself.
+consumer that reads in a fixed order, and reports no more of it than its next shards, is the exception: its next fetch
+is decided at the next report. It never waits for a fetch, and late in an epoch it needs few samples of each shard:
+fetching whole shards as fast as possible would take time from the reader itself.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FETCHES_MAX: Final = FILLS_MAX - 1  # at once; one fewer than the limit, so that
 LISTEN_SECONDS: Final = 0.1
 NO_ROOM_SECONDS: Final = 0.25
 PAUSE_SECONDS: Final = (0.25, 8.0)  # after a failure, before anything is fetched: first, and at most
+USES_MAX: Final = 1 << 16  # entries of a list of uses that is written for other processes
 REPORT_SECONDS_MAX: Final = 2.0  # longer pauses between two reports count as this long
 
 
@@ -46,7 +47,7 @@ class FolderNeeds:
         # The lock guards all that follows: fetches end in threads of their own.
         self._lock = forks.lock()
         self._consumer: bytes | None = None  # the consumer to fetch for
-        self._is_ordered = False  # whether it reads in a fixed order
+        self._is_ordered = False  # whether it reads in a fixed order of which little is known
         self._fetching: dict[Decision, Future[Outcome]] = {}
         self._pause = Backoff(*PAUSE_SECONDS)
         # This process fetches what it needs, unless it may not write to the folder: then no process fetches it.
@@ -65,7 +66,7 @@ class FolderNeeds:
         seen = self._tier.needs.report(report)
         with self._lock:
             self._consumer = None if leaving else report.consumer
-            self._is_ordered = report.ordered
+            self._is_ordered = report.ordered and not report.order
         if leaving:
             self._tier.needs.leave(report.consumer)
         else:
@@ -92,8 +93,11 @@ class FolderNeeds:
             return
         if self._lease is None:
             self._lease = LeaseFile(leases_in(self._tier.store.root), report.consumer)
+        told = NeedsReport(self._manifest.digest, report)
+        if report.uses is not None and len(report.uses) > USES_MAX:
+            told = told.without_uses()
         try:
-            self._lease.write(self._manifest.path.absolute(), NeedsReport(self._manifest.digest, report))
+            self._lease.write(self._manifest.path.absolute(), told)
         except OSError as error:
             self._warn(error)
 

@@ -125,6 +125,8 @@ class FolderFiller:
         if self.failures.is_waiting_for_all(for_room=True) or self.failures.is_waiting(shard):
             self.failures.skip(shard)
             return None
+        if self._decider.passes_by(shard):
+            return None
         try:
             return self._fill(shard, None)
         except (DiskFailed, NotFound) as error:  # NotFound of our own files: the folder was removed

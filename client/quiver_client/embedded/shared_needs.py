@@ -163,7 +163,9 @@ class SharedNeeds:
         sizes = manifest.tables.shard_sizes.astype(np.float64)
         self._shard_counts[manifest.digest] = len(shards)
         mine = np.ones(len(shards), bool)  # each process fetches for itself
-        self._needs.add_dataset(manifest.digest, shards, sizes, self._held_mask(manifest), mine)
+        tables = manifest.tables
+        samples = np.diff(tables.firsts.astype(np.int64), append=len(tables.digests))
+        self._needs.add_dataset(manifest.digest, shards, sizes, self._held_mask(manifest), mine, samples=samples)
 
     def _held_mask(self, manifest: Manifest) -> npt.NDArray[np.bool_]:
         rows = manifest.shard_numbers.rows_of(as_rows(self._held))

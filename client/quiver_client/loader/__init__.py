@@ -5,14 +5,19 @@
 means of
 
 - ``passes``: which epoch comes next and what of it is consumed; ``epoch``: one pass over one epoch's share;
-  ``state``: the checkpoint, and how ranks merge theirs
-- ``consumer``: what is reported to the cache, and what is resident; ``draw_wait``: how long a draw waits for that;
-  ``loop_rate``: how fast the loop reads, and when it pauses
+  ``state``: the checkpoint, and how ranks merge theirs; ``merged_state``: the same, through ``group_store``
+- ``consumer``: what is reported to the cache, and what is resident; ``several_needs``: the same over several caches;
+  ``draw_wait``: how long a draw waits for that; ``loop_rate``: how fast the loop reads, and when it pauses;
+  ``known_order``: the uses to come of a fixed order
+- ``replicas``: ranks that get the same samples in the same order: one decides, the others follow
 - ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;
   ``user_sampler``: an order of the user's, ``lazy_sampler``: one that is read while the loop runs; ``trainers``: what
   Accelerate, Lightning and others read and wrap
 - ``bad_samples``: what is done about samples that cannot be made; ``amendments``: what a ledger says about them
 - ``recording``: what ``ledger=`` and ``replay=`` do; ``ledger``: the writer and the reader of the file;
   ``ledger_format``: its frames; ``batch_encoding``: a batch as bytes
+- ``mix_sampler``: the order of a mixture, by ``mix_schedule`` (how many of each part), ``guided`` (weights that follow
+  losses), ``mix_part`` (a part's passes), ``mix_pass`` (one pass over the mixture), ``mix_state`` and
+  ``mix_agreement``; ``order``: what the loader needs of any order
 - ``arguments``: checks of arguments; ``labels``: a warning where batches are not mixed
 """

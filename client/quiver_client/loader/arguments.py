@@ -6,7 +6,11 @@ import os
 import secrets
 from typing import Any, Final
 
+import numpy as np
 import torch.distributed
+
+from quiver.shuffles import BLOCK_SHARDS_MAX, default_block_shards
+from quiver_client.loader.epoch import ShardLayout
 
 RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE")  # set by torchrun
 
@@ -22,6 +26,21 @@ def whole(name: str, value: Any, least: int) -> int:
 def lookahead_of(value: Any) -> int | None:
     """Return how many pending samples a batch may choose from; ``None`` for the whole epoch."""
     return None if value == "auto" else whole("lookahead", value, 1)
+
+
+def shuffle_of(shuffle: Any, block_shards: Any, layout: ShardLayout) -> tuple[bool, int]:
+    """Return whether to shuffle, and how many shards of a block shuffle are open, 0 for a full one."""
+    if isinstance(shuffle, str) and shuffle not in ("full", "block"):
+        raise ValueError(f'shuffle={shuffle!r}: give True or "full", "block", or False')
+    is_block = isinstance(shuffle, str) and shuffle == "block"
+    if block_shards is not None and not is_block:
+        raise ValueError(f'block_shards={block_shards!r}: it is of a block shuffle; give shuffle="block" with it')
+    if not is_block:
+        return bool(shuffle), 0
+    if block_shards is None:
+        filled = int(np.count_nonzero(np.bincount(layout.shard_of)))  # a selection may have samples of few shards
+        return True, default_block_shards(filled, alike=layout.is_alike)
+    return True, min(whole("block_shards", block_shards, 1), BLOCK_SHARDS_MAX)
 
 
 def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:

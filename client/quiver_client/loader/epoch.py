@@ -6,14 +6,19 @@ drawn and not consumed is still pending; one that is consumed never becomes pend
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import blake3
 import numpy as np
 import numpy.typing as npt
 
+from quiver.errors import BadRequest
 from quiver.manifest import Manifest
+from quiver.shuffles import block_permutation
 from quiver.substitution import (
     DRAINED_AT_ONCE,
     DRAINED_WHERE_ALIKE,
@@ -24,6 +29,11 @@ from quiver.substitution import (
     dealt,
     permutation,
 )
+from quiver_client.loader.amendments import Amendment
+from quiver_client.placement import NOWHERE, Placement
+
+DECISION: Final = np.dtype("<i8")  # an entry of a batch, as it is sent to another process
+RECENT_BATCHES: Final = 256  # more than a stock loader's workers draw ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +47,19 @@ class Deal:
     world_size: int
     batch_size: int
     drop_last: bool
+    block_shards: int = 0  # of a block shuffle, which ``shuffle`` includes; 0: all samples are mixed
 
-    def order(self, epoch: int, done: Mask) -> Ints:
-        """Return the samples of an epoch to deal: its permutation without those already ``done`` ``(samples,)``."""
-        order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
+    def order(self, epoch: int, done: Mask, shard_of: Ints | None = None) -> Ints:
+        """Return the samples of an epoch to deal: its permutation without those already ``done`` ``(samples,)``.
+
+        ``shard_of`` ``(samples,)``: the shard of each sample, on which a block shuffle depends.
+        """
+        if self.block_shards:
+            if shard_of is None:
+                raise TypeError("the order of a block shuffle depends on the shards of the dataset")
+            order = block_permutation(shard_of, self.seed, epoch, self.block_shards)
+        else:
+            order = permutation(self.samples, self.seed, epoch, shuffle=self.shuffle)
         return order[~done[order]] if done.any() else order
 
     def share(self, order: Ints) -> tuple[Ints, Ints]:
@@ -64,36 +83,71 @@ class Deal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardLayout:
-    """Which shard each sample lies in ``(samples,)``; by shard ``(shards,)`` how many samples, and their mean bytes."""
+    """Which shard each sample lies in ``(samples,)``; by shard ``(shards,)`` how many samples, and their mean bytes.
+
+    The shards are those of all manifests that the dataset reads, one manifest after another. ``counts`` are of whole
+    shards, also where a selection has few of their samples: needs are reported as shares of a shard. A sample of a join
+    lies in several shards: ``shard_of`` is where most of its bytes are, ``beside`` the others, ``NOWHERE`` for none.
+    """
 
     shard_of: Ints
     counts: Ints
     sample_bytes: npt.NDArray[np.float64]
     shard_bytes: float  # of a shard, on average
     drained_at_once: int = DRAINED_AT_ONCE
+    beside: tuple[Ints, ...] = ()
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether the samples of a shard may be alike, since they stood together in the origin."""
+        return self.drained_at_once > DRAINED_AT_ONCE
 
     @classmethod
-    def of(cls, manifest: Manifest) -> ShardLayout:
-        tables = manifest.tables
-        shard_of = np.searchsorted(tables.firsts.astype(np.int64), tables.blob_of, "right") - 1
-        counts = np.bincount(shard_of, minlength=manifest.shard_count)
-        sizes = tables.shard_sizes.astype(np.float64)
+    def of(cls, placement: Placement) -> ShardLayout:
+        manifests = [leaf.manifest for leaf in placement.leaves]
+        inside = [_shards_of(manifest) for manifest in manifests]
+        counts = np.concatenate(
+            [np.bincount(own, minlength=each.shard_count) for own, each in zip(inside, manifests, strict=True)]
+        )
+        firsts = np.cumsum([0, *(manifest.shard_count for manifest in manifests)])
+        shard_of = np.concatenate([own + first for own, first in zip(inside, firsts.tolist(), strict=False)])
+        sizes = np.concatenate([manifest.tables.shard_sizes.astype(np.float64) for manifest in manifests])
         sample_bytes = np.divide(sizes, counts, where=counts > 0, out=np.zeros(len(sizes)))
-        alike = manifest.header.layout == "sequential"
+        # The samples of a shard are alike where they lie in the origin's order, and where other leaves have others.
+        alike = len(manifests) > 1 or manifests[0].header.layout == "sequential"
+        beside = tuple(np.where(rows == NOWHERE, NOWHERE, shard_of[rows]) for rows in placement.beside)
         drained = DRAINED_WHERE_ALIKE if alike else DRAINED_AT_ONCE
-        return cls(shard_of, counts, sample_bytes, float(sizes.mean()), drained)
+        return cls(shard_of[placement.rows], counts, sample_bytes, float(sizes.mean()), drained, beside)
 
     def bytes(self, rows: Ints) -> float:
         """Return about how many bytes these samples have."""
-        return float(self.sample_bytes[self.shard_of[rows]].sum())
+        besides = (beside[rows] for beside in self.beside)
+        further = sum(float(self.sample_bytes[shards[shards != NOWHERE]].sum()) for shards in besides)
+        return float(self.sample_bytes[self.shard_of[rows]].sum()) + further
+
+    def beside_of(self, rows: Ints) -> Ints:
+        """Return how many of these samples lie beside in each shard ``(shards,)``."""
+        shards = np.concatenate([np.zeros(0, np.int64), *(beside[rows] for beside in self.beside)])
+        return np.bincount(shards[shards != NOWHERE], minlength=len(self.counts))
+
+
+def _shards_of(manifest: Manifest) -> Ints:
+    """Return the shard of each sample of a manifest ``(samples,)``."""
+    tables = manifest.tables
+    shards: Ints = np.searchsorted(tables.firsts.astype(np.int64), tables.blob_of, "right") - 1
+    return shards
 
 
 class Drawn(NamedTuple):
-    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early."""
+    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early.
+
+    ``epochs`` ``(n,)``: the epoch that each sample is of, where they are of different ones.
+    """
 
     number: int
     rows: Ints
     substituted: int
+    epochs: Ints | None = None
 
 
 class Replayed(NamedTuple):
@@ -107,6 +161,9 @@ class Replayed(NamedTuple):
 
 class Epoch:
     """Which entries of one rank's share of one epoch are pending, drawn and consumed."""
+
+    is_known = True
+    """Whether all its samples are known when it begins."""
 
     def __init__(
         self,
@@ -126,6 +183,7 @@ class Epoch:
         self.share = share
         self.consumed = np.zeros(len(share), bool) if own is None else own.copy()
         self.batches = batches
+        self.handed_out = 0  # batches of this pass
         self.has_skipped = False  # a later batch was consumed first: this one raised, or came out of order
         self._entries = np.flatnonzero(~self.consumed)
         self._replayed: list[tuple[int, Ints]] = []  # batches to come: samples to draw, and those to repeat
@@ -135,6 +193,7 @@ class Epoch:
         self.owed = 0  # samples to be repeated at the end, since as many bad ones were replaced by pending ones
         self._filled: dict[int, int] = {}  # of batches that were not consumed, how many samples of them are repeated
         self._bad: set[int] = set()  # rows
+        self.amendments: dict[int, Amendment] = {}  # of batches in which samples were bad, until they are consumed
         if replayed is not None:
             known, sizes = _entries_of(share, self._entries, replayed.rows, replayed.sizes)
             if replayed.sizes is not None:
@@ -149,7 +208,10 @@ class Epoch:
         self.drawn = 0
         self._in_flight: dict[int, Ints] = {}
         self._unread = np.zeros(self._shard_count, np.int64)  # drawn, and not in memory yet
+        self._layout = layout
+        self._beside = layout.beside_of(self._rows) if layout.beside else None  # not in memory yet
         self._fetching: dict[int, Ints] = {}
+        self._recent: deque[tuple[int, Ints]] = deque(maxlen=RECENT_BATCHES)  # the last that were consumed
 
     @property
     def pending(self) -> int:
@@ -160,13 +222,23 @@ class Epoch:
     def finished(self) -> bool:
         return not self.pending and not self._in_flight
 
+    def last_batch(self, batch_size: int) -> int:
+        """Return how many samples the last batch of this pass has."""
+        return len(self._entries) % batch_size or min(batch_size, len(self._entries))
+
     @property
     def left(self) -> Ints:
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
-        return self.order.left + self._unread
+        left = self.order.left + self._unread
+        return left if self._beside is None else left + self._beside
 
     def prepare(self, count: int) -> None:
         """Find the next ``count`` samples, if that may take time. Called without the sampler's lock."""
+
+    @property
+    def read(self) -> int:
+        """Entries whose bytes are in memory, or were consumed in this pass."""
+        return len(self.order.shards) - self.pending - int(self._unread.sum())
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""
@@ -265,6 +337,24 @@ class Epoch:
         """Never repeat these samples in this pass."""
         self._bad.update(rows.tolist())
 
+    @property
+    def identity(self) -> str:
+        """A digest of the samples that were pending when the pass began, in their order."""
+        return blake3.blake3(self._rows.view(np.uint8).data).hexdigest(16)
+
+    def encode_decision(self, entries: Ints) -> bytes:
+        """Return a batch's entries for another process that reads the same pass."""
+        return entries.astype(DECISION).tobytes()
+
+    def decode_decision(self, decision: bytes, count_max: int) -> Ints:
+        """Return the entries of a batch that another process decided. Raises ``BadRequest`` if it cannot be drawn."""
+        if not decision or len(decision) % DECISION.itemsize or len(decision) > count_max * DECISION.itemsize:
+            raise BadRequest(f"{len(decision)} bytes are no batch of at most {count_max} samples")
+        entries = np.frombuffer(decision, DECISION).astype(np.int64)
+        if not self.order.are_pending(entries):
+            raise BadRequest("it has entries that are not pending here")
+        return entries
+
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""
         return self._rows[self._in_flight[number]]
@@ -274,6 +364,8 @@ class Epoch:
         shards = self._fetching.pop(number, None)
         if shards is not None:
             self._unread -= np.bincount(shards, minlength=self._shard_count)
+            if self._beside is not None:
+                self._beside -= self._layout.beside_of(self.rows(number))
 
     def consume(self, number: int) -> Ints:
         """Mark a batch as consumed; return its samples."""
@@ -283,7 +375,25 @@ class Epoch:
         self._filled.pop(number, None)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
+        self._recent.append((number, entries))
+        self.handed_out += 1
         return self._rows[entries]
+
+    def as_of(self, batches: int) -> Epoch:
+        """Return a copy as it was when only so many batches were consumed, to be saved and not to be read.
+
+        Raises ``ValueError`` if that is more than ``RECENT_BATCHES`` batches ago.
+        """
+        back = self.batches - batches
+        if back > len(self._recent):
+            raise ValueError(f"batches: the state can be that of {len(self._recent)} batches ago, not of {back}")
+        undone = list(self._recent)[len(self._recent) - back :]
+        earlier = copy.copy(self)
+        earlier.batches, earlier.consumed = batches, self.consumed.copy()
+        earlier._in_flight = self._in_flight | dict(undone)
+        for _, entries in undone:
+            earlier.consumed[self._entries[entries]] = False
+        return earlier
 
 
 def _entries_of(share: Ints, pending: Ints, rows: Ints, sizes: list[int] | None = None) -> tuple[Ints, list[int]]:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Final
 
+import blake3
 import numpy as np
 
 from quiver import forks
@@ -91,6 +92,8 @@ class SamplerReader:
 class LazyEpoch(Epoch):
     """A pass whose samples a reader gives. Its methods but ``prepare`` are called with the sampler's lock held."""
 
+    is_known = False
+
     def __init__(self, number: int, reader: SamplerReader, layout: ShardLayout, *, drop_last: bool) -> None:
         super().__init__(number, np.zeros(0, np.int64), layout)
         self._layout = layout
@@ -101,7 +104,7 @@ class LazyEpoch(Epoch):
         self._flying: dict[int, Ints] = {}
         self._snapshots: dict[int, Any] = {}
         self._snapshot = self._snapped()
-        self.handed_out = 0  # samples
+        self.samples_given_out = 0  # samples
 
     @property
     def pending(self) -> int:
@@ -125,6 +128,11 @@ class LazyEpoch(Epoch):
                     self._buffer += self._reader.read(1)  # there is none: now it is known to have ended
             if self._reader.is_exhausted and self._drop_last and len(self._buffer) < count:
                 self._buffer = []
+
+    @property
+    def identity(self) -> str:
+        """A digest of the next samples that were read from the sampler."""
+        return blake3.blake3(np.array(self._buffer, np.int64).tobytes()).hexdigest(16)
 
     def soon(self, samples: int) -> list[int]:
         return list(dict.fromkeys(self._layout.shard_of[np.array(self._buffer[:samples], np.int64)].tolist()))
@@ -155,7 +163,7 @@ class LazyEpoch(Epoch):
         rows = self._flying.pop(number)
         self._snapshot = self._snapshots.pop(number)
         self.batches += 1
-        self.handed_out += len(rows)
+        self.samples_given_out += len(rows)
         return rows
 
     def add_pending(self, number: int, count: int) -> tuple[Ints, list[int]]:

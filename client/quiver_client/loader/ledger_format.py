@@ -36,7 +36,7 @@ class FrameKind(enum.IntEnum):
     END = 3  # the ledger was closed
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Which run a ledger records: if any of these fields differed, its bytes would mean other samples."""
 
     dataset: str  # digest of the manifest
@@ -46,6 +46,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     world_size: int
     batch_size: int
     drop_last: bool
+    block_shards: int = 0  # of a block shuffle; absent for a full one
 
 
 class Segment(NamedTuple):

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 
-from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order
 from quiver_client.loader.amendments import Amendment, decode_and_take, encode_amended
 from quiver_client.loader.batch_encoding import encode_batch, skipped
@@ -20,21 +19,20 @@ from quiver_client.loader.ledger_format import Run
 log = logging.getLogger("quiver_client")
 
 
-def open_recording(
-    dataset: Digest, deal: Deal, ledger: str | None, replay: str | None
-) -> tuple[Recorder, Replay | None]:
+def open_recording(dataset: str, deal: Deal, ledger: str | None, replay: str | None) -> tuple[Recorder, Replay | None]:
     """Return the recorder, which does nothing without a ``ledger``, and the replay if there is one.
 
     Raises ``ValueError`` naming ``ledger`` or ``replay`` for a file that is not a ledger of this run.
     """
     run = Run(
-        dataset=str(dataset),
+        dataset=dataset,
         seed=deal.seed,
         shuffle=deal.shuffle,
         rank=deal.rank,
         world_size=deal.world_size,
         batch_size=deal.batch_size,
         drop_last=deal.drop_last,
+        block_shards=deal.block_shards,
     )
     written = _path_of("ledger", ledger, run)
     if written is not None:
@@ -58,8 +56,10 @@ class Recorder:
         self._writer: LedgerWriter | None = None
         self._pid = os.getpid()
         self._has_written = False  # then this process appends to the ledger
-        self._drawn: dict[int, bytes] = {}  # encoded batches by number, until they are consumed
-        self._plain: dict[int, bytes] = {}  # those that were amended, as they were drawn
+        # By pass: encoded batches by number, until they are consumed; and how many batches its deal has in the ledger.
+        self._drawn: dict[Epoch, dict[int, bytes]] = {}
+        self._written: dict[Epoch, int] = {}
+        self._plain: dict[tuple[Epoch, int], bytes] = {}  # those that were amended, as they were drawn
 
     @property
     def is_recording(self) -> bool:
@@ -68,7 +68,8 @@ class Recorder:
     def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
         """Begin a pass over the samples that were not ``done`` before its shares were dealt.
 
-        ``resumed``: the run continues another one, and appends to its ledger.
+        ``resumed``: the run continues another one, and appends to its ledger. A pass that was put aside for another
+        one begins again where it was.
         """
         if self._has_forked():
             log.warning("ledger=%r: the process that began it writes it, not this forked child", str(self._path))
@@ -81,27 +82,36 @@ class Recorder:
             except OSError as error:
                 raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
             self._has_written, self._pid = True, os.getpid()
-        self._drawn.clear()
-        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, epoch.batches))
+        self._drawn.setdefault(epoch, {})
+        start = self._written.setdefault(epoch, epoch.batches)
+        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, start))
+
+    def forget(self, epoch: Epoch) -> None:
+        """Forget a pass that no loop reads any more."""
+        self._drawn.pop(epoch, None)
+        self._written.pop(epoch, None)
 
     def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
         """Remember a batch that is about to be drawn."""
         if self._writer is not None:
-            self._drawn[number] = encode_batch(epoch.order, entries, self._run.batch_size)
+            encoded = encode_batch(epoch.order, entries, self._run.batch_size)
+            self._drawn.setdefault(epoch, {})[number] = encoded
 
-    def amended(self, number: int, amendment: Amendment) -> None:
+    def amended(self, epoch: Epoch, number: int, amendment: Amendment) -> None:
         """Remember what was changed in a drawn batch because of bad samples, all of it: a later call replaces this."""
-        if number in self._drawn:
-            plain = self._plain.setdefault(number, self._drawn[number])
-            self._drawn[number] = encode_amended(plain, amendment, self._run.batch_size)
+        drawn = self._drawn.get(epoch, {})
+        if number in drawn:
+            plain = self._plain.setdefault((epoch, number), drawn[number])
+            drawn[number] = encode_amended(plain, amendment, self._run.batch_size)
 
-    def consumed(self, number: int) -> None:
+    def consumed(self, epoch: Epoch, number: int) -> None:
         """Record a consumed batch. Earlier batches that were not consumed raised, and the loop continued."""
-        for earlier in [each for each in self._drawn if each < number]:
-            self._write(skipped(self._drawn.pop(earlier)))
-        if number in self._drawn:
-            self._write(self._drawn.pop(number))
-        self._plain.pop(number, None)
+        drawn = self._drawn.get(epoch, {})
+        for earlier in [each for each in drawn if each < number]:
+            self._write(epoch, skipped(drawn.pop(earlier)))
+        if number in drawn:
+            self._write(epoch, drawn.pop(number))
+        self._plain.pop((epoch, number), None)
 
     def flush(self) -> None:
         """Hand the consumed batches to the operating system: a checkpoint must not be ahead of the ledger."""
@@ -113,7 +123,8 @@ class Recorder:
         if not self._has_forked():
             self._writer = None
 
-    def _write(self, batch: bytes) -> None:
+    def _write(self, epoch: Epoch, batch: bytes) -> None:
+        self._written[epoch] = self._written.get(epoch, 0) + 1
         self._attempt(lambda writer: writer.batch(batch))
 
     def _attempt(self, write: Callable[[LedgerWriter], None]) -> None:
@@ -135,6 +146,7 @@ class Recorder:
             self._writer.abandon()
         self._path = self._writer = None
         self._drawn.clear()
+        self._written.clear()
 
 
 class Replay:
@@ -154,7 +166,7 @@ class Replay:
             before = np.zeros(deal.samples, bool) if done is None else done
             if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
                 consumed = [each for each in consumed if done[each[0]].all()]
-            share, _ = deal.share(deal.order(epoch, before))
+            share, _ = deal.share(deal.order(epoch, before, layout.shard_of))
             order = Order(layout.shard_of[share], len(layout.counts))
             for batch in batches:
                 decoded = decode_and_take(order, batch, deal.batch_size)

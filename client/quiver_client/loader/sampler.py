@@ -10,42 +10,61 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import blake3
 import numpy as np
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
-from quiver.digest import Digest
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
-from quiver_client.dataset import Dataset
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
 from quiver_client.loader.amendments import Amendment
-from quiver_client.loader.arguments import job_of, lookahead_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
-from quiver_client.loader.labels import LabelWatch
-from quiver_client.loader.passes import Passes
+from quiver_client.loader.known_order import KnownOrder
+from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
+from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
+from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.progress import ProgressLine
+from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
+from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
+from quiver_client.loader.replicas.group import group_of
+from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import (
+    Reader,
+    flattens_states,
+    keeps_one_state,
+    pass_through,
+    share_of,
+    wrapping_shard,
+)
 from quiver_client.loader.user_sampler import UserSampler, rank_given
+from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
+from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
 HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
-    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+    "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
+    " loader again"
 )
 
 
+@rebuildable
 class BatchSampler(Sampler[list[int]]):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
@@ -54,12 +73,22 @@ class BatchSampler(Sampler[list[int]]):
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
 
+    even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
+
+    def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
+        """Return the sampler of this kind of dataset."""
+        if cls is BatchSampler and isinstance(dataset, Mix):
+            from quiver_client.loader.mix_sampler import MixBatchSampler  # a subclass of this class
+
+            return super().__new__(MixBatchSampler)
+        return super().__new__(cls)
+
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
-        dataset: Dataset,
+        dataset: Dataset[Any],
         batch_size: int = 1,
         *,
-        shuffle: bool = True,
+        shuffle: bool | str = True,
         drop_last: bool = False,
         substitute: bool = True,
         lookahead: int | str = "auto",
@@ -70,42 +99,69 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
+        timeout: float = 0,
+        block_shards: int | None = None,
     ) -> None:
-        if not isinstance(dataset, Dataset):
-            raise ValueError(f"dataset: give a quiver_client.Dataset, not {type(dataset).__name__}")
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
+        self.samples = resolved(dataset)
+        placement, identity = self.samples.placement(), self.samples.identity
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
-        settled = SettledRank(*rank_given(sampler, rank, world_size))
-        self._name = _name(job_of(job), dataset.manifest.digest)
+        group = group_of(mesh, replicate, rank, world_size)
+        if group is not None:
+            rank, world_size = group.rank, group.world_size
+        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
+        self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
-        user = UserSampler(sampler, len(dataset)) if sampler is not None else None
+        user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
+        if sampler is not None and isinstance(shuffle, str):
+            raise ValueError("sampler: it determines the order; give either sampler or shuffle")
+        layout = ShardLayout.of(placement)
+        is_shuffled, blocks = shuffle_of(shuffle, block_shards, layout)
         deal = Deal(
-            samples=len(dataset),
+            samples=len(self.samples),
             seed=whole("seed", seed, 0),
-            shuffle=bool(shuffle),
+            shuffle=is_shuffled,
             rank=0,
             world_size=1,
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
+            block_shards=blocks,
         )
-        self.substitute = bool(substitute) and deal.shuffle and sampler is None and replay is None
+        is_fixed = not deal.shuffle or bool(deal.block_shards) or sampler is not None or replay is not None
+        self.substitute = bool(substitute) and not is_fixed
         self._lookahead = lookahead_of(lookahead)
-        digest = dataset.manifest.digest
-        self._passes = Passes(digest, ShardLayout.of(dataset.manifest), deal, settled, user)
+        self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._agreement = None if settled.is_whole else RankAgreement(dataset.manifest, self.deal, sampler)
+        self._role = role_of(group, identity, self.deal, substitute=self.substitute, timeout=timeout)
+        is_compared = self._role.leads and not settled.is_whole
+        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=group is not None)
+        self._agreement = compared if is_compared else None
+        self._finalizer = weakref.finalize(self, self._role.stop)
+        self._finalizer.atexit = False  # a stream is stopped at exit by itself
+        self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
-        self._files = ledger, replay
-        self._recorder, self._replay = open_recording(digest, self.deal, *self._files)
-        self._labels = LabelWatch.of(dataset) if deal.shuffle else None
+        self._files = ledger if self._role.leads else None, replay
+        self._records = ledger is not None
+        self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
+        is_watched = deal.shuffle and self._role.leads
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if is_watched else None
+        if self._labels is not None and blocks and not self._labels.is_idle:
+            self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
         self._was_asked = forks.event()
-        self._amendments: dict[int, Amendment] = {}  # of batches in which samples were bad, until they are consumed
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
-        self._consumer = CacheConsumer(dataset, self._passes, self._wait, self._lock, soon_samples=soon)
+        known = None if self.substitute else KnownOrder(layout.shard_of, self._passes.following)
+        self._consumer = CacheConsumer(
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
+        )
+        self._leaves = placement.leaves
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
 
@@ -115,17 +171,43 @@ class BatchSampler(Sampler[list[int]]):
         return self._passes.deal
 
     @property
-    def sampler(self) -> Iterable[int]:
-        """The sampler that was given, or else the rank's share as a sampler.
+    def batch_size(self) -> int:
+        """Samples of a batch in this rank. There is no ``drop_last`` beside it: Lightning would make another order.
 
-        There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
+        Accelerate's ``BatchSamplerShard``, which deals batches to ranks, reads this when it is made over an order; one
+        over an order that is dealt already then hands its batches on (``pass_through``).
         """
-        return Share(self) if self._passes.user is None else self._passes.user.sampler
+        shard = wrapping_shard(sys._getframe(1))
+        rank, world_size = self._dealt_to
+        if shard is not None and world_size > 1:
+            parts = shard.num_processes if shard.split_batches else 1
+            if pass_through(shard, rank, world_size):
+                self.split(parts)
+        return self.deal.batch_size
+
+    def split(self, parts: int) -> None:
+        """Make the batches of each rank smaller: one of the size that was given is split between ``parts`` ranks.
+
+        Raises ``ValueError`` naming ``batch_size`` if it cannot be.
+        """
+        with self._lock:
+            if self._passes.split(parts):
+                self._recorder, self._replay = open_recording(self._passes.dataset, self.deal, *self._files)
+
+    @property
+    def sampler(self) -> Iterable[int]:
+        """The sampler that was given, or else the rank's share as a sampler."""
+        return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Which shard each sample lies in, and what shards have."""
+        return self._passes.layout
 
     def __len__(self) -> int:
         """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
@@ -133,15 +215,24 @@ class BatchSampler(Sampler[list[int]]):
             return self._passes.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Begin now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._passes.is_reproducible)
-        return self._batches()
+        # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _checked(self, reader: Reader) -> int:
+        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
+        self.attend(reader)
+        is_fixed, is_known = not self.substitute, self._is_reproducible
+        skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
+        reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
+        return skips
+
+    def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
+            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
+                yield [0] * self.deal.batch_size
             while True:
-                self.asked()
+                self.asked(epoch)
                 drawn = self.draw(epoch)
                 if drawn is None:
                     break
@@ -160,17 +251,55 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count."""
-        with self._lock:
-            self._recorder.flush()
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+    def state_dict(self, *, merged: bool = False, batches: int | None = None) -> State:
+        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
+
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``. ``batches``:
+        return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
+        draws batches before the training loop asks for them.
+        """
+        own = partial(self._state, batches)
+        if merged:
+            return merged_state(own, *self._ranks)
+        asking = sys._getframe(1)
+        if keeps_one_state(asking):
+            state = trainers_state(own, *self._ranks)
+            return packed(state) if flattens_states(asking) else state
+        return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
-            self._passes.load(state)
+            self._passes.load(unpacked(state))
+            self._aside.clear()
             self._recorder.flush()
+
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper set the user's sampler to."""
+        with self._lock:
+            self._passes.count_on()
+
+    @property
+    def handed_out(self) -> int:
+        """Batches that a loaded state counts in the epoch of the next pass; 0 where that pass begins an epoch."""
+        with self._lock:
+            return self._passes.handed_out
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """How many samples of the ranks' last batches, gathered in order of rank, are no repeats; 0 for all of them.
+
+        ``None`` if that is not known: the repeated samples are somewhere else.
+        """
+        kept = self._passes.kept_of_last
+        return None if kept and (self.substitute or self._replay is not None) else kept
+
+    def attend(self, reader: Reader) -> None:
+        """Have Hugging Face's Trainer, if it is the reader, keep this order's state in its checkpoints."""
+        if reader.training is not None:
+            from quiver_client.integrations.transformers import attend
+
+            attend(self, reader.training)
 
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
@@ -178,31 +307,51 @@ class BatchSampler(Sampler[list[int]]):
         if user is not None and not user.is_share:
             self._passes.rank.refuse_whole()
 
+    def share(self, epoch: int) -> Ints:
+        """Return this rank's share of a whole epoch, in the order of the permutation."""
+        return self._passes.share(epoch)
+
     def close(self) -> None:
         """Stop reporting needs, and close the ledger. The next iteration opens them again; the state stays."""
         with self._lock:
             if self._passes.current is not None:
                 self.abandon(self._passes.current)
             self._recorder.close()
+        self._role.close()
         self._consumer.close()
+
+    can_replace = True
+    """Whether bad samples can be replaced or skipped."""
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether other ranks have to get the same samples."""
+        return self._role.is_in_group
 
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
-        """Begin the next epoch, or the rest of a resumed one."""
+        """Begin the next epoch, or the rest of a resumed one. A pass that another loop reads is put aside."""
         self._compare_end()
         passes = self._passes
         with self._lock:
+            opened = passes.open_pass()
             if passes.settle():
-                self._recorder, self._replay = open_recording(self.dataset.manifest.digest, passes.deal, *self._files)
+                self._recorder, self._replay = open_recording(passes.dataset, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
-            self._wait.cancel()
-            self._amendments.clear()
-            self._consumer.begin(self._consumer_name)
-            self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
-        if self._agreement is not None:
-            self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
-        if self._replay is None:
+            self._aside.put(opened)
+            self._become_current(epoch)
+            passes.rank.warn_of_replicas(is_fixed=not self.substitute)
+        try:
+            if self._agreement is not None:
+                self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
+            if self.is_in_group:
+                epoch.prepare(self.deal.batch_size)  # what is known of the order is compared
+            self._role.begin(epoch)
+        except BaseException:
+            self.abandon(epoch)
+            raise
+        if self._replay is None and self._role.leads:
             self._consumer.start(wait_for_answer=self.substitute)
         return epoch
 
@@ -211,26 +360,28 @@ class BatchSampler(Sampler[list[int]]):
         if epoch is self._passes.reading:
             epoch.prepare(self.deal.batch_size)
         with self._lock:
-            if epoch is not self._passes.reading or not epoch.pending:
+            is_read = epoch is self._passes.reading or epoch in self._aside
+            if not is_read or not epoch.pending:
                 return True
             return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Whether no other pass has begun since, and no state was loaded."""
+        """Whether this pass was asked last, and no state was loaded since."""
         return epoch is self._passes.current
 
     def draw(self, epoch: Epoch) -> Drawn | None:
         """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
 
-        Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
+        Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
             if epoch is self._passes.reading:
                 epoch.prepare(self.deal.batch_size)
             with self._lock:
-                if epoch is not self._passes.current and epoch.pending:
+                is_aside = epoch in self._aside
+                if not is_aside and epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
-                if epoch is not self._passes.reading or not epoch.pending:
+                if (not is_aside and epoch is not self._passes.reading) or not epoch.pending:
                     return None
                 is_held = epoch.is_held(self.deal.batch_size)
                 entries = self._choose(epoch) if not is_held else None
@@ -239,20 +390,34 @@ class BatchSampler(Sampler[list[int]]):
                 self._was_asked.clear()
             if is_held:
                 self._was_asked.wait(HELD_SECONDS)
-                continue
-            self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
+            elif not self._role.wait(epoch):
+                self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
-        """The training loop waits for a batch."""
+    def asked(self, epoch: Epoch | None = None) -> None:
+        """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
+            self._role.asked()
+            if epoch is not None:
+                self._go_on(self._aside.take(epoch))
             self._consumer.asked()
             if self._passes.reading is not None:
                 self._passes.reading.asked()
             self._was_asked.set()
 
+    def show_first_fill(self, line: ProgressLine) -> None:
+        """Tell the line before each report, in the reporting thread, which shards are resident."""
+        layout = self._passes.layout
+        line.measure(self._leaves[0].manifest.path.stem, layout.sample_bytes * layout.counts)
+        self._consumer.on_view = line.learn
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is read through caches."""
+        return self._leaves
+
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
-        named = [self.dataset.named(row) for row in rows[:NAMED].tolist()]
+        named = [self.samples.named(row) for row in rows[:NAMED].tolist()]
         return failure("collate_fn, or the dataset,", error, named, len(rows))
 
     def fetched(self, epoch: Epoch, number: int) -> None:
@@ -277,16 +442,18 @@ class BatchSampler(Sampler[list[int]]):
             rows, shards = epoch.add_pending(number, wanted)
             repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
             added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
-            self._amend(number, Amendment(tuple(added), tuple(sorted(failed))))
-        self.dataset.count("replaced", len(added))
-        self.dataset.count("skipped", len(failed) - len(added))
+            self._amend(epoch, number, Amendment(tuple(added), tuple(sorted(failed))))
+        self._leaves[0].count("replaced", len(added))
+        self._leaves[0].count("skipped", len(failed) - len(added))
         return np.concatenate([rows, repeated])
 
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
-            self._recorder.consumed(number)
-            self._amendments.pop(number, None)
+            self._role.consumed(epoch, number)
+            self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
+            self._recorder.consumed(epoch, number)
+            epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -298,27 +465,91 @@ class BatchSampler(Sampler[list[int]]):
     def end(self, epoch: Epoch) -> None:
         """The pass has ended: from now on the state is that of the next epoch, with nothing consumed."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._passes.drop()
                 self._recorder.flush()
+                self._return_to_outer()
+        self._role.leave(epoch, at_end=True)
         self._compare_end()
+        self._role.finish(epoch)
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
                 self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
+                self._return_to_outer()
+        self._role.leave(epoch, at_end=False)
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _state(self, batches: int | None) -> State:
+        with self._lock:
+            self._recorder.flush()
+            is_recorded, claimant = self._is_recorded, self._aside.claimant()
+            if claimant is not None:
+                return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
+            return self._passes.state(is_recorded=is_recorded, batches=batches)
+
+    @property
+    def _dealt_to(self) -> tuple[int, int]:
+        """Rank and world size of the share that this order is."""
+        return self._passes.dealt_to
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Whether another process would read the next pass in the same order, if nothing is substituted."""
+        return self._passes.is_reproducible
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether a sampler of the user's gives the order."""
+        return self._passes.user is not None
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        return self._passes.rank.current
 
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
-        return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+        rank = self._passes.rank
+        name = f"{self._name}\0{rank.current[0]}"
+        if rank.process is not None:  # others of the job may read this share, each by its own choice
+            name += f"\0{rank.process}"
+        return blake3.blake3(name.encode()).digest(CONSUMER_BYTES)
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether a ledger records the order, here or in the rank that decides for this one."""
+        return self._recorder.is_recording if self._role.leads else self._records
+
+    def _become_current(self, epoch: Epoch) -> None:
+        self._wait.cancel()
+        self._consumer.begin(self._consumer_name)
+        self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
+
+    def _go_on(self, opened: OpenPass | None) -> None:
+        """Make a pass current that was put aside, in place of the one that is. Locked."""
+        if opened is not None:
+            self._aside.put(self._passes.open_pass())
+            self._passes.go_on(opened)
+            self._become_current(opened.epoch)
+
+    def _return_to_outer(self) -> None:
+        """An inner loop's pass has ended: the outer loop's is current again, before that asks. Locked."""
+        outer = self._aside.innermost()
+        if outer is not None:
+            self._go_on(self._aside.take(outer.epoch))
 
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
@@ -329,7 +560,14 @@ class BatchSampler(Sampler[list[int]]):
 
     def _choose(self, epoch: Epoch) -> Ints | None:
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
+        if self._role.follows:
+            decided: Ints | None = self._role.decision(epoch)
+            return decided
+        if not self._role.has_room(epoch):
+            return None
         batch_size = self.deal.batch_size
+        if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+            return epoch.order.plain(min(batch_size, epoch.pending))
         view = self._consumer.view if self.substitute else None
         entries = epoch.choose(batch_size, view, self._lookahead)
         if entries is not None or view is None:
@@ -344,27 +582,30 @@ class BatchSampler(Sampler[list[int]]):
         return epoch.completed(batch_size, view, self._lookahead)
 
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
-        if self._wait.is_waiting:
-            self._consumer.starved(self._wait.end(time.monotonic()))
+        if self._wait.is_waiting and epoch not in self._aside:
+            seconds = self._wait.end(time.monotonic())
+            self.starved_seconds += seconds
+            self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
+        self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)
-        self.dataset.count("substitutions", drawn.substituted)
+        self._leaves[0].count("substitutions", drawn.substituted)
         if epoch.owed and len(drawn.rows) < self.deal.batch_size:
             repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
-            self._amend(drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            self._amend(epoch, drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
             drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
 
-    def _amend(self, number: int, change: Amendment) -> None:
-        before = self._amendments.get(number, Amendment())
-        self._amendments[number] = before.and_then(change.added, change.failed)
-        self._recorder.amended(number, self._amendments[number])
+    def _amend(self, epoch: Epoch, number: int, change: Amendment) -> None:
+        before = epoch.amendments.get(number, Amendment())
+        epoch.amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(epoch, number, epoch.amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _name(job: str, dataset: Digest) -> str:
+def shared_name(job: str, dataset: str) -> str:
     """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
     A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.

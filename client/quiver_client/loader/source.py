@@ -7,6 +7,7 @@ Others draw from global generators, which ``loader.randomness`` seeds for each s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -230,13 +231,16 @@ def _names(loaded: Loaded) -> tuple[list[Named], int]:
 class ThreadedSource:
     """A source as the threads of one pass use it, and the training loop's thread."""
 
-    def __init__(self, source: Source, epoch: int, finish: Callable[[Any], Any]) -> None:
-        """``finish`` is applied to each batch, in the thread that made it: it pins memory."""
-        self._source, self._epoch, self._finish = source, epoch, finish
+    def __init__(self, source: Source, epoch: int, finish: Callable[[Any], Any], took: Callable[[float], None]) -> None:
+        """``finish`` is applied to each batch, in the thread that made it: it pins memory; ``took`` to the seconds that
+        it took to read and make the batch."""
+        self._source, self._epoch, self._finish, self._took = source, epoch, finish, took
         source.randomness.has_loop = True
 
     def fetch(self, drawn: Drawn) -> Any:
-        made = self._source.fetch(Request(self._epoch, drawn.rows))
+        begun = time.monotonic()
+        made = self._source.fetch(Request(self._epoch, drawn.rows, drawn.epochs))
+        self._took(time.monotonic() - begun)
         return made if isinstance(made, Unmade | Incomplete) else self._finish(made)
 
     def asked(self) -> None:

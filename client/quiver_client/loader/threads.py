@@ -16,8 +16,8 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from quiver_client import process_exit
-from quiver_client.loader.epoch import Drawn, Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.epoch import Drawn
+from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.source import ThreadedSource
 from quiver_client.thread_pool import ThreadPool
 
@@ -27,7 +27,9 @@ FETCHERS: Final = 4
 class ThreadedBatches:
     """Iterator over ``(number, batch)`` of one pass."""
 
-    def __init__(self, sampler: BatchSampler, epoch: Epoch, source: ThreadedSource, depth: int, timeout: float) -> None:
+    def __init__(
+        self, sampler: BatchOrder, epoch: OrderPass, source: ThreadedSource, depth: int, timeout: float
+    ) -> None:
         self._timeout = timeout or None
         self._sampler, self._epoch, self._source = sampler, epoch, source
         self._prefetcher = _Prefetcher(sampler, epoch, source, depth)
@@ -65,7 +67,7 @@ class ThreadedBatches:
 
 
 class _Prefetcher:
-    def __init__(self, sampler: BatchSampler, epoch: Epoch, source: ThreadedSource, depth: int) -> None:
+    def __init__(self, sampler: BatchOrder, epoch: OrderPass, source: ThreadedSource, depth: int) -> None:
         self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
         self._sampler, self._epoch, self._source = sampler, epoch, source

@@ -109,7 +109,7 @@ class UserSampler:
         given = int(resume.get("given", 0)) if resume is not None else 0
         reader = self._reader(epoch, omitted, resume.get("sampler_state") if resume is not None else None, given)
         made = LazyEpoch(epoch, reader, layout, drop_last=deal.drop_last)
-        made.handed_out = given if is_counted else int(done.sum())
+        made.samples_given_out = given if is_counted else int(done.sum())
         made.prepare(deal.batch_size)
         self._check_given(epoch, reader.given)
         return made
@@ -141,12 +141,12 @@ class UserSampler:
             return of_sampler(state, None)
         own = epoch.sampler_state
         if own is not None:
-            return of_sampler(state, None) | {"given": epoch.handed_out, "sampler_state": own}
+            return of_sampler(state, None) | {"given": epoch.samples_given_out, "sampler_state": own}
         left = epoch.read_out()
         if left is None:
-            return of_sampler(state, None) | {"given": epoch.handed_out}
+            return of_sampler(state, None) | {"given": epoch.samples_given_out}
         done = unpack(state["done"], self._samples)
-        is_rest_of_all = len(left) + int(done.sum()) == self._samples == epoch.handed_out + len(left)
+        is_rest_of_all = len(left) + int(done.sum()) == self._samples == epoch.samples_given_out + len(left)
         follows = is_rest_of_all and not done[left].any() and len(np.unique(left)) == len(left)
         return of_sampler(state, None if follows else left)
 

@@ -12,8 +12,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from quiver_client.failure import MARK
-from quiver_client.loader.epoch import Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.source import Request
 
 
@@ -41,12 +40,12 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
     """torch's iterator over worker processes. After ``next``, ``taken`` is the number of the batch that it returned."""
 
     def __init__(self, loader: Any) -> None:
-        self._order: BatchSampler = loader.order
+        self._order: BatchOrder = loader.order
         self.taken = -1
         super().__init__(loader)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._epoch: Epoch = loader.epoch
+        self._epoch: OrderPass = loader.epoch
         self._postponed = 0
         super()._reset(loader, first_iter)
 
@@ -54,7 +53,7 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         drawn = self._order.draw(self._epoch)
         if drawn is None:
             raise StopIteration
-        return Request(self._epoch.number, drawn.rows)
+        return Request(self._epoch.number, drawn.rows, drawn.epochs)
 
     def _try_put_index(self) -> None:
         if self._postponed or not self._order.poll(self._epoch):

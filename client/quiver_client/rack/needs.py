@@ -32,6 +32,7 @@ ANSWER_SECONDS: Final = 0.25  # that a report waits for answers; later ones coun
 LEAVE_SECONDS: Final = 0.75
 STALE_SECONDS: Final = 5.0
 FORBIDDEN_SECONDS: Final = 60.0  # between reports to a daemon that refuses them to this token
+RESEND_SECONDS: Final = 3.0  # between two lists of uses that are sent to a daemon, which may have no room for them
 
 U8 = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -59,6 +60,7 @@ class RackNeeds:
         self._telling: dict[str, Future[None]] = {}  # by URL, the report in flight
         self._seen: Expiring[str, U8] = Expiring(clock=clock)  # by URL, the last answer
         self._forbidden: Expiring[str, None] = Expiring(clock=clock)  # daemons that accept no reports from this token
+        self._sent: Expiring[str, None] = Expiring(clock=clock)  # daemons that were sent a list of uses a moment ago
         self._uploading: set[int] = set()
         self.orphaned: Mask | None = None
         self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
@@ -130,11 +132,14 @@ class RackNeeds:
         return url in self._forbidden or self._members.is_unresponsive(url)
 
     def _tell(self, url: str, told: NeedsReport) -> None:
-        peer = self._members.peer(url)
+        peer, brief = self._members.peer(url), told.without_uses()
         try:
-            answer = peer.needs(told)
+            answer = peer.needs(brief)
             if answer.status is NeedsStatus.NO_MANIFEST and not told.leaving:
                 self._members.put_manifest(peer, self._manifest)
+                answer = peer.needs(brief)
+            if answer.order_wanted and told.report.uses is not None and url not in self._sent:
+                self._sent.set(url, None, RESEND_SECONDS)
                 answer = peer.needs(told)
         except QuiverError as error:
             if isinstance(error, (Unavailable, Unauthenticated)):

@@ -1,0 +1,63 @@
+"""What is known of a consumer and of the dataset that it reads: values of ``Needs``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from quiver.digest import Digest
+from quiver.residency.orders import FixedOrder
+from quiver.residency.report import ConsumerReport
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+U8 = npt.NDArray[np.uint8]
+
+# A starving consumer may have been suspended since its last report; then shards would replace one another endlessly.
+EVICTIONS_PER_REPORT: Final = 4  # of needed shards, for one consumer, until it reports again
+
+
+@dataclass(slots=True, eq=False)
+class DatasetNeeds:
+    """A dataset that some consumer reports on."""
+
+    slots: Ints  # of each of its shards
+    mine: Mask
+    mine_share: float  # of the dataset's bytes, those of ``mine``
+    shard_bytes: float  # of the largest
+    sample_bytes: Floats  # of each shard, on average
+    key: int = 0  # the number of its domain's key
+    consumers: int = 0
+    is_planned: bool = False  # all uses to come are known of each of them
+
+
+class Group(NamedTuple):
+    """Consumers of one dataset that count once. A hook for sharing the cache: today each consumer is a group."""
+
+    name: bytes
+    dataset: Digest
+
+
+@dataclass(slots=True, eq=False)
+class Consumer:
+    """A consumer's last report, in bytes."""
+
+    name: bytes
+    group: Group
+    report: ConsumerReport
+    reported_at: float
+    left: Floats  # bytes, by shard of its dataset
+    pending: Mask  # of which shards something is left
+    left_mine: Floats  # as ``left``, of what is mine
+    local_bytes: float  # of ``left_mine``, those that were resident when it reported
+    soon: Ints
+    order: FixedOrder | None = None  # all its uses to come, where they are known
+    evictions_left: int = EVICTIONS_PER_REPORT
+
+    @property
+    def dataset(self) -> Digest:
+        return self.group.dataset

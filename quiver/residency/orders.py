@@ -1,0 +1,75 @@
+"""The fixed orders that consumers read in: for each, the shards of its next samples in the order of their use. Pure.
+
+A consumer whose order is fixed knows every use to come, of this epoch and the next. It sends that list once, under an
+identifier; each report says how far it has come. So any order is known exactly, whether it follows from a seed, from
+a sampler or from a saved state, and whoever decides computes no permutation.
+
+A client can send long lists. So all lists together have at most ``ENTRIES_MAX`` entries. If that is reached, the
+address with the most entries loses a list; a new one is refused only if its own address would then have the most. A
+consumer without a list is treated by what it reports as needed soon.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+ORDER_ID_BYTES: Final = 16
+ORDER_ENTRIES_MAX: Final = 1 << 20  # of one list: a consumer sends the next part when it has read half of it
+ENTRIES_MAX: Final = 1 << 25  # of all lists: 4 bytes each, 128 MiB
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FixedOrder:
+    """A list of uses. ``shards`` ``(n,)``: the number of the shard that each of the next samples lies in."""
+
+    identifier: bytes
+    shards: npt.NDArray[np.int32]
+    client: str = ""
+
+
+class Orders:
+    """The lists by consumer. Used by one thread."""
+
+    def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
+        self._entries_max = entries_max
+        self._orders: dict[bytes, FixedOrder] = {}
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    @property
+    def entries(self) -> int:
+        return sum(len(it.shards) for it in self._orders.values())
+
+    def get(self, consumer: bytes, identifier: bytes) -> FixedOrder | None:
+        """Return a consumer's list, if it is the one of this identifier."""
+        found = self._orders.get(consumer)
+        return found if found is not None and found.identifier == identifier else None
+
+    def put(self, consumer: bytes, order: FixedOrder) -> list[bytes] | None:
+        """Keep a consumer's list, which replaces its last one; return the consumers that lose theirs for it.
+
+        ``None``: it is refused, and the consumer has none.
+        """
+        self._orders.pop(consumer, None)
+        lost: list[bytes] = []
+        while self.entries + len(order.shards) > self._entries_max:
+            taken: Counter[str] = Counter({order.client: len(order.shards)})
+            for it in self._orders.values():
+                taken[it.client] += len(it.shards)
+            client, _ = taken.most_common(1)[0]
+            if client == order.client:
+                return None
+            lost.append(max((len(it.shards), name) for name, it in self._orders.items() if it.client == client)[1])
+            del self._orders[lost[-1]]
+        self._orders[consumer] = order
+        return lost
+
+    def drop(self, consumer: bytes) -> None:
+        """Forget a consumer's list."""
+        self._orders.pop(consumer, None)

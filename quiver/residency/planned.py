@@ -1,0 +1,136 @@
+"""What to fetch for consumers whose uses to come are known, and what to evict for it. Pure.
+
+    fetch   what is used first, just in time for the origin's bandwidth; into idle room at once
+    admit   a shard only if, up to some moment, it saves nine tenths of its own bytes more than what it replaces would
+            have saved: otherwise its samples are read by themselves, and nothing is evicted
+    evict   what saves least, and of that what is used last
+
+With whole uses (a shard that is read in one go) this is Belady's rule (1966) with bypass: what is evicted is used later
+than what is admitted. Where each sample of a shard is used at another time of the epoch, as in a full shuffle, all
+shards are worth about the same, a fetched one only pays for itself in an epoch, and the best is to keep a fixed set.
+
+A needed shard is evicted only if all who need it are such consumers, and only so often until the next report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.residency.consumers import Ints, Mask
+from quiver.residency.future import PAYS_BACK, Future
+from quiver.residency.needs import Needs
+from quiver.residency.origin_estimate import OriginEstimate
+
+LOW_SHARDS: Final = 1.5  # time for this many shards, by which a fetch ends before its shard is used
+ORIGIN_SHARE: Final = 0.9  # of the origin's measured bandwidth that decisions rely on
+VICTIMS_MAX: Final = 8  # for one shard
+CONSIDERED_MAX: Final = 256  # of the shards that are used next
+
+
+class Swap(NamedTuple):
+    """Fetch the shard of ``slot`` in place of those of ``victims``, on behalf of ``consumer``."""
+
+    slot: int
+    dataset: Digest
+    victims: tuple[int, ...]
+    consumer: bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Limits:
+    """What the planned decisions of one round must keep to.
+
+    ``absent``: by slot, what may be fetched. ``dataset_of``: a slot's dataset. ``present``: by slot, what is here or
+    coming, less what is evicted. ``short_of``: the bytes by which a slot's shard does not fit into free room.
+    ``may_fetch``, ``may_evict``: whether a shard may be fetched, and a needed one evicted, for a consumer.
+    """
+
+    absent: Mask
+    dataset_of: Callable[[int], Digest]
+    present: Mask
+    short_of: Callable[[int], float]
+    may_fetch: Set[bytes]
+    may_evict: Callable[[bytes], bool]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Planner:
+    """The planned decisions of one round."""
+
+    needs: Needs
+    future: Future
+    now: float
+    origin: OriginEstimate
+
+    def next(self, limits: Limits) -> Swap | None:
+        """Return what to fetch now, ``None`` for nothing."""
+        needs, future = self.needs, self.future
+        slots = self._wanted(limits)
+        slots = slots[future.total[slots] >= PAYS_BACK * needs.sizes[slots]]
+        if not len(slots):
+            return None
+        short = np.asarray([limits.short_of(slot) for slot in slots.tolist()])
+        if (short <= 0).any():
+            return self._swap(int(slots[np.argmax(short <= 0)]), (), limits)
+        residents = np.flatnonzero(self._evictable(limits.present))
+        worth = future.profit_absent[slots] > 0
+        slots, short = slots[worth], short[worth]
+        if not len(residents) or not len(slots):
+            return None
+        density = future.profit[residents] / np.maximum(needs.sizes[residents], 1.0)
+        some = residents[np.lexsort((-future.first[residents], density))[:VICTIMS_MAX]]
+        freed, lost = np.cumsum(needs.sizes[some]), np.cumsum(future.profit[some])
+        count = np.minimum(np.searchsorted(freed, short), len(some) - 1)
+        admitted = (freed[count] >= short) & (future.profit_absent[slots] > lost[count])
+        if not admitted.any() or not self._is_time(slots[admitted]):
+            return None
+        for at in np.flatnonzero(admitted).tolist():
+            swap = self._swap(int(slots[at]), tuple(some[: int(count[at]) + 1].tolist()), limits)
+            if self._may(swap, limits):
+                return swap
+        return None
+
+    def _swap(self, slot: int, victims: tuple[int, ...], limits: Limits) -> Swap:
+        return Swap(slot, limits.dataset_of(slot), victims, self._consumer(slot))
+
+    def _may(self, swap: Swap, limits: Limits) -> bool:
+        return not (self.needs.counts[list(swap.victims)] > 0).any() or limits.may_evict(swap.consumer)
+
+    def _consumer(self, slot: int) -> bytes:
+        return self.future.names[int(self.future.first_by[slot])]
+
+    def _wanted(self, limits: Limits) -> Ints:
+        """Return the absent slots that are used next, the first first."""
+        future = self.future
+        may = np.asarray([name in limits.may_fetch for name in future.names], bool)
+        slots = np.flatnonzero(limits.absent & np.isfinite(future.first) & may[future.first_by])
+        if len(slots) > CONSIDERED_MAX:
+            slots = slots[np.argpartition(future.first[slots], CONSIDERED_MAX)[:CONSIDERED_MAX]]
+        wanted: Ints = slots[np.argsort(future.first[slots], kind="stable")]
+        return wanted
+
+    def _evictable(self, present: Mask) -> Mask:
+        """Return which slots may be evicted for a planned fetch: held, and needed by no consumer with other needs."""
+        needs = self.needs
+        found: Mask = needs.held & present & self.future.in_plan & (needs.counts_of_files() == needs.counts)
+        for it in needs.consumers.values():
+            if it.order is None:
+                found[needs.datasets[it.dataset].slots[it.pending]] = False
+        return found
+
+    def _is_time(self, slots: Ints) -> bool:
+        """Return whether a fetch must begin now so that all of these end in time, one after the other."""
+        needs, origin = self.needs, self.origin
+        deadlines = self.future.until_first(self.now)[slots]
+        sizes = needs.sizes[slots]
+        rate = max((needs.consumers[it].report.rate for it in self.future.names if it in needs.consumers), default=0.0)
+        ahead = LOW_SHARDS * float(sizes.max()) / rate if rate > 0 else np.inf
+        slack = deadlines - ahead - origin.fill_seconds - origin.report_seconds
+        if origin.rate > 0:
+            slack -= (np.cumsum(sizes) - sizes) / (origin.rate * ORIGIN_SHARE)
+        return bool((slack <= 0).any())
