@@ -33,7 +33,7 @@ from quiver_client.loader.mix_state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share
+from quiver_client.loader.trainers import share_of
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 
@@ -138,7 +138,7 @@ class MixBatchSampler(BatchSampler):
     @property
     def sampler(self) -> Any:
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
-        return Share(self)
+        return share_of(self)
 
     def split(self, parts: int) -> None:
         raise ValueError("batch_size: batches of a mixture are not split between ranks; write split_batches=False")
