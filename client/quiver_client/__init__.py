@@ -14,8 +14,8 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 - ``batch`` holds and verifies a batch's samples; ``fields`` makes samples or columns of it, for ``dataset`` and
   ``collated_dataset``; ``loaded`` is a batch whose samples are yet to be made, ``seeding`` seeds them
 - ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards
-- ``mix`` draws several datasets in given proportions; ``integrations``: what other libraries' trainers need
-  beside the loader
+- ``mix`` draws several datasets in given proportions
+- ``integrations``: what other libraries' trainers need beside the loader
 - ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from quiver_client.concatenated import Concatenated
     from quiver_client.dataset import Dataset
     from quiver_client.indexing import index
+    from quiver_client.joined import Joined
     from quiver_client.loader.dataloader import DataLoader
     from quiver_client.loader.guided import Guided
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
     from quiver_client.mix import Mix
 
-__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "Guided", "Mix", "index", "merge_states"]
+__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "Guided", "Joined", "Mix", "index", "merge_states"]
 
 _HOME: Final = {
     "BatchSampler": "quiver_client.loader.sampler",
@@ -49,6 +50,7 @@ _HOME: Final = {
     "DataLoader": "quiver_client.loader.dataloader",
     "Dataset": "quiver_client.dataset",
     "Guided": "quiver_client.loader.guided",
+    "Joined": "quiver_client.joined",
     "Mix": "quiver_client.mix",
     "index": "quiver_client.indexing",
     "merge_states": "quiver_client.loader.state",

@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore"}
 Start = Callable[..., subprocess.Popen[str]]
+pytestmark = pytest.mark.timeout(300)  # several processes that each import a trainer, on a busy machine
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def ended(process: subprocess.Popen[str]) -> list[str]:
     """Return the lines that a successful run printed."""
-    shown, _ = process.communicate(timeout=110)
+    shown, _ = process.communicate(timeout=280)
     assert process.returncode == 0, shown
     return shown.splitlines()
 
@@ -76,7 +77,7 @@ def test_processes_under_torchrun_that_are_killed_resume_in_another_number_of_th
     wait_for(process, "epoch 1, checkpoint after step 10")
     for rank in psutil.Process(process.pid).children(recursive=True):
         rank.kill()
-    process.communicate(timeout=110)
+    process.communicate(timeout=280)
     assert process.returncode != 0
     lines = ended(start("ddp_train.py", 2))
     assert has(lines, once(1))

@@ -63,6 +63,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
+    …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
+    whose ranks do. Rank and world size follow from either; one rank of each group decides (docs/replicas.md).
     ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
     error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
     batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
@@ -109,6 +112,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
         block_shards: int | None = None,
         progress: bool | None = None,
         on_error: str = "raise",
@@ -144,10 +149,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 ledger=ledger,
                 replay=replay,
                 sampler=sampler,
+                mesh=mesh,
+                replicate=replicate,
+                timeout=timeout,
                 block_shards=block_shards,
             )
         if self._on_error.is_tolerant and not order.can_replace:
             raise ValueError("on_error: a mixture raises; let the parts' transforms return something for a bad sample")
+        if self._on_error.is_tolerant and order.is_in_group:
+            raise ValueError(
+                f"on_error={on_error!r}: with mesh or replicate, ranks that have to get the same samples could skip or"
+                " replace different ones; have the transform return something for a bad sample, or find the bad ones"
+                " with quiver verify --decode"
+            )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
         by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
@@ -248,9 +262,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches = CompleteBatches(
                 batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
             )
-        passing = LoopPass(
-            self.order, epoch, batches, GradientSync(self, self._prepared), reads_ahead=reads_one_ahead(asking)
-        )
+        sync = GradientSync(self, self._prepared)
+        passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing

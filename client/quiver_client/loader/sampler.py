@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -39,6 +40,8 @@ from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
+from quiver_client.loader.replicas.group import group_of
+from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers import (
     Reader,
@@ -96,6 +99,9 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
+        timeout: float = 0,
         block_shards: int | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -104,7 +110,10 @@ class BatchSampler(Sampler[list[int]]):
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
-        settled = SettledRank(*rank_given(sampler, rank, world_size))
+        group = group_of(mesh, replicate, rank, world_size)
+        if group is not None:
+            rank, world_size = group.rank, group.world_size
+        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
         self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
@@ -127,12 +136,19 @@ class BatchSampler(Sampler[list[int]]):
         self._lookahead = lookahead_of(lookahead)
         self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
+        self._role = role_of(group, identity, self.deal, substitute=self.substitute, timeout=timeout)
+        is_compared = self._role.leads and not settled.is_whole
+        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=group is not None)
+        self._agreement = compared if is_compared else None
+        self._finalizer = weakref.finalize(self, self._role.stop)
+        self._finalizer.atexit = False  # a stream is stopped at exit by itself
         self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
-        self._files = ledger, replay
+        self._files = ledger if self._role.leads else None, replay
+        self._records = ledger is not None
         self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
-        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        is_watched = deal.shuffle and self._role.leads
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if is_watched else None
         if self._labels is not None and blocks and not self._labels.is_idle:
             self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
@@ -200,12 +216,15 @@ class BatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        reader = Reader.of(sys._getframe(1))
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
+
+    def _checked(self, reader: Reader) -> int:
+        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
         self.attend(reader)
         is_fixed, is_known = not self.substitute, self._is_reproducible
         skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
         reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
-        return self._batches(skips)
+        return skips
 
     def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
@@ -298,10 +317,16 @@ class BatchSampler(Sampler[list[int]]):
             if self._passes.current is not None:
                 self.abandon(self._passes.current)
             self._recorder.close()
+        self._role.close()
         self._consumer.close()
 
     can_replace = True
     """Whether bad samples can be replaced or skipped."""
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether other ranks have to get the same samples."""
+        return self._role.is_in_group
 
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
@@ -316,9 +341,17 @@ class BatchSampler(Sampler[list[int]]):
             epoch = passes.begin(self._replay)
             self._aside.put(opened)
             self._become_current(epoch)
-        if self._agreement is not None:
-            self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
-        if self._replay is None:
+            passes.rank.warn_of_replicas(is_fixed=not self.substitute)
+        try:
+            if self._agreement is not None:
+                self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
+            if self.is_in_group:
+                epoch.prepare(self.deal.batch_size)  # what is known of the order is compared
+            self._role.begin(epoch)
+        except BaseException:
+            self.abandon(epoch)
+            raise
+        if self._replay is None and self._role.leads:
             self._consumer.start(wait_for_answer=self.substitute)
         return epoch
 
@@ -327,7 +360,8 @@ class BatchSampler(Sampler[list[int]]):
         if epoch is self._passes.reading:
             epoch.prepare(self.deal.batch_size)
         with self._lock:
-            if epoch is not self._passes.reading or not epoch.pending:
+            is_read = epoch is self._passes.reading or epoch in self._aside
+            if not is_read or not epoch.pending:
                 return True
             return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
@@ -341,14 +375,13 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
-            if epoch is self._passes.reading:
+            if epoch is self._passes.reading or epoch in self._aside:
                 epoch.prepare(self.deal.batch_size)
             with self._lock:
-                if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
-                    return self._take_plain(epoch) if epoch.pending else None
-                if epoch is not self._passes.current and epoch.pending:
+                is_aside = epoch in self._aside
+                if not is_aside and epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
-                if epoch is not self._passes.reading or not epoch.pending:
+                if (not is_aside and epoch is not self._passes.reading) or not epoch.pending:
                     return None
                 is_held = epoch.is_held(self.deal.batch_size)
                 entries = self._choose(epoch) if not is_held else None
@@ -357,12 +390,13 @@ class BatchSampler(Sampler[list[int]]):
                 self._was_asked.clear()
             if is_held:
                 self._was_asked.wait(HELD_SECONDS)
-                continue
-            self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
+            elif not self._role.wait(epoch):
+                self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Epoch | None = None) -> None:
         """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
+            self._role.asked()
             if epoch is not None:
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
@@ -416,6 +450,7 @@ class BatchSampler(Sampler[list[int]]):
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
+            self._role.consumed(epoch, number)
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
             epoch.amendments.pop(number, None)
@@ -436,7 +471,9 @@ class BatchSampler(Sampler[list[int]]):
                 self._passes.drop()
                 self._recorder.flush()
                 self._return_to_outer()
+        self._role.leave(epoch, at_end=True)
         self._compare_end()
+        self._role.finish(epoch)
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
@@ -450,13 +487,14 @@ class BatchSampler(Sampler[list[int]]):
                 if epoch.finished:
                     self._recorder.flush()
                 self._return_to_outer()
+        self._role.leave(epoch, at_end=False)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self, batches: int | None) -> State:
         with self._lock:
             self._recorder.flush()
-            is_recorded, claimant = self._recorder.is_recording, self._aside.claimant()
+            is_recorded, claimant = self._is_recorded, self._aside.claimant()
             if claimant is not None:
                 return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
             return self._passes.state(is_recorded=is_recorded, batches=batches)
@@ -484,7 +522,16 @@ class BatchSampler(Sampler[list[int]]):
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
-        return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+        rank = self._passes.rank
+        name = f"{self._name}\0{rank.current[0]}"
+        if rank.process is not None:  # others of the job may read this share, each by its own choice
+            name += f"\0{rank.process}"
+        return blake3.blake3(name.encode()).digest(CONSUMER_BYTES)
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether a ledger records the order, here or in the rank that decides for this one."""
+        return self._recorder.is_recording if self._role.leads else self._records
 
     def _become_current(self, epoch: Epoch) -> None:
         self._wait.cancel()
@@ -513,7 +560,14 @@ class BatchSampler(Sampler[list[int]]):
 
     def _choose(self, epoch: Epoch) -> Ints | None:
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
+        if self._role.follows:
+            decided: Ints | None = self._role.decision(epoch)
+            return decided
+        if not self._role.has_room(epoch):
+            return None
         batch_size = self.deal.batch_size
+        if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+            return epoch.order.plain(min(batch_size, epoch.pending))
         view = self._consumer.view if self.substitute else None
         entries = epoch.choose(batch_size, view, self._lookahead)
         if entries is not None or view is None:
@@ -527,17 +581,13 @@ class BatchSampler(Sampler[list[int]]):
                 return None
         return epoch.completed(batch_size, view, self._lookahead)
 
-    def _take_plain(self, epoch: Epoch) -> Drawn:
-        entries = epoch.order.plain(min(self.deal.batch_size, epoch.pending))
-        self._recorder.drawn(epoch, epoch.drawn, entries)
-        return epoch.draw(entries)
-
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
-        if self._wait.is_waiting:
+        if self._wait.is_waiting and epoch not in self._aside:
             seconds = self._wait.end(time.monotonic())
             self.starved_seconds += seconds
             self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
+        self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)
         if epoch.owed and len(drawn.rows) < self.deal.batch_size:

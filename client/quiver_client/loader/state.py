@@ -204,7 +204,8 @@ def _with_rest(state: State, rest: Ints) -> State:
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """Merge the states of all ranks of one run into one that loads into any world size and any number of workers.
 
-    ``states``: one of each rank, in any order, taken at the same point of training. Where samplers gave the orders,
+    ``states``: one of each rank, in any order, taken at the same point of training. The equal states of processes that
+    read one share together (``mesh=``, ``replicate=``) count as one. Where samplers gave the orders,
     what each has left is dealt again, in turns; samples that a ``DistributedSampler`` repeated to even out the ranks
     are left only if no rank has read them. Raises ``ValueError`` if a rank is missing or there twice, or if they are
     not of one run. ``DataLoader.state_dict(merged=True)`` gathers the states of all ranks, and merges them.
@@ -215,7 +216,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
 
         return merge_mixes(states)
-    states = [_checked(state) for state in states]
+    states = _distinct([_checked(state) for state in states])
     world_size = states[0]["world_size"]
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
@@ -257,6 +258,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     if positions := _positions(at_start):
         merged["positions"] = positions
     return counting(merged, max(counted(state) for state in at_start))
+
+
+def _distinct(states: list[State]) -> list[State]:
+    """Return the states without those that equal an earlier one."""
+    return [state for at, state in enumerate(states) if state not in states[:at]]
 
 
 def _merged_samplers(states: list[State]) -> State:
