@@ -130,6 +130,15 @@ class Order:
         late = waiting[~np.isin(waiting, resident)]
         return np.sort(np.concatenate([resident, late[: count - len(resident)]]))
 
+    def are_pending(self, entries: Ints) -> bool:
+        """Whether these are different entries that ``take`` accepts: pending ones, the next of each shard."""
+        if not len(entries) or int(entries.min()) < 0 or int(entries.max()) >= len(self.shards):
+            return False
+        shards, counts = np.unique(self.shards[entries], return_counts=True)
+        if bool((counts > self.left[shards]).any()):
+            return False
+        return bool(np.array_equal(self.prefixes(shards, counts), np.sort(entries)))
+
     def take(self, entries: Ints) -> None:
         """Mark entries as taken. They must be the next ones of each shard."""
         self._taken[entries] = True

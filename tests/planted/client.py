@@ -76,8 +76,8 @@ BUGS: Final = (
     Planted(
         "a checkpoint is ahead of its ledger",
         "client/quiver_client/loader/sampler.py",
-        "            self._recorder.flush()\n            return self._passes.state(",
-        "            return self._passes.state(",
+        "            self._recorder.flush()\n            is_recorded, claimant",
+        "            is_recorded, claimant",
         ("tests/client/test_loader_ledger.py::test_a_checkpoint_is_never_ahead_of_its_ledger",),
     ),
     Planted(

@@ -40,7 +40,7 @@ def ranks(files: Files, tmp_path: Path) -> Iterator[Ranks]:
     """Run a script in several ranks; return the answer of each."""
     started: list[Script] = []
 
-    def run(text: str, count: int = 2) -> list[Any]:
+    def run(text: str, count: int = 2, seconds: float = 90) -> list[Any]:
         with closing(socket.create_server(("127.0.0.1", 0))) as listening:
             port = listening.getsockname()[1]
         cache = f"file://{tmp_path}/cache?capacity=1GiB"
@@ -50,7 +50,7 @@ def ranks(files: Files, tmp_path: Path) -> Iterator[Ranks]:
         ]
         started.extend(mine)
         for each in mine:
-            assert each.wait(90) == 0, each.lines()[-20:]
+            assert each.wait(seconds) == 0, each.lines()[-20:]
         return [json.loads(each.lines()[-1]) for each in mine]
 
     yield run

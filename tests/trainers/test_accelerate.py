@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
+import pytest
+
 from tests.trainers.conftest import Ranks
 
 SAMPLES = 150
 BEGIN = """
 os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", ACCELERATE_USE_CPU="true")
+torch.multiprocessing.set_start_method("fork", force=True)  # the default; a server of forks started this process
 from accelerate import Accelerator
 """
 
@@ -56,11 +61,10 @@ def refused(batches):
     except RuntimeError as error:
         return str(error)
 stock = torch.utils.data.DataLoader
-own = stock(dataset, batch_sampler=BatchSampler(dataset, 16))
 alone = stock(dataset, batch_sampler=BatchSampler(dataset, 16, rank=0, world_size=1))
 said = [
-    refused(prepare_data_loader(DataLoader(dataset, 16, shuffle=True))),  # without the Accelerator that sees the mark
-    refused(accelerator.prepare(own)),
+    refused(prepare_data_loader(DataLoader(dataset, 16, shuffle=True, rank=0, world_size=1))),
+    refused(prepare_data_loader(DataLoader(dataset, 16, sampler=RandomSampler(dataset)))),
     refused(accelerator.prepare(alone)),
     refused(skip_first_batches(DataLoader(dataset, 16, shuffle=True), 2)),
     refused(skip_first_batches(DataLoader(dataset, 16, shuffle=True, substitute=False), 2)),
@@ -98,3 +102,131 @@ torch.distributed.destroy_process_group()
         assert "Wrap the sampler in a DistributedSampler" in said[7], "each sample was read by both"
     for which in (1, 2, 3):
         assert sorted(answers[0][which] + answers[1][which]) == list(range(SAMPLES))
+
+
+@pytest.mark.timeout(300)
+def test_batches_that_are_dealt_already_are_handed_on_by_what_accelerate_wraps_around_them(ranks: Ranks) -> None:
+    """It used to refuse them."""
+    text = """
+from accelerate import DataLoaderConfiguration
+from accelerate.data_loader import prepare_data_loader
+from quiver_client import BatchSampler, index
+stock = torch.utils.data.DataLoader
+def accelerator(**more):
+    return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**more))
+def read(loader, passes=2):
+    length = len(loader)  # before the first pass, as schedulers take it
+    found = [list(map(rows, loader)) for _ in range(passes)]
+    return [[length], *found]
+plain, uneven, split, dispatching = accelerator(), accelerator(even_batches=False), accelerator(
+    split_batches=True), accelerator(dispatch_batches=True)
+found = {
+    "sampler": read(plain.prepare(stock(dataset, batch_sampler=BatchSampler(dataset, 16)))),
+    "workers": read(plain.prepare(stock(dataset, batch_sampler=BatchSampler(dataset, 16), num_workers=2))),
+    "uneven": read(uneven.prepare(stock(dataset, batch_sampler=BatchSampler(dataset, 16)))),
+    "split": read(split.prepare(stock(dataset, batch_sampler=BatchSampler(dataset, 16)))),
+    "function": read(prepare_data_loader(DataLoader(dataset, 16, shuffle=True))),
+    "ours split": read(split.prepare(DataLoader(dataset, 16, shuffle=True))),
+    "ours dispatched": read(dispatching.prepare(DataLoader(dataset, 16, shuffle=True))),
+    "ours uneven": read(uneven.prepare(DataLoader(dataset, 16, shuffle=True))),
+    "distributed": read(plain.prepare(stock(dataset, batch_sampler=BatchSampler(
+        dataset, 16, sampler=torch.utils.data.DistributedSampler(dataset))))),
+    "stock": read(plain.prepare(stock(dataset, 15, shuffle=True))),
+    "stock split": read(split.prepare(stock(dataset, 30, shuffle=True))),
+}
+train, test = DataLoader(dataset, 16, shuffle=True), DataLoader(dataset, 50)
+assert plain.prepare(train, test) == (train, test) == plain.prepare(train, test)
+assert plain._dataloaders.count(train) == 1
+plain.free_memory()
+assert plain.prepare(train) is train
+with plain.join_uneven_inputs([], even_batches=False):
+    found["again"] = read(train)
+train.batch_sampler.even_batches = False  # as join_uneven_inputs does with several devices
+test = split.prepare(test)
+found["again split"] = read(split.prepare(test))
+assert (test.batch_size, split.prepare_data_loader(test).batch_size) == (25, 25)
+os.mkdir(f"{folder}/odd{rank}")
+for number in range(9):
+    open(f"{folder}/odd{rank}/{number}", "w").write(str(number))
+index(f"{folder}/odd{rank}", f"{folder}/odd{rank}.quiver")
+odd = Dataset(f"{folder}/odd{rank}.quiver", sys.argv[4], fields=["__key__"])
+gathered = []
+loader = plain.prepare(DataLoader(odd, 2))
+for batch in loader:
+    gathered += plain.gather_for_metrics(batch["__key__"], use_gather_object=True)
+unknown = plain.prepare(DataLoader(odd, 2, shuffle=True))
+for batch in unknown:
+    pass
+def one(samples):
+    return {"ones": torch.ones(len(samples)), "keys": [sample["__key__"] for sample in samples]}
+plain.state._shared_state["device"] = torch.device("meta")  # a device that every machine has
+placed = next(iter(plain.prepare(DataLoader(dataset, 16, collate_fn=one))))
+kept = next(iter(plain.prepare(DataLoader(dataset, 16, collate_fn=one), device_placement=[False])))
+plain.state._shared_state["device"] = torch.device("cpu")
+devices = [str(placed["ones"].device), str(kept["ones"].device), len(placed["keys"])]
+said = ""
+try:
+    split.prepare(DataLoader(dataset, 15))
+except ValueError as error:
+    said = str(error)
+answer([found, gathered, said, devices])
+torch.distributed.destroy_process_group()
+"""
+    answers = ranks(BEGIN + text, seconds=280)
+    for what in answers[0][0]:
+        for epoch in (1, 2):
+            both = [answer[0][what][epoch] for answer in answers]
+            assert sorted(chain(*both[0], *both[1])) == list(range(SAMPLES)), what
+            assert [len(each) for each in both] == [answer[0][what][0][0] for answer in answers], what
+            assert list(map(len, both[0])) == list(map(len, both[1])), what
+    assert [len(batch) for batch in answers[0][0]["split"][1]] == [8] * 9 + [3]
+    assert [len(batch) for batch in answers[0][0]["ours split"][1]] == [8] * 9 + [3]
+    assert [len(batch) for batch in answers[0][0]["again split"][1]] == [25] * 3
+    for _, gathered, said, devices in answers:
+        assert devices == ["meta", "cpu", 16]
+        assert sorted(gathered) == list("012345678"), "the sample that evens out the ranks is dropped"
+        assert said.startswith("batch_size=15: with split_batches it must be a multiple of 2 ranks")
+
+
+def test_accelerates_saved_state_has_what_all_ranks_read(ranks: Ranks) -> None:
+    text = """
+from accelerate import DataLoaderConfiguration, skip_first_batches
+from quiver_client import BatchSampler
+def run(batches, load=None, save=None, skip=0, **more):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(dataset, 16, shuffle=True, **more))
+    kept = DataLoader(dataset, 10, shuffle=True)  # not prepared, and registered by the user
+    accelerator.register_for_checkpointing(kept)
+    if load:
+        accelerator.load_state(f"{folder}/{load}")
+    found = sum((rows(batch) for _, batch in zip(range(batches), kept)), [])
+    if skip:
+        loader = skip_first_batches(loader, skip)
+    read = sum((rows(batch) for _, batch in zip(range(batches), loader)), [])
+    if save:
+        accelerator.save_state(f"{folder}/{save}")
+    accelerator.free_memory()
+    accelerator._custom_objects.clear()
+    return [read, found]
+straight = [run(2, save="first"), run(1, "first", "second"), run(99, "second"), run(99, "second", skip=3)]
+said = []
+try:
+    run(99, "second", skip=2)
+except RuntimeError as error:
+    said.append(str(error))
+stateful = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+try:
+    list(stateful.prepare(torch.utils.data.DataLoader(dataset, batch_sampler=BatchSampler(dataset, 16))))
+except RuntimeError as error:
+    said.append(str(error))
+answer([straight, said])
+torch.distributed.destroy_process_group()
+"""
+    answers = ranks(BEGIN + text)
+    for which in (0, 1):
+        for last in (2, 3) if which == 0 else (2,):
+            parts = [answer[0][part][which] for answer in answers for part in (0, 1, last)]
+            assert sorted(chain(*parts)) == list(range(SAMPLES))
+    for _, said in answers:
+        assert "skips 2 batches, and the loaded state counts 3" in said[0]
+        assert "Accelerator.save_state then saves the state of all ranks" in said[1]

@@ -9,6 +9,7 @@ means of
 - ``consumer``: what is reported to the cache, and what is resident; ``several_needs``: the same over several caches;
   ``draw_wait``: how long a draw waits for that; ``loop_rate``: how fast the loop reads, and when it pauses;
   ``known_order``: the uses to come of a fixed order
+- ``replicas``: ranks that get the same samples in the same order: one decides, the others follow
 - ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;
   ``user_sampler``: an order of the user's, ``lazy_sampler``: one that is read while the loop runs; ``trainers``: what
   Accelerate, Lightning and others read and wrap

@@ -26,8 +26,8 @@ from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainer_loops import reads_one_ahead
-from quiver_client.loader.trainers import GradientSync, warn_of_repeats
+from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
+from quiver_client.loader.trainers import GradientSync, Prepared, Reader, warn_of_repeats
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
@@ -63,6 +63,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
+    …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
+    whose ranks do. Rank and world size follow from either; one rank of each group decides (docs/replicas.md).
     ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
     error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
     batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
@@ -80,7 +83,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     """
 
     end_of_dataloader = False  # read by Accelerate: the batch handed out was the last one of its pass
+    use_stateful_dataloader = True  # read by Accelerate: save_state and load_state include the loader's state
     _warned_of_repeats = False
+    _prepared = Prepared()
 
     def __init__(  # noqa: PLR0913, PLR0917 - torch's own arguments, and ours
         self,
@@ -107,6 +112,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         job: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
         block_shards: int | None = None,
         progress: bool | None = None,
         on_error: str = "raise",
@@ -142,10 +149,19 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 ledger=ledger,
                 replay=replay,
                 sampler=sampler,
+                mesh=mesh,
+                replicate=replicate,
+                timeout=timeout,
                 block_shards=block_shards,
             )
         if self._on_error.is_tolerant and not order.can_replace:
             raise ValueError("on_error: a mixture raises; let the parts' transforms return something for a bad sample")
+        if self._on_error.is_tolerant and order.is_in_group:
+            raise ValueError(
+                f"on_error={on_error!r}: with mesh or replicate, ranks that have to get the same samples could skip or"
+                " replace different ones; have the transform return something for a bad sample, or find the bad ones"
+                " with quiver verify --decode"
+            )
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
         by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
@@ -188,9 +204,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     def _is_accelerate_prepared(self) -> bool:
         """Read by Accelerate, which then leaves the loader unchanged: each rank has its share already.
 
-        Raises ``ValueError`` naming ``sampler`` if each rank would read all of it.
+        What Accelerate would do otherwise the loader does: it puts batches on the Accelerator's device, and with
+        ``split_batches`` splits a batch between the ranks. Raises ``ValueError`` naming ``sampler`` if each rank would
+        read all of it.
         """
         self.order.check_shares()
+        prepared = Prepared.by(sys._getframe(1))
+        if prepared is not None:
+            self.order.split(prepared.parts)
+            self._prepared = prepared
+            self.__dict__["batch_size"] = self.order.deal.batch_size  # torch forbids setting it
         return True
 
     @_is_accelerate_prepared.setter
@@ -199,11 +222,12 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last batch Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
-        if not self._warned_of_repeats:
+        """How many samples of the ranks' last batches Accelerate's ``gather_for_metrics`` keeps; 0 for all of them."""
+        kept = self.order.kept_of_last
+        if kept is None and not self._warned_of_repeats:
             self._warned_of_repeats = True
             warn_of_repeats(self.order.deal)
-        return 0
+        return kept or 0
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch, the same in every rank.
@@ -216,6 +240,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         asking = sys._getframe(1)
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
+        if is_counter(asking):
+            self.order.count_on()
+        self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch
         samples = epoch.pending
@@ -235,7 +262,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches = CompleteBatches(
                 batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
             )
-        passing = LoopPass(self.order, epoch, batches, GradientSync(self), reads_ahead=reads_one_ahead(asking))
+        sync = GradientSync(self, self._prepared)
+        passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
         passing.tell(self._watch, self._seen, self._show_progress())
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing

@@ -6,13 +6,17 @@ drawn and not consumed is still pending; one that is consumed never becomes pend
 
 from __future__ import annotations
 
+import copy
+from collections import deque
 from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import blake3
 import numpy as np
 import numpy.typing as npt
 
+from quiver.errors import BadRequest
 from quiver.manifest import Manifest
 from quiver.shuffles import block_permutation
 from quiver.substitution import (
@@ -27,6 +31,9 @@ from quiver.substitution import (
 )
 from quiver_client.loader.amendments import Amendment
 from quiver_client.placement import NOWHERE, Placement
+
+DECISION: Final = np.dtype("<i8")  # an entry of a batch, as it is sent to another process
+RECENT_BATCHES: Final = 256  # more than a stock loader's workers draw ahead
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +191,7 @@ class Epoch:
         self._holds_last = False
         self._asked = 0  # how often the loop asked for a batch of this pass
         self.owed = 0  # samples to be repeated at the end, since as many bad ones were replaced by pending ones
+        self._filled: dict[int, int] = {}  # of batches that were not consumed, how many samples of them are repeated
         self._bad: set[int] = set()  # rows
         self.amendments: dict[int, Amendment] = {}  # of batches in which samples were bad, until they are consumed
         if replayed is not None:
@@ -203,6 +211,7 @@ class Epoch:
         self._layout = layout
         self._beside = layout.beside_of(self._rows) if layout.beside else None  # not in memory yet
         self._fetching: dict[int, Ints] = {}
+        self._recent: deque[tuple[int, Ints]] = deque(maxlen=RECENT_BATCHES)  # the last that were consumed
 
     @property
     def pending(self) -> int:
@@ -213,6 +222,10 @@ class Epoch:
     def finished(self) -> bool:
         return not self.pending and not self._in_flight
 
+    def last_batch(self, batch_size: int) -> int:
+        """Return how many samples the last batch of this pass has."""
+        return len(self._entries) % batch_size or min(batch_size, len(self._entries))
+
     @property
     def left(self) -> Ints:
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
@@ -221,9 +234,6 @@ class Epoch:
 
     def prepare(self, count: int) -> None:
         """Find the next ``count`` samples, if that may take time. Called without the sampler's lock."""
-
-    def look_ahead(self, number: int) -> None:
-        """Find out whether a batch is the last one, if that is not known. Called without the sampler's lock."""
 
     @property
     def read(self) -> int:
@@ -313,13 +323,37 @@ class Epoch:
 
     def fill(self, drawn: Drawn, batch_size: int, seed: int) -> Ints:
         """Return what to repeat in a batch that is smaller than others since bad samples were replaced."""
-        repeated = self.repeats(drawn.number, min(self.owed, batch_size - len(drawn.rows)), seed)
-        self.owed -= min(self.owed, batch_size - len(drawn.rows))
-        return repeated
+        count = min(self.owed, batch_size - len(drawn.rows))
+        self.owed -= count
+        self._filled[drawn.number] = count
+        return self.repeats(drawn.number, count, seed)
+
+    @property
+    def owed_to_resume(self) -> int:
+        """``owed`` for a state, in which batches that were drawn and not consumed are still pending."""
+        return self.owed + sum(self._filled.values())
 
     def mark_bad(self, rows: Ints) -> None:
         """Never repeat these samples in this pass."""
         self._bad.update(rows.tolist())
+
+    @property
+    def identity(self) -> str:
+        """A digest of the samples that were pending when the pass began, in their order."""
+        return blake3.blake3(self._rows.view(np.uint8).data).hexdigest(16)
+
+    def encode_decision(self, entries: Ints) -> bytes:
+        """Return a batch's entries for another process that reads the same pass."""
+        return entries.astype(DECISION).tobytes()
+
+    def decode_decision(self, decision: bytes, count_max: int) -> Ints:
+        """Return the entries of a batch that another process decided. Raises ``BadRequest`` if it cannot be drawn."""
+        if not decision or len(decision) % DECISION.itemsize or len(decision) > count_max * DECISION.itemsize:
+            raise BadRequest(f"{len(decision)} bytes are no batch of at most {count_max} samples")
+        entries = np.frombuffer(decision, DECISION).astype(np.int64)
+        if not self.order.are_pending(entries):
+            raise BadRequest("it has entries that are not pending here")
+        return entries
 
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""
@@ -338,10 +372,28 @@ class Epoch:
         self.fetched(number)
         self.has_skipped |= any(earlier < number for earlier in self._in_flight)
         entries = self._in_flight.pop(number)
+        self._filled.pop(number, None)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
+        self._recent.append((number, entries))
         self.handed_out += 1
         return self._rows[entries]
+
+    def as_of(self, batches: int) -> Epoch:
+        """Return a copy as it was when only so many batches were consumed, to be saved and not to be read.
+
+        Raises ``ValueError`` if that is more than ``RECENT_BATCHES`` batches ago.
+        """
+        back = self.batches - batches
+        if back > len(self._recent):
+            raise ValueError(f"batches: the state can be that of {len(self._recent)} batches ago, not of {back}")
+        undone = list(self._recent)[len(self._recent) - back :]
+        earlier = copy.copy(self)
+        earlier.batches, earlier.consumed = batches, self.consumed.copy()
+        earlier._in_flight = self._in_flight | dict(undone)
+        for _, entries in undone:
+            earlier.consumed[self._entries[entries]] = False
+        return earlier
 
 
 def _entries_of(share: Ints, pending: Ints, rows: Ints, sizes: list[int] | None = None) -> tuple[Ints, list[int]]:

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Final
 
+import blake3
 import numpy as np
 
 from quiver import forks
@@ -128,10 +129,10 @@ class LazyEpoch(Epoch):
             if self._reader.is_exhausted and self._drop_last and len(self._buffer) < count:
                 self._buffer = []
 
-    def look_ahead(self, number: int) -> None:
-        """Find out whether this batch, the only one in flight, is the last one."""
-        if list(self._flying) == [number] and not self._buffer and not self._drop_last:
-            self.prepare(1)
+    @property
+    def identity(self) -> str:
+        """A digest of the next samples that were read from the sampler."""
+        return blake3.blake3(np.array(self._buffer, np.int64).tobytes()).hexdigest(16)
 
     def soon(self, samples: int) -> list[int]:
         return list(dict.fromkeys(self._layout.shard_of[np.array(self._buffer[:samples], np.int64)].tolist()))

@@ -74,7 +74,7 @@ class LoopPass:
         self._sync.handed_out(is_last=self._epoch.finished)
         if self._watch is not None:
             self._watch.waited(waited)
-        return batch
+        return self._sync.placed(batch)
 
     def __len__(self) -> int:
         return len(self._order)

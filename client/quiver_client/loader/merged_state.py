@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -23,6 +23,7 @@ from quiver_client.loader.group_store import group_store
 from quiver_client.loader.state import State, merge_states
 
 PREFIX: Final = "quiver/state"
+PACKED: Final = "quiver"
 WAIT_SECONDS: Final = 600.0  # as NCCL's collectives: another rank may be writing a large model meanwhile
 ANSWER_SECONDS: Final = 60.0  # how much longer the others wait for what the first one makes of it
 log = logging.getLogger("quiver_client")
@@ -64,6 +65,21 @@ def trainers_state(own: Callable[[], State], rank: int, world_size: int) -> Stat
         return own()
 
 
+def packed(state: State) -> State:
+    """Return the state as one value, for a checkpoint that stores each value by itself and would lose some."""
+    return {PACKED: _encoded(state)}
+
+
+def unpacked(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state that ``packed`` was given; any other one as it is. Raises ``ValueError`` for malformed bytes."""
+    if not isinstance(state, Mapping) or set(state) != {PACKED}:
+        return state
+    try:
+        return _decoded(state[PACKED])
+    except (zlib.error, msgspec.MsgspecError, TypeError) as error:
+        raise ValueError(f"state: {PACKED!r} is malformed: {error}") from error
+
+
 class _Exchange:
     """One call in each of the ranks."""
 
@@ -76,15 +92,15 @@ class _Exchange:
             mine: Answer = {"state": own()}
         except Exception as error:  # noqa: BLE001 - the other ranks wait for this one: its error is theirs
             mine = _error(self._rank, error)
-        packed = _packed(mine)
+        packed = _encoded(mine)
         is_first_of_rank = self._store.compare_set(self._key(self._rank), "", packed) == packed
         is_first = self._store.add(self._key("calls"), 1) == 1
         if is_first:
             self._forget()
-            self._store.set(self._key("merged"), _packed(self._merged()))
+            self._store.set(self._key("merged"), _encoded(self._merged()))
         if not self._arrived([self._key("merged")], WAIT_SECONDS + ANSWER_SECONDS):
             raise TimeoutError(f"merged=True: the rank that merges the states did not answer rank {self._rank}")
-        answer = _unpacked(self._store.get(self._key("merged")))
+        answer = _decoded(self._store.get(self._key("merged")))
         if not is_first_of_rank and "error" not in mine:
             answer = {"error": f"two processes are rank {self._rank} and consumed different samples; give them mesh="}
         if "error" in answer:
@@ -105,7 +121,7 @@ class _Exchange:
         many = self._store.has_extended_api()
         values = self._store.multi_get(keys) if many else [self._store.get(key) for key in keys]
         self._delete(keys)
-        answers = [_unpacked(value) for value in values]
+        answers = [_decoded(value) for value in values]
         failed = next((answer for answer in answers if "error" in answer), None)
         if failed is not None:
             return failed
@@ -140,10 +156,10 @@ def _error(rank: int, error: Exception) -> Answer:
     return {"error": f"rank {rank}: {type(error).__name__}: {error}"}
 
 
-def _packed(answer: Answer) -> bytes:
+def _encoded(answer: Answer) -> bytes:
     return zlib.compress(msgspec.msgpack.encode(answer), 1)
 
 
-def _unpacked(data: bytes) -> Answer:
+def _decoded(data: bytes) -> Answer:
     answer: Answer = msgspec.msgpack.decode(zlib.decompress(data))
     return answer

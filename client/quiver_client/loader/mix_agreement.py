@@ -14,8 +14,8 @@ from quiver_client.mix import Mix
 class MixAgreement(RankAgreement):
     """``RankAgreement`` about a mixture: it is one dataset, made of its parts."""
 
-    def __init__(self, mix: Mix, deal: Deal) -> None:
-        super().__init__(mix.placement(), mix.identity, deal, None)
+    def __init__(self, mix: Mix, deal: Deal, *, of_groups: bool = False) -> None:
+        super().__init__(mix.placement(), mix.identity, deal, None, of_groups=of_groups)
         self._settings |= {
             "weights": list(mix.shares),
             "parts": list(mix.parts),

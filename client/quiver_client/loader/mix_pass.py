@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import RLock
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
+import msgspec
+
+from quiver.errors import BadRequest
+from quiver.malformed import MALFORMED
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
@@ -15,6 +19,9 @@ from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.mix_part import Chosen, PartPasses, Taken
 from quiver_client.loader.mix_schedule import Schedule, spread
 from quiver_client.mix import Mix
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(list[bytes])
 
 
 class MixedPart:
@@ -64,6 +71,17 @@ class MixedPart:
 
         return self.passes.choose(count, choose)
 
+    def choose_decided(self, count: int, decided: Iterator[bytes]) -> Chosen | None:
+        """Return the next ``count`` entries as another process decided. Raises ``BadRequest`` if they do not fit."""
+
+        def choose(epoch: Epoch, wanted: int) -> Ints:
+            entries = epoch.decode_decision(next(decided, b""), wanted)
+            if len(entries) != wanted:
+                raise BadRequest(f"{len(entries)} samples of part {self.name!r} instead of {wanted}")
+            return entries
+
+        return self.passes.choose(count, choose)
+
     def draw(self, chosen: Chosen) -> Taken:
         self.waited_seconds = 0.0
         if self.wait.is_waiting:
@@ -107,8 +125,10 @@ class InFlight(NamedTuple):
 class MixPass:
     """One epoch of a mixture in one rank, or what a resumed run left of it: ``samples``, in batches."""
 
-    def __init__(self, number: int, samples: int) -> None:
+    def __init__(self, number: int, samples: int, identity: str = "") -> None:
+        """``identity``: a digest of where all parts are."""
         self.number = number
+        self.identity = identity
         self.pending = samples
         self.drawn = 0
         self.in_flight: dict[int, InFlight] = {}
@@ -117,12 +137,20 @@ class MixPass:
     def finished(self) -> bool:
         return not self.pending and not self.in_flight
 
-    def look_ahead(self, number: int) -> None:
-        """The schedule says how many batches there are."""
-
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""
         return self.in_flight[number].rows
+
+    def encode_decision(self, chosen: Sequence[tuple[MixedPart, Chosen]]) -> bytes:
+        """Return what was chosen for another process that reads the same pass: by part and by pass of that part."""
+        return _encoder.encode([each.encode_decision(entries) for _, found in chosen for each, entries in found])
+
+    def decode_decision(self, decision: bytes, count_max: int) -> list[bytes]:
+        """Return the decisions of the parts' passes, one after another. Raises ``BadRequest``."""
+        try:
+            return _decoder.decode(decision)
+        except MALFORMED as error:
+            raise BadRequest(f"malformed decision: {error}") from error
 
     def draw(self, taken: Sequence[tuple[MixedPart, Taken]], after: Schedule) -> int:
         """Record a batch; return its number. The samples of its parts are spread evenly over it."""

@@ -9,12 +9,13 @@ its place.
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Iterable, Mapping
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import blake3
+import msgspec
 import numpy as np
 from torch.utils.data import Sampler
 
@@ -32,9 +33,11 @@ from quiver_client.loader.mix_pass import MixedPart, MixPass
 from quiver_client.loader.mix_schedule import Schedule, in_units, placed_after, samples_for, spread
 from quiver_client.loader.mix_state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
+from quiver_client.loader.replicas.group import group_of
+from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, refuse_wrapper
+from quiver_client.loader.trainers import Share
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 
@@ -45,6 +48,11 @@ UNSUPPORTED = {
     "replay": "a mixture has one order per part; substitute=False repeats the same order without a ledger",
     "sampler": "the Mix decides the order; give weights, or the sampler to a loader over one dataset",
 }
+
+GUIDED = (
+    "the weights of a guided mixture follow from what each rank reports, and ranks that get the same samples may report"
+    " different losses; give the Mix weights, or no guided="
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,9 @@ class MixBatchSampler(BatchSampler):
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
         block_shards: int | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
+        timeout: float = 0,
     ) -> None:
         """Raises ``ValueError`` naming the argument that is wrong, or that a mixture does not support."""
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -88,7 +99,12 @@ class MixBatchSampler(BatchSampler):
         Sampler.__init__(self)
         mix: Mix = dataset
         self.mix = self.samples = mix
-        self._rank = SettledRank(rank, world_size)
+        group = group_of(mesh, replicate, rank, world_size)
+        if group is not None:
+            rank, world_size = group.rank, group.world_size
+            if mix.guided is not None and len(group.members) > 1:
+                raise ValueError(f"{'replicate' if mesh is None else 'mesh'}: {GUIDED}")
+        self._rank = SettledRank(rank, world_size, of_group=group is not None)
         self._lookahead = lookahead_of(lookahead)
         self._deal = Deal(
             samples=len(mix),
@@ -99,6 +115,7 @@ class MixBatchSampler(BatchSampler):
             batch_size=whole("batch_size", batch_size, 1),
             drop_last=bool(drop_last),
         )
+        self._batch_size = self._deal.batch_size  # as it was given
         self._shuffle = shuffle, block_shards
         self.substitute = bool(substitute) and self._deal.shuffle and shuffle != "block"
         self._lock = forks.rlock()
@@ -106,7 +123,11 @@ class MixBatchSampler(BatchSampler):
         soon = None if takes_any else self._lookahead or SOON_BATCHES * self._deal.batch_size
         self._parts = [MixedPart(mix, name, self._part_deal, self._lock, soon) for name in mix.parts]
         self._name = shared_name(job_of(job), mix.identity)
-        self._agreed = None if self._rank.is_whole else MixAgreement(mix, self._deal)
+        self._role = role_of(group, mix.identity, self._deal, substitute=self.substitute, timeout=timeout)
+        self._finalizer = weakref.finalize(self, self._role.stop)
+        self._finalizer.atexit = False  # a stream is stopped at exit by itself
+        agreed = MixAgreement(mix, self._deal, of_groups=group is not None)
+        self._agreed = agreed if self._role.leads and not self._rank.is_whole else None
         # Guided weights change, so all have one unit.
         self._base = mix.shares if mix.guided is None else in_units(mix.weights)
         self._schedule = Schedule.fresh(self._base)  # of the next batch to draw
@@ -141,11 +162,6 @@ class MixBatchSampler(BatchSampler):
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return Share(self)
 
-    def __iter__(self) -> Any:
-        # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._named is not None)
-        return self._batches()
-
     @property
     def epoch(self) -> int:
         if self._reading is not None:
@@ -168,9 +184,31 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def _state(self) -> State:
+    @property
+    def handed_out(self) -> int:
+        with self._lock:
+            is_next = self._named in (None, self._at.epoch) and self._reading is None
+            return self._at.batches if is_next and self._is_partial else 0
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """Nothing is repeated: each rank has its own share of each part."""
+        return 0
+
+    def split(self, parts: int) -> None:
+        if self._batch_size % parts:
+            raise ValueError(f"batch_size={self._batch_size}: with split_batches give a multiple of {parts} ranks")
+        with self._lock:
+            self._deal = replace(self._deal, batch_size=self._batch_size // parts)
+
+    def _state(self, batches: int | None) -> State:
         """Return what was handed out so far, part by part."""
         with self._lock:
+            if batches is not None and batches < self._at.batches:
+                raise ValueError(
+                    "batches: the state of a mixture is that of now. A stock loader draws ahead of the training loop;"
+                    " give the trainer a quiver_client.DataLoader"
+                )
             if self._reading is None and self._named is not None and self._rank.is_known:
                 self._place()
             rank, world_size = self._rank.current
@@ -224,6 +262,7 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             if self._current is not None:
                 self.abandon(self._current)
+        self._role.close()
         for part in self._parts:
             part.consumer.close()
 
@@ -239,7 +278,9 @@ class MixBatchSampler(BatchSampler):
             self._rank.settle()
             self._settle_parts()
             self._place()
-            epoch = MixPass(self._at.epoch, self._left(self._at))
+            self._rank.warn_of_replicas(is_fixed=not self.substitute)
+            where = blake3.blake3(msgspec.msgpack.encode(self._state(None))).hexdigest(16)
+            epoch = MixPass(self._at.epoch, self._left(self._at), where)
             self._current = self._reading = epoch
             for part in self._drawn_parts:
                 part.wait.cancel()
@@ -247,9 +288,14 @@ class MixBatchSampler(BatchSampler):
                 part.passes.is_read = True
                 part.passes.is_repeated = part.passes.share <= self._soon_samples(part)
                 part.passes.open_next()
-        if self._agreed is not None:
-            self._agreed.begin_at(self._rank.current, epoch.number, self._dealt_before())
-        for part in self._drawn_parts:
+        try:
+            if self._agreed is not None:
+                self._agreed.begin_at(self._rank.current, epoch.number, self._dealt_before())
+            self._role.begin(epoch)
+        except BaseException:
+            self.abandon(epoch)
+            raise
+        for part in self._drawn_parts if self._role.leads else ():
             part.consumer.start(wait_for_answer=self.substitute)
         return epoch
 
@@ -275,7 +321,8 @@ class MixBatchSampler(BatchSampler):
                 if chosen is not None:
                     return self._take_parts(reading, chosen)
                 waiting = self._waiting
-            waiting.consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
+            if not self._role.wait(epoch):
+                waiting.consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Any = None) -> None:
         """A loop waits for a batch. A mixture has one pass at a time: one that begins ends the one before.
@@ -285,6 +332,7 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             if epoch is not None and epoch is not self._current and not epoch.finished:
                 raise RuntimeError(DISPLACED)
+            self._role.asked()
             for part in self._drawn_parts:
                 part.consumer.asked()
 
@@ -302,6 +350,7 @@ class MixBatchSampler(BatchSampler):
     def consumed(self, epoch: Any, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
+            self._role.consumed(epoch, number)
             batch = epoch.in_flight.pop(number)
             if not self.is_current(epoch):
                 return
@@ -326,7 +375,9 @@ class MixBatchSampler(BatchSampler):
                 self._handed_out, self._guided_at = self._schedule, -1
                 self._at = Position(self._at.epoch + 1)
                 self._current = None
+        self._role.leave(epoch, at_end=True)
         self._compare_end()
+        self._role.finish(epoch)
 
     def abandon(self, epoch: Any) -> None:
         """Stop reading the pass. What was drawn ahead is pending again when the next one begins.
@@ -334,12 +385,12 @@ class MixBatchSampler(BatchSampler):
         Not yet: a loader also calls this at the end of a pass, before ``end``.
         """
         with self._lock:
-            if not self.is_current(epoch) or self._reading is None:
-                return
-            self._stop_reading()
-            if epoch.finished:
-                self._at = Position(self._at.epoch + 1)
-                self._current = None
+            if self.is_current(epoch) and self._reading is not None:
+                self._stop_reading()
+                if epoch.finished:
+                    self._at = Position(self._at.epoch + 1)
+                    self._current = None
+        self._role.leave(epoch, at_end=False)
 
     def show_first_fill(self, line: Any) -> None:
         """Show nothing: a mixture fills several caches, at rates of their own."""
@@ -462,6 +513,19 @@ class MixBatchSampler(BatchSampler):
         return self._rank.current
 
     @property
+    def _dealt_to(self) -> tuple[int, int]:
+        return self._rank.current
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Where a pass begins depends on the passes before it, unless it is named."""
+        return self._named is not None
+
+    @property
+    def _is_users(self) -> bool:
+        return False
+
+    @property
     def _drawn_parts(self) -> list[MixedPart]:
         return [part for part, weight in zip(self._parts, self._base, strict=True) if weight]
 
@@ -472,12 +536,21 @@ class MixBatchSampler(BatchSampler):
 
     def _name_of(self, part: MixedPart) -> bytes:
         text = f"{self._name}\0{part.name}\0{self._rank.current[0]}"
+        if self._rank.process is not None:  # others of the job may read this share, each by its own choice
+            text += f"\0{self._rank.process}"
         return blake3.blake3(text.encode()).digest(CONSUMER_BYTES)
 
     def _choose_parts(self, epoch: MixPass) -> list[tuple[MixedPart, Chosen]] | None:
         """Return the entries of the next batch by part, or ``None`` while it is worth waiting for one of them."""
+        if not self._role.has_room(epoch):
+            return None
+        decided = self._role.decision(epoch)
+        if self._role.follows and decided is None:
+            return None
         self._guide(epoch)
         counts = self._schedule.counts(min(self._deal.batch_size, epoch.pending))
+        if decided is not None:
+            return self._decided_parts(iter(decided), counts)
         chosen: list[tuple[MixedPart, Chosen]] = []
         is_waiting = False
         for part, count in zip(self._parts, counts, strict=True):
@@ -490,7 +563,13 @@ class MixBatchSampler(BatchSampler):
                 chosen.append((part, found))
         return None if is_waiting else chosen
 
+    def _decided_parts(self, decided: Iterator[bytes], counts: Sequence[int]) -> list[tuple[MixedPart, Chosen]]:
+        """Return the entries of the next batch as the leader of this rank decided."""
+        found = [(part, part.choose_decided(n, decided)) for part, n in zip(self._parts, counts, strict=True) if n]
+        return [(part, chosen) for part, chosen in found if chosen is not None]
+
     def _take_parts(self, epoch: MixPass, chosen: list[tuple[MixedPart, Chosen]]) -> Drawn:
+        self._role.drawn(epoch, chosen)
         taken = [(part, part.draw(found)) for part, found in chosen]
         self.starved_seconds += max((part.waited_seconds for part, _ in taken), default=0.0)
         by_name = {part.name: len(each.rows) for part, each in taken}

@@ -55,6 +55,16 @@ class OpenPass:
     is_left: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Was:
+    """What is saved of a pass."""
+
+    epoch: Epoch
+    before: int  # batches of its epoch that were handed out before the shares were dealt
+    done: Mask  # (samples,): consumed before the shares were dealt
+    consumed: Mask  # (samples,): and since
+
+
 class Passes:
     """The passes of one loader in one rank. ``user``: the sampler that gives the order, in place of a seed."""
 
@@ -72,6 +82,7 @@ class Passes:
         self.dataset = dataset  # its identity
         self._deal = deal
         self._deal = self.deal
+        self._batch_size = deal.batch_size  # as it was given
         self._next_epoch = 0
         self._is_named = False  # the user has set which epoch comes next
         self._resume: State | None = None  # the state that the next pass resumes from
@@ -80,6 +91,7 @@ class Passes:
         self._has_begun = False  # a batch of this pass was handed out
         self._consumed: Mask = self.done  # (samples,): ``done``, and what was consumed since
         self._left_out: Ints = np.zeros(0, np.int64)  # by drop_last
+        self._ended: _Was | None = None  # the pass before, of which a stock loader may still hold batches
 
     # -- what comes next ----------------------------------------------------------------------------------------------
 
@@ -105,10 +117,48 @@ class Passes:
         before, self._deal = self._deal, self.deal
         return self._deal != before
 
+    def split(self, parts: int) -> bool:
+        """Deal batches of the given size divided by ``parts``; return whether that changed the deal."""
+        if self._batch_size % parts:
+            raise ValueError(
+                f"batch_size={self._batch_size}: with split_batches it must be a multiple of {parts} ranks"
+            )
+        before, self._deal = self._deal, replace(self._deal, batch_size=self._batch_size // parts)
+        return self._deal != before
+
+    @property
+    def dealt_to(self) -> tuple[int, int]:
+        """Rank and world size of the share that this order is: one of one if each rank reads all of a sampler."""
+        return (0, 1) if self.user is not None and not self.user.is_share else self.rank.current
+
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self.current.number if self.current is not None else self._next_epoch
+
+    @property
+    def handed_out(self) -> int:
+        """Batches of the next pass's epoch that a loaded state counts; 0 where that pass begins an epoch."""
+        resume = self._resume
+        if self.current is not None:
+            is_named = self._is_named and self._next_epoch != self.current.number
+            resume = None if self._has_begun or is_named else self.resumed_from
+        return counted(resume) if resume is not None and self._batches_left(self._fitted(resume)) else 0
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """How many samples precede the first repeated one in the last batches of all ranks; 0 if none is repeated.
+
+        ``None`` if the repeated ones are not the last of all. For an order that was not changed by substitution.
+        """
+        deal, epoch = self.deal, self.current
+        if deal.drop_last or self.user is not None or epoch is None:
+            return 0
+        repeated = -(deal.samples - int(self.done.sum())) % deal.world_size
+        last = epoch.last_batch(deal.batch_size)
+        if repeated > 1 and last > 1:
+            return None  # each of the last ranks has one at the end of its batch
+        return last * deal.world_size - repeated if repeated else 0
 
     @property
     def is_reproducible(self) -> bool:
@@ -160,7 +210,14 @@ class Passes:
                 self._resume = self.resumed_from
             self.drop()  # a pass that was broken off is not continued
         if self._resume is not None and self._resume["epoch"] != epoch:
+            if not is_untouched(self._resume):
+                log.warning("set_epoch(%d): the loaded state, of epoch %d, is dropped", epoch, self._resume["epoch"])
             self._resume = None
+
+    def count_on(self) -> None:
+        """Read the epoch that follows, or that a state says, next, whatever epoch the user's sampler was set to."""
+        if self.user is not None and not self._is_named:
+            self.user.leave_at(self._next_epoch)
 
     # -- a pass -------------------------------------------------------------------------------------------------------
 
@@ -175,6 +232,7 @@ class Passes:
         resume = self._fitted(self._resume) if self._resume is not None else None
         is_named = self._is_named
         self.drop()
+        self._ended = None
         epoch = self._dealt(self._next_epoch, resume, replay)
         if resume is not None and not is_named and epoch.finished:
             resume = None  # the state was taken at the very end of an epoch
@@ -216,25 +274,27 @@ class Passes:
         """Return the pass that a loop reads, so that ``go_on`` can go on with it."""
         if self.reading is None:
             return None
+        named = self._next_epoch if self._is_named else self.user.named if self.user is not None else None
         values = {name: getattr(self, name) for name in _OF_A_PASS}
-        return OpenPass(self.reading, values, self._is_named and self._next_epoch != self.reading.number)
+        return OpenPass(self.reading, values, is_left=named not in (None, self.reading.number))
 
     def go_on(self, opened: OpenPass) -> None:
         """Go on with a pass after another one. The epoch that follows is the one after this pass's."""
         vars(self).update(opened.values)
         self._next_epoch, self._is_named, self._resume = opened.epoch.number + 1, False, None
 
-    def state_of(self, opened: OpenPass, *, is_recorded: bool) -> State:
+    def state_of(self, opened: OpenPass, *, is_recorded: bool, batches: int | None = None) -> State:
         """Return the state of a pass that is not the current one."""
         now = {name: getattr(self, name) for name in _OF_A_PASS}
         vars(self).update(opened.values)
         try:
-            return self.state(is_recorded=is_recorded)
+            return self.state(is_recorded=is_recorded, batches=batches)
         finally:
             vars(self).update(now)
 
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""
+        self._ended = self._now or self._ended
         self.current = self.reading = None
         self.done = np.zeros(0, bool)
 
@@ -268,24 +328,44 @@ class Passes:
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
-    def state(self, *, is_recorded: bool) -> State:
-        """Return the state: what is consumed so far.
+    def state(self, *, is_recorded: bool, batches: int | None = None) -> State:
+        """Return the state: what is consumed so far, or was when ``batches`` of this epoch had been.
 
         ``is_recorded``: a ledger records the order. It counts skipped batches, too, so after a skip the state does not
         count the batches of this deal, and the pass that resumes deals again.
         """
-        if self.current is None:
+        was = self._was(batches)
+        if was is None:
             untouched = self._state(self._next_epoch, 0, self.done[:0], self.done[:0])
             return self._resume or (untouched if self.user is None else self._ranks(of_sampler(untouched, None)))
-        epoch, nothing = self.current, self.done[:0]
+        epoch, nothing = was.epoch, was.done[:0]
         if self.user is not None:
-            return self._users_state(self.user, epoch)
+            return self._users_state(self.user, was)
         # One rank alone needs no ``own``: its state is ``merge_states`` of itself, kept up to date.
-        if self._deal.world_size == 1 and (self.done.any() or (epoch.has_skipped and is_recorded)):
-            state = self._state(epoch.number, 0, self._consumed, nothing)
-            return counting(state, self._before + epoch.batches)
-        state = counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
-        return {**state, "owed": epoch.owed} if epoch.owed else state
+        if self._deal.world_size == 1 and (was.done.any() or (epoch.has_skipped and is_recorded)):
+            state = self._state(epoch.number, 0, was.consumed, nothing)
+            return counting(state, was.before + epoch.batches)
+        state = counting(self._state(epoch.number, epoch.batches, was.done, epoch.consumed), was.before)
+        return {**state, "owed": epoch.owed_to_resume} if epoch.owed_to_resume else state
+
+    def _was(self, batches: int | None) -> _Was | None:
+        """Return what is to be saved: the current pass, or as it or the one that ended was ``batches`` into it."""
+        now = self._now
+        if batches is None:
+            return now
+        of = now or self._ended
+        if of is None or batches >= of.before + of.epoch.batches:
+            return now
+        epoch = of.epoch.as_of(batches - of.before)
+        consumed = of.consumed.copy()
+        consumed[of.epoch.share[of.epoch.consumed & ~epoch.consumed]] = False
+        return replace(of, epoch=epoch, consumed=consumed)
+
+    @property
+    def _now(self) -> _Was | None:
+        if self.current is None:
+            return None
+        return _Was(self.current, self._before, self.done, self._consumed)
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
@@ -294,6 +374,7 @@ class Passes:
         is_foreign = belongs.get("sampler") and self.user is None and not is_untouched(belongs)
         resume = self._fitted(belongs) if self.rank.is_known or is_foreign else self._located(belongs)
         self.drop()
+        self._ended = None
         self._resume, self.is_resumed = resume, True
         self._next_epoch, self._is_named = resume["epoch"], False
         if self.user is not None:
@@ -316,9 +397,10 @@ class Passes:
     def _state(self, epoch: int, batches: int, done: Mask, own: Mask) -> State:
         return make_state(self.dataset, self.deal, epoch, batches, done, own)
 
-    def _users_state(self, user: UserSampler, epoch: Epoch) -> State:
-        done = np.ones_like(self._consumed) if epoch.finished else self._consumed
-        state = counting(self._state(epoch.number, 0, done, self.done[:0]), self._before + epoch.batches)
+    def _users_state(self, user: UserSampler, was: _Was) -> State:
+        epoch = was.epoch
+        done = np.ones_like(was.consumed) if epoch.finished else was.consumed
+        state = counting(self._state(epoch.number, 0, done, was.done[:0]), was.before + epoch.batches)
         return user.state(self._ranks(state), epoch)
 
     def _ranks(self, state: State) -> State:

@@ -69,4 +69,5 @@ class PutAside:
 
 
 def _claims(opened: OpenPass) -> bool:
-    return opened.epoch.handed_out >= CLAIMS_AFTER and not opened.is_left
+    epoch = opened.epoch
+    return epoch.handed_out >= CLAIMS_AFTER and not epoch.finished and not opened.is_left

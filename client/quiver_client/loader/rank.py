@@ -8,18 +8,27 @@ or never.
 
 from __future__ import annotations
 
+import logging
 import os
+from typing import Final
 
 import torch.distributed
 
 from quiver_client.loader.arguments import RANK_VARIABLES, rank_and_world_size
 
+log = logging.getLogger("quiver_client")
+_warned: Final[list[bool]] = []  # of several ranks that read one share
+
 
 class SettledRank:
     """Rank and world size: as given to the loader, or else found in this process's environment."""
 
-    def __init__(self, rank: int | None, world_size: int | None) -> None:
-        """Raises ``ValueError`` naming the argument."""
+    def __init__(self, rank: int | None, world_size: int | None, *, of_group: bool = False) -> None:
+        """``of_group``: several processes read this share together, so its rank is none of ``torch.distributed``'s.
+
+        Raises ``ValueError`` naming the argument.
+        """
+        self._of_group = of_group
         self._given = rank_and_world_size(rank, world_size) if rank is not None or world_size is not None else None
         self._settled: tuple[int, int] | None = None
         rank_and_world_size(rank, world_size)
@@ -62,14 +71,45 @@ class SettledRank:
                 f" that this is rank {group[0]} of {group[1]}. Iterate the loader after"
                 " torch.distributed.init_process_group, make a new loader, or give it rank and world_size"
             )
-        # Fewer shares than processes are correct if several read the same one: tensor or pipeline parallelism.
-        if group is not None and (world_size > group[1] or (world_size == group[1] and rank != group[0])):
+        # Fewer shares than processes are correct: a loader that all read whole, or several processes to each share.
+        is_foreign = group is not None and (world_size > group[1] or (world_size == group[1] and rank != group[0]))
+        if group is not None and is_foreign and not self._of_group:
             raise ValueError(
                 f"rank={rank}, world_size={world_size}: torch.distributed says that this is rank {group[0]} of"
                 f" {group[1]}; leave both out, or give these"
             )
         self._settled = rank, world_size
         return self._settled
+
+    @property
+    def process(self) -> int | None:
+        """The number of this process if several may read its share, each for itself; ``None`` if it alone reads it."""
+        if self._given is None or self._of_group:
+            return None
+        group = _process_group()
+        if group is not None:
+            return group[0] if group[1] > self._given[1] else None
+        rank, count = (os.environ.get(name, "") for name in RANK_VARIABLES)
+        is_one_of_more = rank.isdecimal() and count.isdecimal() and int(count) > self._given[1]
+        return int(rank) if is_one_of_more else None
+
+    def warn_of_replicas(self, *, is_fixed: bool) -> None:
+        """Warn, once in a process, if other processes may read this share as well, in an order of their own."""
+        group = _process_group()
+        if _warned or group is None or self._given is None or self.process is None:
+            return
+        rank, world_size = self.current
+        if is_fixed and world_size == 1:
+            return  # the same order in each process, as for validation
+        _warned.append(True)
+        log.warning(
+            "rank=%d, world_size=%d: torch.distributed has %d ranks, so several read this share, and each decides for"
+            " itself which samples come next. If they have to get the same samples, as ranks of one tensor- or"
+            " pipeline-parallel model do, give the loader mesh=device_mesh or replicate=process_group instead",
+            rank,
+            world_size,
+            group[1],
+        )
 
     def refuse_whole(self) -> None:
         """Raise ``ValueError`` if each of several ranks would read all of an order that is not dealt to them.

@@ -43,15 +43,21 @@ class RankAgreement:
     If the ranks are not those of torch.distributed, nothing is compared; neither are ranks that read other paths.
     """
 
-    def __init__(self, placement: Placement, identity: str, deal: Deal, sampler: Any) -> None:
-        """``identity``: of the dataset whose samples lie at ``placement``."""
+    def __init__(
+        self, placement: Placement, identity: str, deal: Deal, sampler: Any, *, of_groups: bool = False
+    ) -> None:
+        """``identity``: of the dataset whose samples lie at ``placement``.
+
+        ``of_groups``: the ranks are numbers of groups that read one share each, and this process leads one.
+        """
+        self._of_groups = of_groups
         self._path = ", ".join(str(leaf.manifest.path) for leaf in placement.leaves)
         self._is_whole = [str(leaf.manifest.digest) for leaf in placement.leaves] == [identity]
         self._settings = _settings(identity, deal, sampler)
         # If all epochs have the same order, it does not matter which one a rank reads.
         self._by_epoch = deal.shuffle if sampler is None else _follows_epoch(sampler)
         self._shares_state = sampler is None
-        made = str(Digest.of(f"{self._path}\0{_maker()}".encode()))
+        made = str(Digest.of(f"{self._path}\0{maker()}".encode()))
         _made[made] += 1
         self._key = f"{PREFIX}/{made}/{_made[made]}"
         self._begun: Counter[str] = Counter()
@@ -65,14 +71,14 @@ class RankAgreement:
         self._pass = {"done": blake3.blake3(done).hexdigest(16) if done else ""}
         if self._by_epoch:
             self._pass["epoch"] = epoch
-        store = _store(*ranks)
+        store = self._store(ranks)
         if store is None:
             return
-        first, theirs = _compare(store, f"{self._key}/settings", ranks[0], self._settings)
+        first, theirs = compare(store, f"{self._key}/settings", ranks[0], self._settings)
         self._check_settings(ranks[0], first, theirs)
         key = f"{self._key}/{self._finished}/{self._pass.get('epoch', '')}"
         self._begun[key] += 1
-        first, theirs = _compare(store, f"{key}/{self._begun[key]}", ranks[0], self._pass)
+        first, theirs = compare(store, f"{key}/{self._begun[key]}", ranks[0], self._pass)
         if theirs != self._pass:
             raise Misconfigured(
                 f"epoch {epoch}: rank {ranks[0]} resumes from another state than rank {first}, or from none, so their"
@@ -91,12 +97,12 @@ class RankAgreement:
 
     def finish(self, ranks: tuple[int, int]) -> None:
         """The pass was read to its end. Raises ``Misconfigured`` if another rank read another epoch."""
-        store = _store(*ranks)
+        store = self._store(ranks)
         key = f"{self._key}/finished/{self._finished}"
         self._finished += 1
         if store is None:
             return
-        first, theirs = _compare(store, key, ranks[0], self._pass)
+        first, theirs = compare(store, key, ranks[0], self._pass)
         if theirs != self._pass:
             ours, their = (f"epoch {each['epoch']}" if "epoch" in each else "a pass" for each in (self._pass, theirs))
             state = " from another state" if theirs.get("done") != self._pass["done"] else ""
@@ -104,6 +110,12 @@ class RankAgreement:
                 f"rank {ranks[0]} read {ours} while rank {first} read {their}{state}, so samples were read twice or"
                 f" never: one of them began a pass alone, perhaps to look at a batch. {ALONE}"
             )
+
+    def _store(self, ranks: tuple[int, int]) -> Any:
+        """Return the store that the ranks share; ``None`` if these are not its ranks, or there is none."""
+        if ranks[1] < 2:
+            return None
+        return group_store() if self._of_groups else _store_of(ranks)
 
     def _check_settings(self, rank: int, first: int, theirs: Facts) -> None:
         ours = self._settings
@@ -145,7 +157,7 @@ def _follows_epoch(sampler: Any) -> bool:
     return hasattr(sampler, "set_epoch") and getattr(sampler, "shuffle", True) is not False
 
 
-def _maker() -> str:
+def maker() -> str:
     """Return the line that makes a loader, without its folder, which may differ between hosts."""
     frame = sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("quiver_client."):
@@ -153,7 +165,7 @@ def _maker() -> str:
     return f"{PurePath(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
-def _compare(store: Any, key: str, rank: int, ours: Facts) -> tuple[int, Facts]:
+def compare(store: Any, key: str, rank: int, ours: Facts) -> tuple[int, Facts]:
     """Return which rank was the first to write under this key, and what."""
     try:
         stored = store.compare_set(key, "", json.dumps([rank, ours]))  # sets it if it is absent; returns the value
@@ -170,9 +182,8 @@ def _is_there(store: Any, key: str) -> bool:
         return False
 
 
-def _store(rank: int, world_size: int) -> Any:
-    """Return the store that the ranks share; ``None`` if these are not its ranks, or there is none."""
+def _store_of(ranks: tuple[int, int]) -> Any:
+    """Return torch.distributed's store; ``None`` if there is none, or its rank and world size are not these."""
+    store = group_store()
     distributed = torch.distributed
-    if world_size < 2 or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    return group_store() if (distributed.get_rank(), distributed.get_world_size()) == (rank, world_size) else None
+    return store if store is not None and (distributed.get_rank(), distributed.get_world_size()) == ranks else None

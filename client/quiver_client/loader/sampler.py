@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, Final
 
 import blake3
@@ -30,7 +32,7 @@ from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
-from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
@@ -38,8 +40,17 @@ from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
+from quiver_client.loader.replicas.group import group_of
+from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
+from quiver_client.loader.trainers import (
+    Reader,
+    flattens_states,
+    keeps_one_state,
+    pass_through,
+    share_of,
+    wrapping_shard,
+)
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
@@ -61,6 +72,8 @@ class BatchSampler(Sampler[list[int]]):
     takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
+
+    even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
 
     def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
         """Return the sampler of this kind of dataset."""
@@ -86,6 +99,9 @@ class BatchSampler(Sampler[list[int]]):
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
+        mesh: Any = None,
+        replicate: Any = None,
+        timeout: float = 0,
         block_shards: int | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
@@ -94,7 +110,10 @@ class BatchSampler(Sampler[list[int]]):
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
-        settled = SettledRank(*rank_given(sampler, rank, world_size))
+        group = group_of(mesh, replicate, rank, world_size)
+        if group is not None:
+            rank, world_size = group.rank, group.world_size
+        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
         self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
@@ -117,12 +136,19 @@ class BatchSampler(Sampler[list[int]]):
         self._lookahead = lookahead_of(lookahead)
         self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
+        self._role = role_of(group, identity, self.deal, substitute=self.substitute, timeout=timeout)
+        is_compared = self._role.leads and not settled.is_whole
+        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=group is not None)
+        self._agreement = compared if is_compared else None
+        self._finalizer = weakref.finalize(self, self._role.stop)
+        self._finalizer.atexit = False  # a stream is stopped at exit by itself
         self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
-        self._files = ledger, replay
+        self._files = ledger if self._role.leads else None, replay
+        self._records = ledger is not None
         self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
-        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if deal.shuffle else None
+        is_watched = deal.shuffle and self._role.leads
+        self._labels = LabelWatch.of(placement, ADVICE_ON_BLOCKS if blocks else ADVICE) if is_watched else None
         if self._labels is not None and blocks and not self._labels.is_idle:
             self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
@@ -145,11 +171,32 @@ class BatchSampler(Sampler[list[int]]):
         return self._passes.deal
 
     @property
-    def sampler(self) -> Iterable[int]:
-        """The sampler that was given, or else the rank's share as a sampler.
+    def batch_size(self) -> int:
+        """Samples of a batch in this rank. There is no ``drop_last`` beside it: Lightning would make another order.
 
-        There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
+        Accelerate's ``BatchSamplerShard``, which deals batches to ranks, reads this when it is made over an order; one
+        over an order that is dealt already then hands its batches on (``pass_through``).
         """
+        shard = wrapping_shard(sys._getframe(1))
+        rank, world_size = self._dealt_to
+        if shard is not None and world_size > 1:
+            parts = shard.num_processes if shard.split_batches else 1
+            if pass_through(shard, rank, world_size):
+                self.split(parts)
+        return self.deal.batch_size
+
+    def split(self, parts: int) -> None:
+        """Make the batches of each rank smaller: one of the size that was given is split between ``parts`` ranks.
+
+        Raises ``ValueError`` naming ``batch_size`` if it cannot be.
+        """
+        with self._lock:
+            if self._passes.split(parts):
+                self._recorder, self._replay = open_recording(self._passes.dataset, self.deal, *self._files)
+
+    @property
+    def sampler(self) -> Iterable[int]:
+        """The sampler that was given, or else the rank's share as a sampler."""
         return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
@@ -168,13 +215,22 @@ class BatchSampler(Sampler[list[int]]):
             return self._passes.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Begin now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        refuse_wrapper(sys._getframe(1), self.deal, fixed=not self.substitute, known=self._passes.is_reproducible)
-        return self._batches()
+        # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
+        return self._batches(self._checked(Reader.of(sys._getframe(1))))
 
-    def _batches(self) -> Iterator[list[int]]:
+    def _checked(self, reader: Reader) -> int:
+        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
+        self.attend(reader)
+        is_fixed, is_known = not self.substitute, self._is_reproducible
+        skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
+        reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
+        return skips
+
+    def _batches(self, skips: int) -> Iterator[list[int]]:
         epoch = self.begin()
         try:
+            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
+                yield [0] * self.deal.batch_size
             while True:
                 self.asked(epoch)
                 drawn = self.draw(epoch)
@@ -195,23 +251,55 @@ class BatchSampler(Sampler[list[int]]):
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
 
-    def state_dict(self, *, merged: bool = False) -> State:
+    def state_dict(self, *, merged: bool = False, batches: int | None = None) -> State:
         """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
 
-        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
+        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``. ``batches``:
+        return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
+        draws batches before the training loop asks for them.
         """
+        own = partial(self._state, batches)
         if merged:
-            return merged_state(self._state, *self._ranks)
-        if keeps_one_state(sys._getframe(1)):
-            return trainers_state(self._state, *self._ranks)
-        return self._state()
+            return merged_state(own, *self._ranks)
+        asking = sys._getframe(1)
+        if keeps_one_state(asking):
+            state = trainers_state(own, *self._ranks)
+            return packed(state) if flattens_states(asking) else state
+        return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
-            self._passes.load(state)
+            self._passes.load(unpacked(state))
             self._aside.clear()
             self._recorder.flush()
+
+    def count_on(self) -> None:
+        """Read the epoch that follows next, whatever epoch a wrapper set the user's sampler to."""
+        with self._lock:
+            self._passes.count_on()
+
+    @property
+    def handed_out(self) -> int:
+        """Batches that a loaded state counts in the epoch of the next pass; 0 where that pass begins an epoch."""
+        with self._lock:
+            return self._passes.handed_out
+
+    @property
+    def kept_of_last(self) -> int | None:
+        """How many samples of the ranks' last batches, gathered in order of rank, are no repeats; 0 for all of them.
+
+        ``None`` if that is not known: the repeated samples are somewhere else.
+        """
+        kept = self._passes.kept_of_last
+        return None if kept and (self.substitute or self._replay is not None) else kept
+
+    def attend(self, reader: Reader) -> None:
+        """Have Hugging Face's Trainer, if it is the reader, keep this order's state in its checkpoints."""
+        if reader.training is not None:
+            from quiver_client.integrations.transformers import attend
+
+            attend(self, reader.training)
 
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
@@ -229,10 +317,16 @@ class BatchSampler(Sampler[list[int]]):
             if self._passes.current is not None:
                 self.abandon(self._passes.current)
             self._recorder.close()
+        self._role.close()
         self._consumer.close()
 
     can_replace = True
     """Whether bad samples can be replaced or skipped."""
+
+    @property
+    def is_in_group(self) -> bool:
+        """Whether other ranks have to get the same samples."""
+        return self._role.is_in_group
 
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
@@ -247,9 +341,17 @@ class BatchSampler(Sampler[list[int]]):
             epoch = passes.begin(self._replay)
             self._aside.put(opened)
             self._become_current(epoch)
-        if self._agreement is not None:
-            self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
-        if self._replay is None:
+            passes.rank.warn_of_replicas(is_fixed=not self.substitute)
+        try:
+            if self._agreement is not None:
+                self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
+            if self.is_in_group:
+                epoch.prepare(self.deal.batch_size)  # what is known of the order is compared
+            self._role.begin(epoch)
+        except BaseException:
+            self.abandon(epoch)
+            raise
+        if self._replay is None and self._role.leads:
             self._consumer.start(wait_for_answer=self.substitute)
         return epoch
 
@@ -258,7 +360,8 @@ class BatchSampler(Sampler[list[int]]):
         if epoch is self._passes.reading:
             epoch.prepare(self.deal.batch_size)
         with self._lock:
-            if epoch is not self._passes.reading or not epoch.pending:
+            is_read = epoch is self._passes.reading or epoch in self._aside
+            if not is_read or not epoch.pending:
                 return True
             return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
@@ -275,11 +378,10 @@ class BatchSampler(Sampler[list[int]]):
             if epoch is self._passes.reading:
                 epoch.prepare(self.deal.batch_size)
             with self._lock:
-                if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
-                    return self._take_plain(epoch) if epoch.pending else None
-                if epoch is not self._passes.current and epoch.pending:
+                is_aside = epoch in self._aside
+                if not is_aside and epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
-                if epoch is not self._passes.reading or not epoch.pending:
+                if (not is_aside and epoch is not self._passes.reading) or not epoch.pending:
                     return None
                 is_held = epoch.is_held(self.deal.batch_size)
                 entries = self._choose(epoch) if not is_held else None
@@ -288,12 +390,13 @@ class BatchSampler(Sampler[list[int]]):
                 self._was_asked.clear()
             if is_held:
                 self._was_asked.wait(HELD_SECONDS)
-                continue
-            self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
+            elif not self._role.wait(epoch):
+                self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
     def asked(self, epoch: Epoch | None = None) -> None:
         """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
+            self._role.asked()
             if epoch is not None:
                 self._go_on(self._aside.take(epoch))
             self._consumer.asked()
@@ -347,6 +450,7 @@ class BatchSampler(Sampler[list[int]]):
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
+            self._role.consumed(epoch, number)
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
             epoch.amendments.pop(number, None)
@@ -367,7 +471,9 @@ class BatchSampler(Sampler[list[int]]):
                 self._passes.drop()
                 self._recorder.flush()
                 self._return_to_outer()
+        self._role.leave(epoch, at_end=True)
         self._compare_end()
+        self._role.finish(epoch)
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
@@ -381,16 +487,17 @@ class BatchSampler(Sampler[list[int]]):
                 if epoch.finished:
                     self._recorder.flush()
                 self._return_to_outer()
+        self._role.leave(epoch, at_end=False)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> State:
+    def _state(self, batches: int | None) -> State:
         with self._lock:
             self._recorder.flush()
-            claimant = self._aside.claimant()
+            is_recorded, claimant = self._is_recorded, self._aside.claimant()
             if claimant is not None:
-                return self._passes.state_of(claimant, is_recorded=self._recorder.is_recording)
-            return self._passes.state(is_recorded=self._recorder.is_recording)
+                return self._passes.state_of(claimant, is_recorded=is_recorded, batches=batches)
+            return self._passes.state(is_recorded=is_recorded, batches=batches)
 
     @property
     def _ranks(self) -> tuple[int, int]:
@@ -398,9 +505,33 @@ class BatchSampler(Sampler[list[int]]):
         return self._passes.rank.current
 
     @property
+    def _dealt_to(self) -> tuple[int, int]:
+        """Rank and world size of the share that this order is."""
+        return self._passes.dealt_to
+
+    @property
+    def _is_reproducible(self) -> bool:
+        """Whether another process would read the next pass in the same order, if nothing is substituted."""
+        return self._passes.is_reproducible
+
+    @property
+    def _is_users(self) -> bool:
+        """Whether a sampler of the user's gives the order."""
+        return self._passes.user is not None
+
+    @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
-        return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+        rank = self._passes.rank
+        name = f"{self._name}\0{rank.current[0]}"
+        if rank.process is not None:  # others of the job may read this share, each by its own choice
+            name += f"\0{rank.process}"
+        return blake3.blake3(name.encode()).digest(CONSUMER_BYTES)
+
+    @property
+    def _is_recorded(self) -> bool:
+        """Whether a ledger records the order, here or in the rank that decides for this one."""
+        return self._recorder.is_recording if self._role.leads else self._records
 
     def _become_current(self, epoch: Epoch) -> None:
         self._wait.cancel()
@@ -429,7 +560,14 @@ class BatchSampler(Sampler[list[int]]):
 
     def _choose(self, epoch: Epoch) -> Ints | None:
         """Return the entries of the next batch, or ``None`` while it is worth waiting for."""
+        if self._role.follows:
+            decided: Ints | None = self._role.decision(epoch)
+            return decided
+        if not self._role.has_room(epoch):
+            return None
         batch_size = self.deal.batch_size
+        if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+            return epoch.order.plain(min(batch_size, epoch.pending))
         view = self._consumer.view if self.substitute else None
         entries = epoch.choose(batch_size, view, self._lookahead)
         if entries is not None or view is None:
@@ -443,17 +581,13 @@ class BatchSampler(Sampler[list[int]]):
                 return None
         return epoch.completed(batch_size, view, self._lookahead)
 
-    def _take_plain(self, epoch: Epoch) -> Drawn:
-        entries = epoch.order.plain(min(self.deal.batch_size, epoch.pending))
-        self._recorder.drawn(epoch, epoch.drawn, entries)
-        return epoch.draw(entries)
-
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
-        if self._wait.is_waiting:
+        if self._wait.is_waiting and epoch not in self._aside:
             seconds = self._wait.end(time.monotonic())
             self.starved_seconds += seconds
             self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
+        self._role.drawn(epoch, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)
         if epoch.owed and len(drawn.rows) < self.deal.batch_size:

@@ -161,13 +161,18 @@ def fitted(
 
 def is_untouched(state: Mapping[str, Any]) -> bool:
     """Whether nothing of the state's epoch is consumed: then it is the same in all ranks."""
-    return not (state["done"] or state["own"] or "rest" in state or counted(state))
+    return not (state["done"] or state["own"] or "rest" in state or counted(state) or _is_counted(state))
+
+
+def _is_counted(state: Mapping[str, Any]) -> bool:
+    """Whether the state says how far a sampler was read, and not what it has left: nobody knows that."""
+    return "given" in state or "sampler_state" in state
 
 
 def _fitted_sampler(state: State, deal: Deal, ours: Mapping[str, Any], *, sampler: bool, in_order: bool) -> State:
     if not sampler and (state["world_size"] > 1 or _is_bound(state)):
         raise ValueError("state: a sampler gave its order; give the loader the same sampler")
-    if state["world_size"] == 1 and ours["world_size"] > 1:
+    if state["world_size"] == 1 and ours["world_size"] > 1 and not _is_counted(state):
         return {**_dealt_again(state, deal, in_order=in_order), **ours}
     for name in ("world_size", "rank"):
         if state[name] != ours[name]:
@@ -199,7 +204,8 @@ def _with_rest(state: State, rest: Ints) -> State:
 def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """Merge the states of all ranks of one run into one that loads into any world size and any number of workers.
 
-    ``states``: one of each rank, in any order, taken at the same point of training. Where samplers gave the orders,
+    ``states``: one of each rank, in any order, taken at the same point of training. The equal states of processes that
+    read one share together (``mesh=``, ``replicate=``) count as one. Where samplers gave the orders,
     what each has left is dealt again, in turns; samples that a ``DistributedSampler`` repeated to even out the ranks
     are left only if no rank has read them. Raises ``ValueError`` if a rank is missing or there twice, or if they are
     not of one run. ``DataLoader.state_dict(merged=True)`` gathers the states of all ranks, and merges them.
@@ -210,7 +216,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
 
         return merge_mixes(states)
-    states = [_checked(state) for state in states]
+    states = _distinct([_checked(state) for state in states])
     world_size = states[0]["world_size"]
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
@@ -254,12 +260,21 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     return counting(merged, max(counted(state) for state in at_start))
 
 
+def _distinct(states: list[State]) -> list[State]:
+    """Return the states without those that equal an earlier one."""
+    return [state for at, state in enumerate(states) if state not in states[:at]]
+
+
 def _merged_samplers(states: list[State]) -> State:
     """Merge the states of ranks whose orders were given by samplers, one of each rank, in order of rank."""
     epoch = max(state["epoch"] for state in states)
     begun = [state for state in states if state["epoch"] == epoch and not is_untouched(state)]
     if any(not state.get("sampler") for state in states):
         raise ValueError("states: a sampler gave the order of some ranks and not of others; they are of different runs")
+    if any(map(_is_counted, begun)):
+        raise ValueError(
+            "states: a sampler without an end, or with a state of its own, gave the order; load each state in its rank"
+        )
     for state in states:
         if state["epoch"] == epoch:
             if begun and is_untouched(state):

@@ -18,8 +18,12 @@ def counts_passes(asking: FrameType | None) -> bool:
 
     The loader counts its passes itself, and goes on where a loaded state says.
     """
-    caller = asking.f_back if asking is not None else None
-    return caller is not None and caller.f_globals.get("__name__") in COUNTS
+    return is_counter(asking.f_back if asking is not None else None)
+
+
+def is_counter(asking: FrameType | None) -> bool:
+    """Whether ``__iter__``'s caller is such a wrapper."""
+    return asking is not None and asking.f_globals.get("__name__") in COUNTS
 
 
 def reads_one_ahead(asking: FrameType | None) -> bool:

@@ -11,8 +11,9 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
 from torch.utils.data import DistributedSampler, SequentialSampler
 
@@ -22,14 +23,17 @@ from quiver_client.loader.trainer_loops import counts_passes
 
 log = logging.getLogger("quiver_client")
 
-WRAPPERS: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
+ACCELERATE: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
+TRAINER: Final = "transformers.trainer"
+BETWEEN: Final = ("torch.utils.data.", "torchdata.", "accelerate.")  # modules that call us on behalf of a wrapper
 # Modules that ask all ranks for a state, and keep that of one: Accelerate's, Lightning's, Fabric's.
 ONE_STATE: Final = (
     "accelerate.checkpointing",
     *("lightning.pytorch.utilities.combined_loader", "pytorch_lightning.utilities.combined_loader"),
     *("lightning.fabric.strategies.", "lightning_fabric.strategies."),
+    "torch.distributed.checkpoint.",
 )
-STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that call us on behalf of a wrapper
+FLATTENS: Final = "torch.distributed.checkpoint."  # it stores each value by itself, and loads those that there are now
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
     " Accelerator.prepare the quiver_client.DataLoader, which it leaves unchanged; or let Accelerate alone deal, by"
@@ -38,17 +42,148 @@ SHARDED: Final = (
 SKIPPED: Final = (
     "a trainer resumes by skipping batches, but which batches come first here depends on what is resident: it would"
     " skip samples that were not read, and read others twice. Save loader.state_dict() with each checkpoint and call"
-    " loader.load_state_dict(state) before training resumes (with ignore_data_skip=True where the Trainer of Hugging"
-    " Face resumes), or make the order fixed: substitute=False, and loader.set_epoch(epoch) before batches are skipped;"
-    " instead of a sampler= that draws again in each pass, a list that was drawn once"
+    " loader.load_state_dict(state) before training resumes: the batches that it counts are then skipped, and no other."
+    " The Trainer of Hugging Face does so by itself, with quiver_client.integrations.transformers.QuiverCallback() in"
+    " its callbacks, if the checkpoint was saved with it. Or make the order fixed: substitute=False, and"
+    " loader.set_epoch(epoch) before batches are skipped; instead of a sampler= that draws again in each pass, a list"
+    " that was drawn once"
 )
+STATEFUL: Final = (
+    "use_stateful_dataloader=True saves one rank's state, and resumes by reading again what was read. Pass"
+    " Accelerator.prepare the quiver_client.DataLoader: Accelerator.save_state then saves the state of all ranks"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """Who iterates an order, as the calling frames tell: a batch sampler is not told what wraps it."""
+
+    shard: Any = None  # Accelerate's BatchSamplerShard
+    dispatcher: Any = None  # its DataLoaderDispatcher, by which rank 0 reads for all
+    skipped: int | None = None  # batches that are skipped, to resume
+    is_stateful: bool = False  # torchdata's loader asks
+    training: FrameType | None = None  # the frame in which Hugging Face's Trainer reads an epoch
+
+    @classmethod
+    def of(cls, asking: FrameType | None) -> Reader:
+        found: dict[str, Any] = {}
+        while asking is not None and (module := str(asking.f_globals.get("__name__"))).startswith((*BETWEEN, TRAINER)):
+            if module == ACCELERATE:
+                wrapper = cast(Any, asking.f_locals.get("self"))
+                kind = type(wrapper).__name__
+                if kind == "SkipBatchSampler":
+                    found["skipped"] = found.get("skipped", 0) + wrapper.skip_batches
+                elif kind in _ROLES:
+                    found[_ROLES[kind]] = wrapper
+            elif module.startswith("torchdata."):
+                found["is_stateful"] = True
+            elif module == TRAINER and "resume_from_checkpoint" in asking.f_locals:
+                found["training"] = asking
+                break
+            asking = asking.f_back
+        if "dispatcher" in found and found["dispatcher"].skip_batches > 0:
+            found["skipped"] = found["dispatcher"].skip_batches
+        return cls(**found)
+
+    def skips(self, handed_out: int, *, reproducible: bool) -> int:
+        """Return how many batches are skipped that a loaded state counts as handed out: they are not read again.
+
+        Raises ``RuntimeError`` if the batches that are skipped would be others than those. ``reproducible``: the order
+        does not depend on what is resident, and is the same in another process.
+        """
+        if self.skipped is None or (not handed_out and reproducible):
+            return 0
+        if not handed_out:
+            raise RuntimeError(SKIPPED)
+        if handed_out != self.skipped:
+            raise RuntimeError(
+                f"the trainer skips {self.skipped} batches, and the loaded state counts {handed_out} in this epoch."
+                " They differ if the number of ranks, the batch size or the gradient accumulation changed: resume with"
+                " those of the checkpoint, or without skipping"
+            )
+        return handed_out
+
+    def check(self, rank: int, world_size: int, *, is_fixed: bool) -> None:
+        """Raise ``RuntimeError`` if the wrappers would silently lose samples of the share of this rank.
+
+        ``is_fixed``: each process has the same order.
+        """
+        if self.dispatcher is not None and world_size > 1:  # rank 0 reads for all: any complete order is correct
+            raise RuntimeError(SHARDED)
+        if self.shard is None or (is_fixed and world_size == 1):
+            return
+        if world_size == 1 or not pass_through(self.shard, rank, world_size):
+            raise RuntimeError(SHARDED)
+        if self.is_stateful:
+            raise RuntimeError(STATEFUL)
+
+
+_ROLES: Final = {"BatchSamplerShard": "shard", "DataLoaderDispatcher": "dispatcher"}
+
+
+def pass_through(shard: Any, rank: int, world_size: int) -> bool:
+    """Have Accelerate's ``BatchSamplerShard`` hand on the batches of an order that is its rank's share already.
+
+    Return ``False``, and change nothing, if the order is of another rank or world size.
+    """
+    ranks = getattr(shard, "_quiver_ranks", (shard.process_index, shard.num_processes))
+    if ranks != (rank, world_size):
+        return False
+    shard._quiver_ranks = ranks
+    shard.num_processes, shard.process_index, shard.split_batches = 1, 0, False
+    shard.even_batches = False  # otherwise it would complete the last batch with samples of the first
+    return True
+
+
+def wrapping_shard(asking: FrameType) -> Any:
+    """Return the ``BatchSamplerShard`` that is being made over an order, and reads its attributes."""
+    if asking.f_globals.get("__name__") != ACCELERATE or asking.f_code.co_name != "__init__":
+        return None
+    shard = asking.f_locals.get("self")
+    return shard if type(shard).__name__ == "BatchSamplerShard" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What the Accelerator that prepares a loader does to its batches: where to put them, and in how many parts."""
+
+    device: Any = None
+    non_blocking: bool = False
+    parts: int = 1  # a batch is split between so many ranks
+
+    @classmethod
+    def by(cls, asking: FrameType) -> Prepared | None:
+        """Return what the ``Accelerator.prepare_data_loader`` that calls will do; ``None`` for another caller."""
+        accelerator: Any = asking.f_locals.get("self")
+        placement = asking.f_locals.get("device_placement")
+        if asking.f_code.co_name != "prepare_data_loader" or not hasattr(accelerator, "split_batches"):
+            return None
+        place = accelerator.device_placement if placement is None else placement
+        device = accelerator.device if place and accelerator.device.type not in ("cpu", "xla") else None
+        parts = accelerator.num_processes if accelerator.split_batches else 1
+        return cls(device, bool(accelerator.non_blocking), parts)
+
+    def placed(self, batch: Any) -> Any:
+        if self.device is None:
+            return batch
+        return sys.modules["accelerate.utils"].send_to_device(batch, self.device, non_blocking=self.non_blocking)
 
 
 def keeps_one_state(asking: FrameType | None) -> bool:
     """Whether the caller, identified by its frame, asks all ranks for a state and keeps that of one rank alone."""
+    return _module(asking).startswith(ONE_STATE)
+
+
+def flattens_states(asking: FrameType | None) -> bool:
+    """Whether the caller stores each value of a state by itself, so that only one without a structure is kept whole."""
+    return _module(asking).startswith(FLATTENS)
+
+
+def _module(asking: FrameType | None) -> str:
+    """Return the module that calls, beyond the loader's own: what a loader's method does, its order does."""
     while asking is not None and str(asking.f_globals.get("__name__")).startswith("quiver_client."):
-        asking = asking.f_back  # what a loader's method does, its order does
-    return asking is not None and str(asking.f_globals.get("__name__")).startswith(ONE_STATE)
+        asking = asking.f_back
+    return str(asking.f_globals.get("__name__")) if asking is not None else ""
 
 
 class SharedOrder(Protocol):
@@ -113,34 +248,14 @@ def share_of(order: SharedOrder) -> Share:
     return Share(order) if order.deal.shuffle else SequentialShare(order)
 
 
-def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: bool) -> None:
-    """Raise ``RuntimeError`` if the caller, identified by its frame, would silently lose samples of these batches.
-
-    ``fixed``: their order does not depend on what is resident; ``known``: another process would read the same order.
-    """
-    wrappers: dict[str, Any] = {}
-    while asking is not None and str(module := asking.f_globals.get("__name__")).startswith((WRAPPERS, *STOCK)):
-        if module == WRAPPERS:
-            wrapper = asking.f_locals.get("self")
-            wrappers[type(wrapper).__name__] = wrapper
-        asking = asking.f_back
-    dispatcher = wrappers.get("DataLoaderDispatcher")
-    skips = "SkipBatchSampler" in wrappers or getattr(dispatcher, "skip_batches", 0) > 0
-    if skips and not (fixed and known):
-        raise RuntimeError(SKIPPED)
-    if "BatchSamplerShard" in wrappers and not (fixed and deal.world_size == 1):
-        raise RuntimeError(SHARDED)
-    if dispatcher is not None and deal.world_size > 1:  # rank 0 reads for all ranks: any complete order is correct
-        raise RuntimeError(SHARDED)
-
-
 class GradientSync:
     """Tells Accelerate which batch is the last of a pass, where it synchronises accumulated gradients.
 
     Accelerate reads them from the loader registered last: ``end_of_dataloader`` and, at the end, ``remainder``.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, prepared: Prepared) -> None:
+        self.placed = prepared.placed  # puts a batch on the Accelerator's device
         self._refer = weakref.ref(loader)  # a pass may end by being collected, and its loader may refer to it
         self._state: Any = None
 
