@@ -136,6 +136,22 @@ class Order:
         self._heads += np.bincount(self.shards[entries], minlength=len(self._heads))
         self._pending -= len(entries)
 
+    def take_last(self, shard: int | None = None) -> tuple[int, int]:
+        """Take the last pending entry, of a shard or of all; return it and its shard. It replaces one that is bad.
+
+        So what is left of a shard stays a run of its entries, and batches that were drawn before stay the next ones.
+        Raises ``ValueError`` if nothing is pending.
+        """
+        if shard is None and self._pending:
+            shard = int(self.shards[np.flatnonzero(~self._taken)[-1]])
+        if shard is None or not 0 <= shard < len(self._ends) or self._heads[shard] >= self._ends[shard]:
+            raise ValueError("no entry is pending that could replace another")
+        self._ends[shard] -= 1
+        entry = int(self._by_shard[self._ends[shard]])
+        self._taken[entry] = True
+        self._pending -= 1
+        return entry, shard
+
     def prefixes(self, shards: Ints, counts: Ints) -> Ints:
         """Return the next ``counts`` entries of each of ``shards``, in the order of the permutation."""
         parts = [

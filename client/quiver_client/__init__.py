@@ -1,4 +1,5 @@
-"""What a training script imports: ``Dataset``, ``DataLoader``, ``BatchSampler``, ``merge_states`` and ``index``.
+"""What a training script imports: ``Dataset``, ``Mix``, ``DataLoader``, ``BatchSampler``, ``merge_states`` and
+``index``.
 
     from quiver_client import DataLoader, Dataset
     loader = DataLoader(Dataset("imagenet.quiver"), batch_size=256, shuffle=True)
@@ -7,12 +8,13 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 
 - ``dataset`` is the description that users hold, ``session`` what one process has open for it: tiers (``tier`` is the
   noun), which are ``embedded`` (a local folder), ``rack`` (its daemons) and ``origin_tier``
-- ``readable`` is what datasets, ``concatenated`` ones and views of them have in common: parts by ``selection`` and
+- ``readable`` is what datasets, ``concatenated`` and ``joined`` ones have in common: parts by ``selection`` and
   ``splitting``, and the ``placement`` of samples in manifests; ``resolution`` reads torch's Subset and ConcatDataset,
-  ``iterable`` is a stream; ``session_sharing`` is how parts share a session, ``summary`` what ``repr`` says
+  ``iterable`` is a stream; ``opened`` is what parts share, ``summary`` what ``repr`` says
 - ``batch`` holds and verifies a batch's samples; ``fields`` makes samples or columns of it, for ``dataset`` and
   ``collated_dataset``; ``loaded`` is a batch whose samples are yet to be made, ``seeding`` seeds them
 - ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards
+- ``mix`` draws several datasets in given proportions
 - ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
@@ -32,17 +34,23 @@ if TYPE_CHECKING:
     from quiver_client.concatenated import Concatenated
     from quiver_client.dataset import Dataset
     from quiver_client.indexing import index
+    from quiver_client.joined import Joined
     from quiver_client.loader.dataloader import DataLoader
+    from quiver_client.loader.guided import Guided
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
+    from quiver_client.mix import Mix
 
-__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "index", "merge_states"]
+__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "Guided", "Joined", "Mix", "index", "merge_states"]
 
 _HOME: Final = {
     "BatchSampler": "quiver_client.loader.sampler",
     "Concatenated": "quiver_client.concatenated",
     "DataLoader": "quiver_client.loader.dataloader",
     "Dataset": "quiver_client.dataset",
+    "Guided": "quiver_client.loader.guided",
+    "Joined": "quiver_client.joined",
+    "Mix": "quiver_client.mix",
     "index": "quiver_client.indexing",
     "merge_states": "quiver_client.loader.state",
 }

@@ -109,6 +109,20 @@ class Batch:
             self._in[positions] = len(self._buffers) + other._in
             self._buffers += other._buffers
 
+    def adopt_verified(self, position: int, other: Batch) -> None:
+        """Put the sample of a batch of one that is verified."""
+        at = np.array([position])
+        self.adopt(at, other)
+        self.verified[at] = True
+
+    def only(self, positions: Positions, plan: Plan) -> Batch:
+        """Return the samples at ``positions``, which are those of ``plan``, as a batch of their own."""
+        part = Batch(plan, self._verify, self._on_torn)
+        part.verified[:] = self.verified[positions]
+        part._buffers = list(self._buffers)
+        part._in, part._at, part._trusted = self._in[positions], self._at[positions], self._trusted[positions]
+        return part
+
     def check(self) -> Positions:
         """Verify what was put since the last call; remove the samples that are wrong, and return their positions."""
         new = np.flatnonzero((self._in >= 0) & ~self.verified)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Self, cast
+from typing import Any, Final, Self, cast, overload
 
 import blake3
 import numpy as np
@@ -18,6 +18,7 @@ from torch.utils.data import ConcatDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver_client.failure import Named
+from quiver_client.fields import Feature
 from quiver_client.loaded import Interleaved, Loaded
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable, identity_of_rows, is_all
@@ -48,7 +49,11 @@ class Concatenated(ConcatDataset[Any], Readable):
     def __len__(self) -> int:
         return self._whole if self._rows is None else len(self._rows.array)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Any:
         if isinstance(index, slice):
             return self.select(index)
         return self.__getitems__([index])[0]
@@ -75,7 +80,16 @@ class Concatenated(ConcatDataset[Any], Readable):
     @property
     def fields(self) -> tuple[str, ...]:
         """The names of the fields of the first part's samples."""
-        return cast(Any, _ours(self.datasets[0])).fields  # type: ignore[no-any-return]
+        return _ours(self.datasets[0]).fields
+
+    @property
+    def features(self) -> dict[str, Feature]:
+        """The types of the fields of the first part's samples."""
+        return _ours(self.datasets[0]).features
+
+    @property
+    def reads_bytes(self) -> bool:
+        return any(_ours(each).reads_bytes for each in self.datasets)
 
     @property
     def rows(self) -> Ints | None:
@@ -128,12 +142,6 @@ class Concatenated(ConcatDataset[Any], Readable):
     def placement(self) -> Placement:
         whole = Placement.concatenated([_ours(each).placement() for each in self.datasets])
         return whole if self._rows is None else whole.take(self._rows.array)
-
-    def stats(self) -> dict[str, int]:
-        """Return the counters of this process, those of all parts together. See ``Dataset.stats``."""
-        leaves = {id(leaf): cast(Any, leaf) for leaf in self.placement().leaves}
-        found = [leaf.stats() for leaf in leaves.values()]
-        return {name: sum(each[name] for each in found) for name in found[0]}
 
     def close(self) -> None:
         """Close all parts. They open again when they are used again."""

@@ -9,30 +9,32 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from multiprocessing.context import get_spawning_popen
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import Dataset as TorchDataset
 
 from quiver import forks
-from quiver.manifest import Manifest
+from quiver.errors import Changed
+from quiver.manifest import KEY_FIELD, Manifest
 from quiver.plan import plan_batch
 from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
 from quiver_client.failure import Named
 from quiver_client.fields import Feature, Fields, Sample, features_of
+from quiver_client.joined import How, Joined, join
 from quiver_client.loaded import Loaded, LoadedByMethod, LoadedRows, made
 from quiver_client.manifest_download import open_manifest
 from quiver_client.needs_reporter import NeedsChannel
+from quiver_client.opened import Opened
 from quiver_client.orphans import watch_parent_of_worker
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable, identity_of_rows, is_all
 from quiver_client.seeding import Seeds, seeds_of
 from quiver_client.selection import Columns, Ints, Rows
 from quiver_client.session import Session
-from quiver_client.session_sharing import SharedSession
 from quiver_client.summary import summary
 
 
@@ -73,15 +75,12 @@ class Dataset(Readable):
         if verify not in get_args(Verify):
             raise ValueError(f"verify={verify!r}: choose auto, fast, full or off")
         opened = open_manifest(os.fspath(manifest))
-        # The digest is pickled with this description: by then the path may name another manifest.
-        self._path, self._digest = opened.path, opened.digest
         self._cache = parse_cache(cache)
         self._verify: Verify = verify
         self._transform = transform
         self._copy = copy
-        self._manifest: Manifest | None = opened
+        self._opened = Opened(opened)  # shared with the selections of this dataset
         self._rows: Rows | None = None  # those of the manifest that are selected; None: all
-        self._sessions = SharedSession()  # with the selections of this dataset
         self._session: Session | None = None
         self._closing: weakref.finalize[..., Dataset] | None = None  # of the session
         self._owner = 0
@@ -125,7 +124,8 @@ class Dataset(Readable):
             yield self._alone(index)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._path)!r}, {summary(self.manifest, self.rows)}, cache={self._cache})"
+        size = summary(self.manifest, self.rows)
+        return f"{type(self).__name__}({str(self._opened.path)!r}, {size}, cache={self._cache})"
 
     @property
     def manifest(self) -> Manifest:
@@ -133,9 +133,7 @@ class Dataset(Readable):
 
         Raises ``Corrupt``, naming both digests, if the file at its path has become another manifest.
         """
-        if self._manifest is None:
-            self._manifest = Manifest.open(self._path, self._digest)
-        return self._manifest
+        return self._opened.manifest
 
     @property
     def rows(self) -> Ints | None:
@@ -191,6 +189,10 @@ class Dataset(Readable):
         """
         return self._open().stats.snapshot()
 
+    def read_seconds(self) -> dict[str, float]:
+        """Return how long the reads of this process took, summed over its threads, by tier: host, rack, origin."""
+        return self._open().stats.seconds()
+
     def count(self, name: str, amount: int) -> None:
         """Add to one of the counters of ``stats``."""
         self._open().stats.add(name, amount)
@@ -203,9 +205,37 @@ class Dataset(Readable):
         return own and self._transform is None
 
     @property
+    def reads_bytes(self) -> bool:
+        return self._fields.span is not None
+
+    @property
     def place(self) -> Hashable:
         """Equal for datasets of one manifest that is read through one cache."""
-        return self._digest, self._cache
+        return self._opened.digest, self._cache
+
+    @staticmethod
+    def join(
+        *datasets: TorchDataset[Any],
+        on: str = KEY_FIELD,
+        how: How = "inner",
+        suffixes: Sequence[str] | None = None,
+        fields: Sequence[str] | None = None,
+        transform: Callable[..., Any] | None = None,
+    ) -> Joined:
+        """Return the samples that all ``datasets`` have, each with the fields of all of them; nothing is copied.
+
+            Dataset.join(images, captions, embeddings)[i]   # {"image": …, "label": 3, "caption": …, "embedding": …}
+
+        ``on``: the key, or a scalar field that is there in all, with distinct values in each; samples are in the order
+        of the first dataset. ``how``: with ``"inner"``, samples that are missing somewhere are left out, counted and
+        named in a warning of the log; ``"strict"`` raises. ``suffixes``: one per dataset, for fields of one name.
+        ``fields`` and ``transform`` are of the joined sample; each dataset's own ``transform`` is applied before.
+
+        A batch is one request per peer and dataset. Where a loader takes resident samples first, a sample counts as
+        resident by the dataset that has the most bytes; needs are reported for all. Raises ``ValueError`` for keys that
+        are there twice, an unknown field, field names that collide, and if no sample is in all.
+        """
+        return join(datasets, on, how, suffixes, fields, transform)
 
     def placement(self) -> Placement:
         return Placement.of_leaf(self, self.rows)
@@ -223,19 +253,13 @@ class Dataset(Readable):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("_manifest", "_sessions", "_session", "_closing", "_lock"):
+        for name in ("_session", "_closing", "_lock"):
             del state[name]
-        # A spawned worker gets the manifest itself: another file may have its path by then.
-        fd = self.manifest.share() if get_spawning_popen() is not None else None
-        state["_passed"] = None if fd is None else DupFd(fd)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        passed = state.pop("_passed")
-        self.__dict__.update(state, _manifest=None, _sessions=SharedSession())
+        self.__dict__.update(state)
         self._forget_session()
-        if passed is not None:
-            self._manifest = Manifest.adopt(self._path, passed.detach(), self._digest)
         self._let_views_be_sent()
 
     # -- inside -------------------------------------------------------------------------------------------------------
@@ -246,6 +270,14 @@ class Dataset(Readable):
         made = object.__new__(type(self))  # whatever arguments a subclass's constructor has
         made.__dict__.update(self.__dict__, _rows=None if is_all(rows, len(manifest)) else Rows(rows))
         made._forget_session()
+        return made
+
+    def reading(self, fields: Sequence[str]) -> Dataset:
+        """Return this dataset without its other fields, unless the user's code makes samples of them."""
+        if not self.can_collate or not fields or set(fields) == set(self.fields):
+            return self
+        made = self._of(np.arange(len(self)))
+        made._fields = Fields.chosen(self.manifest, fields, whole=self._verify == "full", copy=self._copy)
         return made
 
     def _forget_session(self) -> None:
@@ -283,12 +315,12 @@ class Dataset(Readable):
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
                     watch_parent_of_worker()
-                    session = self._sessions.acquire(
+                    session = self._opened.acquire(
                         lambda: Session(self.manifest, self._cache, self._verify, introduce=introduce)
                     )
                     if self._closing is not None:  # in a forked child: the finalizer of its parent's session
                         self._closing.detach()
-                    self._closing = weakref.finalize(self, self._sessions.release, session, os.getpid())
+                    self._closing = weakref.finalize(self, self._opened.release, session, os.getpid())
                     self._closing.atexit = False  # process_exit closes the session
                     self._session, self._owner = session, os.getpid()
         return self._session
@@ -308,7 +340,21 @@ class Dataset(Readable):
         if self._makes_samples() or type(self).__getitems__ is not Dataset.__getitems__:
             in_batches = type(self).__getitems__ is not Dataset.__getitems__
             return LoadedByMethod(self, positions, rows, in_batches)
-        return LoadedRows(self, positions, rows, self.read(rows))
+        batch, lost = self._read_each(rows) if lose else (self.read(rows), {})
+        return LoadedRows(self, positions, rows, batch, lost)
+
+    def _read_each(self, rows: npt.NDArray[np.intp]) -> tuple[Batch | None, dict[int, Changed]]:
+        """Return the bytes of the samples that the origin has, and the errors of those that it lost, by position."""
+        span = self._fields.span
+        if span is None:
+            return None, {}
+        batch, lost = self._open().read_each(
+            plan_batch(self.manifest, rows, span), lambda at: plan_batch(self.manifest, rows[at : at + 1], span)
+        )
+        if not lost:
+            return batch, lost
+        there = np.delete(np.arange(len(rows)), list(lost))
+        return (batch.only(there, plan_batch(self.manifest, rows[there], span)) if len(there) else None), lost
 
     def named(self, index: int) -> Named:
         """Return how messages name a sample."""

@@ -75,6 +75,11 @@ class NeedsReporter:
         return self._view
 
     @property
+    def is_answered(self) -> bool:
+        """Whether ``view`` is an answer."""
+        return self._turns > 0
+
+    @property
     def arrivals(self) -> int:
         """The number of answers in which shards were newly resident."""
         return self._arrivals

@@ -5,7 +5,6 @@ The last tier of every batch. No tier comes after it, so samples that are lost h
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 
 import numpy as np
@@ -35,7 +34,7 @@ class OriginTier:
         try:
             self._origin().read(blobs.tolist(), data)
         except Changed:
-            self._one_by_one(blobs, starts, data)
+            self._one_by_one(batch, missing, blobs, data)
             raise
         batch.put(missing, Buffer.of(data), starts[which] + batch.inside(missing))
 
@@ -48,8 +47,23 @@ class OriginTier:
     def close(self) -> None:
         pass
 
-    def _one_by_one(self, blobs: Positions, starts: Positions, data: memoryview) -> None:
-        """Read each sample by itself and raise for the first that is lost: the error names it, not its batch."""
-        with contextlib.suppress(Unavailable):  # the caller raises the error that it caught
-            for at, blob in enumerate(blobs.tolist()):
+    def _one_by_one(self, batch: Batch, missing: Positions, blobs: Positions, data: memoryview) -> None:
+        """Read each sample by itself, and put those that are there. Then raise for the first that is lost: the error
+        names it, not its batch."""
+        sizes = batch.plan.manifest.blob_sizes(blobs).astype(np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        there = np.zeros(len(blobs), bool)
+        lost: Changed | None = None
+        for at, blob in enumerate(blobs.tolist()):
+            try:
                 self._origin().read([blob], data[int(starts[at]) : int(starts[at + 1])])
+                there[at] = True
+            except Changed as error:
+                lost = lost or error
+            except Unavailable:  # the caller raises the error that it caught
+                break
+        which = np.searchsorted(blobs, batch.plan.blobs[missing])
+        found = there[which]
+        batch.put(missing[found], Buffer.of(data), starts[which[found]] + batch.inside(missing[found]))
+        if lost is not None:
+            raise lost

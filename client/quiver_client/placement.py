@@ -34,6 +34,8 @@ class Leaf(Protocol):
 
     def needs(self) -> NeedsChannel | None: ...
     def count(self, name: str, amount: int) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+    def read_seconds(self) -> dict[str, float]: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +76,12 @@ class Placement:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all samples, without what lies beside."""
+        sizes = [leaf.manifest.blob_sizes(slice(None))[leaf.manifest.tables.blob_of] for leaf in self.leaves]
+        return int(np.concatenate(sizes)[self.rows].sum())
 
     @property
     def firsts(self) -> Ints:

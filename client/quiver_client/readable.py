@@ -17,6 +17,7 @@ import numpy.typing as npt
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver_client.failure import Named
+from quiver_client.fields import Feature
 from quiver_client.loaded import Loaded
 from quiver_client.placement import Placement
 from quiver_client.seeding import Seeds
@@ -53,6 +54,21 @@ class Readable(TorchDataset[Any]):
 
     @property
     @abstractmethod
+    def fields(self) -> tuple[str, ...]:
+        """The names of a sample's fields, in order."""
+
+    @property
+    @abstractmethod
+    def features(self) -> dict[str, Feature]:
+        """The type of each field."""
+
+    @property
+    @abstractmethod
+    def reads_bytes(self) -> bool:
+        """Whether a sample has a byte field; without one, no shard is read."""
+
+    @property
+    @abstractmethod
     def can_collate(self) -> bool:
         """Whether no sample is processed alone, so that ``columns`` is what collating the samples would give."""
 
@@ -83,6 +99,14 @@ class Readable(TorchDataset[Any]):
     @abstractmethod
     def _of(self, positions: Ints) -> Self:
         """Return the dataset of the samples at these positions, in this order."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close sockets, threads and maps. They open again when the dataset is used again."""
+
+    def reading(self, fields: Sequence[str]) -> Readable:
+        """Return this dataset without the other fields, where that saves reading them."""
+        return self
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
@@ -142,6 +166,11 @@ class Readable(TorchDataset[Any]):
         from quiver_client.iterable import IterableView
 
         return IterableView(self, shuffle=shuffle, seed=seed, drop_last=drop_last)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counters of this process, those of all datasets that are read together. See ``Dataset.stats``."""
+        found = [leaf.stats() for leaf in self.placement().leaves]
+        return {name: sum(each[name] for each in found) for name in found[0]}
 
     def checked(self, indices: Sequence[int]) -> npt.NDArray[np.int64]:
         """Return indices, negative ones too, as positions of ``len(self)`` samples. ``IndexError``, ``TypeError``."""

@@ -7,13 +7,14 @@ to the process that opened it.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from quiver import forks
-from quiver.errors import Misconfigured, NotFound, QuiverError, Unavailable
+from quiver.errors import Changed, Misconfigured, NotFound, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
@@ -124,6 +125,25 @@ class Session:
         self.stats.add("samples", len(plan))
         return batch
 
+    def read_each(self, plan: Plan, alone: Callable[[int], Plan]) -> tuple[Batch, dict[int, Changed]]:
+        """Return the samples of the plan as ``read`` does, and those that are lost at the origin, by position.
+
+        ``alone`` plans one sample by itself. Samples that were read before one was found to be lost are not read again.
+        """
+        batch = Batch(plan, self._verify, self._replace)
+        lost: dict[int, Changed] = {}
+        try:
+            self._complete(batch)
+        except Changed:
+            batch.check()
+            for at in batch.not_verified().tolist():
+                try:
+                    batch.adopt_verified(at, self.read(alone(at)))
+                except Changed as error:
+                    lost[at] = error
+        self.stats.add("samples", len(plan) - len(lost))
+        return batch, lost
+
     def _replace(self, batch: Batch, torn: Positions) -> None:
         """Fetch samples again whose mapped file was truncated after they were verified. Only the first tier maps."""
         self._blame(self.tiers[0], batch, torn)
@@ -147,7 +167,9 @@ class Session:
         """Ask one tier after the other for what is not verified yet."""
         for tier in self.tiers:
             before = batch.verified.copy()
+            begun = time.monotonic()
             self._ask(tier, batch)
+            self.stats.spent(tier.name, time.monotonic() - begun)
             arrived = np.flatnonzero(batch.verified & ~before)
             self.stats.add(f"samples_{tier.name}", len(arrived))
             if tier.name != "origin":  # the origin's bytes are counted where they are read

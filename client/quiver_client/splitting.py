@@ -56,13 +56,18 @@ def split_groups(groups: Ints, ends: Ints, seed: int) -> list[Ints]:
     """Return the rows of each part so that no group is in two; ``groups (n,)``: the group of each sample, from 0.
 
     The groups are put in a random order and dealt to the parts where the middle of each falls, so that each end is off
-    by half a group at most.
+    by half a group at most; or by more, if a part would otherwise be empty and there is a group for each part.
     """
     sizes = np.bincount(groups)
     order = _permuted(len(sizes), seed)
     middles = np.cumsum(sizes[order]) - sizes[order] / 2
+    cuts = np.searchsorted(middles, ends, "right")  # how many groups precede the end of each part
+    if len(sizes) >= len(ends):
+        for part in range(len(ends)):
+            least = int(cuts[part - 1]) + 1 if part else 1
+            cuts[part] = min(max(int(cuts[part]), least), len(sizes) - (len(ends) - 1 - part))
     part_of = np.empty(len(sizes), np.int64)
-    part_of[order] = np.searchsorted(ends, middles, "right")
+    part_of[order] = np.searchsorted(cuts, np.arange(len(sizes)), "right")
     parts = part_of[groups]
     return [np.flatnonzero(parts == part).astype(np.int64) for part in range(len(ends))]
 

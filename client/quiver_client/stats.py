@@ -15,7 +15,7 @@ WARN_SECONDS: Final = 30.0  # between two warnings about one subject
 NAMES: Final = (
     *("samples", "bytes_host", "bytes_rack", "bytes_origin", "samples_host", "samples_rack", "samples_origin"),
     *("misses_host", "misses_rack", "fills", "uploads", "substitutions", "fallbacks", "overloads", "corruptions"),
-    *("hedges", "bytes_hedged"),
+    *("hedges", "bytes_hedged", "skipped", "replaced"),
 )
 
 
@@ -25,11 +25,22 @@ class Stats:
     def __init__(self) -> None:
         self._lock = forks.lock()
         self._counts: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {"host": 0.0, "rack": 0.0, "origin": 0.0}
         self._warned: Expiring[str, None] = Expiring()  # subjects
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
             self._counts[name] += amount
+
+    def spent(self, tier: str, seconds: float) -> None:
+        """Count the time that a read took in a tier, in each thread that reads."""
+        with self._lock:
+            self._seconds[tier] += seconds
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds that reads took, by tier."""
+        with self._lock:
+            return dict(self._seconds)
 
     def snapshot(self) -> dict[str, int]:
         with self._lock:

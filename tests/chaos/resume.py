@@ -286,7 +286,9 @@ class Run:
         dataset = self._dataset()
         order = self._loader(dataset, epoch.deals[0][0], 0).order
         replay = Replay(self._folder / "ledger", order._recorder._run)
-        found = [self._manifest.key(row) for row in replay.order(number, order.deal, order._passes.layout).tolist()]
+        found = [
+            self._manifest.key(row) for row in replay.order(number, order.deal, order._passes.layout).rows.tolist()
+        ]
         order.close()
         dataset.close()
         if found != [key for keys in epoch.given for key in keys]:

@@ -10,8 +10,13 @@ means of
   ``draw_wait``: how long a draw waits for that; ``loop_rate``: how fast the loop reads, and when it pauses;
   ``known_order``: the uses to come of a fixed order
 - ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;
-  ``user_sampler``: an order of the user's; ``trainers``: what Accelerate, Lightning and others read and wrap
+  ``user_sampler``: an order of the user's, ``lazy_sampler``: one that is read while the loop runs; ``trainers``: what
+  Accelerate, Lightning and others read and wrap
+- ``bad_samples``: what is done about samples that cannot be made; ``amendments``: what a ledger says about them
 - ``recording``: what ``ledger=`` and ``replay=`` do; ``ledger``: the writer and the reader of the file;
   ``ledger_format``: its frames; ``batch_encoding``: a batch as bytes
+- ``mix_sampler``: the order of a mixture, by ``mix_schedule`` (how many of each part), ``guided`` (weights that follow
+  losses), ``mix_part`` (a part's passes), ``mix_pass`` (one pass over the mixture), ``mix_state`` and
+  ``mix_agreement``; ``order``: what the loader needs of any order
 - ``arguments``: checks of arguments; ``labels``: a warning where batches are not mixed
 """

@@ -15,7 +15,7 @@ import numpy as np
 from quiver.substitution import Ints, Order
 
 VARINT_BYTES_MAX: Final = 9
-_SKIPPED, _BY_SHARD = 1, 2  # bits of the head
+SKIPPED, _BY_SHARD = 1, 2  # bits of the head
 
 
 def encode_batch(order: Order, entries: Ints, batch_size: int) -> bytes:
@@ -40,7 +40,7 @@ def encode_batch(order: Order, entries: Ints, batch_size: int) -> bytes:
 def skipped(batch: bytes) -> bytes:
     """Return an encoded batch marked as drawn but never consumed, since reading it failed."""
     head, at = number_at(batch, 0)
-    return varint(head | _SKIPPED) + batch[at:]
+    return varint(head | SKIPPED) + batch[at:]
 
 
 def decode_batch(order: Order, batch: bytes, batch_size: int) -> tuple[Ints, bool]:
@@ -50,10 +50,10 @@ def decode_batch(order: Order, batch: bytes, batch_size: int) -> tuple[Ints, boo
     if not 0 <= count <= len(order):
         raise ValueError(f"a batch of {count} samples does not fit {len(order)} pending ones")
     if head & _BY_SHARD:
-        return _by_shard(order, batch, at, count), bool(head & _SKIPPED)
+        return _by_shard(order, batch, at, count), bool(head & SKIPPED)
     if at != len(batch):
         raise ValueError(f"{len(batch) - at} bytes follow a batch of the permutation")
-    return order.plain(count), bool(head & _SKIPPED)
+    return order.plain(count), bool(head & SKIPPED)
 
 
 def _by_shard(order: Order, batch: bytes, at: int, count: int) -> Ints:

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections.abc import Callable
 from threading import RLock
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from quiver.residency import ConsumerReport, rounded_up
-from quiver.substitution import Ints, View
+from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.draw_wait import DrawWait
-from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.epoch import Epoch, ShardLayout
 from quiver_client.loader.known_order import KnownOrder, KnownUses
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate
-from quiver_client.loader.passes import Passes
 from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
 from quiver_client.placement import Leaf
@@ -30,30 +30,56 @@ REPORT_SECONDS: Final = (0.1, 1.0)  # bounds of the time between two reports
 SOON_SHARDS_MAX: Final = 1024
 
 
+class Read(Protocol):
+    """What of a pass, or of several open ones, has yet to be read."""
+
+    @property
+    def left(self) -> Ints:
+        """Entries by shard whose bytes have yet to be read ``(shards,)``."""
+        ...
+
+    def soon(self, samples: int) -> list[int]:
+        """Return the shards of the next ``samples`` entries, in the order of their first use."""
+        ...
+
+
+class Pending(Protocol):
+    """The passes of a consumer, as far as reports of needs depend on them."""
+
+    @property
+    def layout(self) -> ShardLayout: ...
+
+    @property
+    def reading(self) -> Any:
+        """What is read, a ``Read``; ``None`` while no loop reads."""
+        ...
+
+
 class CacheConsumer:
     """Reports from the first pass until ``close``. Where there is no cache, ``view`` stays ``None``."""
 
     def __init__(
         self,
         leaves: tuple[Leaf, ...],
-        passes: Passes,
+        passes: Pending,
         wait: DrawWait,
         lock: RLock,
         *,
         soon_samples: int | None,
-        is_fixed: bool = False,
+        known: KnownOrder | None = None,
     ) -> None:
         """``soon_samples``: how many samples ahead to request shards in order; ``None``: in any order.
 
-        ``is_fixed``: nothing changes the order of a pass, so that all its uses to come are reported.
+        ``known``: the uses to come of an order that nothing changes, to report them all.
         """
         self._leaves, self._passes, self._wait, self._lock = leaves, passes, wait, lock
         self._layout = passes.layout
         self._soon_samples = soon_samples
-        self._order = KnownOrder(self._layout.shard_of, passes.following) if is_fixed else None
+        self._known = known
         self._rate = LoopRate()
         self._pauses = LoopPauses()
         self._name = b""
+        self.on_view: Callable[[Read, Mask], None] | None = None  # told of what is resident, before each report
         self._reporter: NeedsReporter | None = None
 
     @property
@@ -123,10 +149,16 @@ class CacheConsumer:
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
             soon = self._soon(epoch, view) if epoch is not None else ()
             rate, is_starving = self._rate.value, self._wait.is_waiting
-            read = epoch.read if epoch is not None else 0
-        known = self._order.uses(epoch, read) if self._order is not None and epoch is not None else KnownUses()
+            fixed = epoch if isinstance(epoch, Epoch) and epoch.is_known else None
+            read = fixed.read if fixed is not None and self._known is not None else 0
+        known = self._known.uses(fixed, read) if fixed is not None and self._known is not None else KnownUses()
         ahead = 0.0
-        if view is not None:
+        on_view, reporter = self.on_view, self._reporter
+        if on_view is not None and epoch is not None and view is not None and reporter and reporter.is_answered:
+            on_view(epoch, view.resident)
+        # While a draw waits, what is resident makes no batch: nothing is ahead, however much that is. Else a cache with
+        # several consumers would fetch nothing for one whose batch is larger than the runway that it keeps for each.
+        if view is not None and not is_starving:
             ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
         report = ConsumerReport(
             consumer=self._name,
@@ -144,7 +176,7 @@ class CacheConsumer:
         least, most = REPORT_SECONDS
         return report, least / 2 if is_starving else min(max(shard_seconds / 2, least), most)
 
-    def _soon(self, epoch: Epoch, view: View | None) -> tuple[int, ...]:
+    def _soon(self, epoch: Read, view: View | None) -> tuple[int, ...]:
         if self._soon_samples is None:
             return ()
         shards = epoch.soon(self._soon_samples)

@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final, cast
 
 import torch.utils.data
+from torch.utils.data import default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
-from quiver_client.loader.epoch import Epoch
-from quiver_client.loader.sampler import DISPLACED, BatchSampler
+from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
+from quiver_client.loader.injected import SeenBatches, order_of
+from quiver_client.loader.loop_pass import Batches, LoopPass
+from quiver_client.loader.order import OrderPass
+from quiver_client.loader.own_methods import own_methods
+from quiver_client.loader.progress import ProgressLine, is_wanted
+from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync, Share, keeps_one_state, warn_of_repeats
+from quiver_client.loader.trainer_loops import reads_one_ahead
+from quiver_client.loader.trainers import GradientSync, warn_of_repeats
+from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
 
 PREFETCH_BATCHES: Final = 2
-Batches = ThreadedBatches | NumberedBatches
 
 
 class DataLoader(torch.utils.data.DataLoader[Any]):
@@ -56,6 +63,18 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
     old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
+    ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
+    error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
+    batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
+    repeated if there are several ranks, or with ``drop_last``. ``errors_max``: how many bad samples an epoch may have,
+    or which fraction of the rank's samples; by default one in a thousand and at least one. Beyond it a ``RuntimeError``
+    names them all (docs/transforms.md).
+    ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
+    ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
+
+    Several loops may iterate one loader at once, to validate within an epoch for instance: each iterator hands out a
+    whole pass, and ``state_dict`` is that of the outer loop. A warning is logged, once, if the loop waits for data more
+    than a tenth of its time.
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
@@ -89,13 +108,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         ledger: str | None = None,
         replay: str | None = None,
         block_shards: int | None = None,
+        progress: bool | None = None,
+        on_error: str = "raise",
+        errors_max: float | None = None,
         **stock: Any,
     ) -> None:
-        if batch_sampler is not None:
-            raise ValueError(
-                "batch_sampler: this loader composes its batches itself; give batch_size. Where a trainer inserts a"
-                " batch sampler of its own (Lightning's predict does), give it torch's DataLoader over the dataset"
-            )
         if batch_size is None:
             raise ValueError("batch_size=None: this loader reads by the batch; give a size, or use torch's DataLoader")
         if sampler is not None and shuffle:
@@ -105,35 +122,43 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 raise ValueError(f"{name}: it needs a defined order of batches, which in_order=False does not give")
         if prefetch_factor is not None:
             prefetch_factor = whole("prefetch_factor", prefetch_factor, 1)
-        order = BatchSampler(
-            dataset,
-            batch_size,
-            shuffle=False if shuffle is None else shuffle,
-            drop_last=drop_last,
-            substitute=substitute,
-            lookahead=lookahead,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            job=job,
-            ledger=ledger,
-            replay=replay,
-            sampler=sampler,
-            block_shards=block_shards,
-        )
+        self._on_error = ErrorPolicy.parsed(on_error, errors_max)
+        self._errors = ErrorLog(self._on_error)
+        if batch_sampler is not None:
+            others = batch_size != 1, bool(shuffle), sampler is not None, drop_last
+            order = order_of(batch_sampler, dataset, *others)
+        else:
+            order = BatchSampler(
+                dataset,
+                batch_size,
+                shuffle=False if shuffle is None else shuffle,
+                drop_last=drop_last,
+                substitute=substitute,
+                lookahead=lookahead,
+                seed=seed,
+                rank=rank,
+                world_size=world_size,
+                job=job,
+                ledger=ledger,
+                replay=replay,
+                sampler=sampler,
+                block_shards=block_shards,
+            )
+        if self._on_error.is_tolerant and not order.can_replace:
+            raise ValueError("on_error: a mixture raises; let the parts' transforms return something for a bad sample")
         self.order = order
         # If no sample is processed by itself, a batch is made by columns.
-        by_columns = collate_fn is None and CollatedDataset.can_read(order.samples)
-        self.epoch: Epoch | None = None  # what the workers draw from
+        by_columns = collate_fn in (None, default_collate) and CollatedDataset.can_read(order.samples)
+        self.epoch: OrderPass | None = None  # what the workers draw from
         self._ahead = prefetch_factor or PREFETCH_BATCHES
         super().__init__(
             dataset,
             order.deal.batch_size,  # an integer of torch's or numpy's is accepted, too
-            sampler=cast(Any, Share(order) if sampler is None else sampler),
+            sampler=cast(Any, order.sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
             pin_memory=pin_memory,
-            drop_last=drop_last,
+            drop_last=order.deal.drop_last,
             timeout=timeout,
             worker_init_fn=worker_init_fn,
             multiprocessing_context=multiprocessing_context,
@@ -141,10 +166,23 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
-        self._source = Source(order.samples, self.collate_fn, order.deal.seed, by_columns=by_columns)
-        self.__dict__["batch_sampler"] = order  # torch rejects it together with a batch_size, which users read
-        # A weak reference: the pass's threads refer to this loader, so a pass dropped midway would never end.
-        self._passing: weakref.ref[_Pass] | None = None
+        self._source = Source(
+            order.samples,
+            self.collate_fn,
+            order.deal.seed,
+            by_columns=by_columns,
+            is_tolerant=self._on_error.is_tolerant,
+        )
+        # torch rejects it together with a batch_size, which users read
+        self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
+        # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
+        self._passing: list[weakref.ref[LoopPass]] = []
+        self._seen = SeenBatches(batch_sampler)
+        self._watch = LoopWatch(order, num_workers)
+        self._progress = progress
+        self._line: ProgressLine | None = None
+        is_wanted(progress, 0)
+        self.__dict__.update(own_methods(self))
 
     @property
     def _is_accelerate_prepared(self) -> bool:
@@ -175,23 +213,47 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         return len(self.order)
 
     def __iter__(self) -> Any:
-        before = self._passing() if self._passing is not None else None
-        if before is not None:
-            before.displaced = before.reading
-        self._end_pass()
+        asking = sys._getframe(1)
         if self.pin_memory and not self.num_workers and not torch.accelerator.is_available():
             warnings.warn("pin_memory=True: there is no accelerator, so nothing is pinned", stacklevel=2)
         epoch = self.order.begin()
         self.epoch = epoch
+        samples = epoch.pending
+        if self._on_error.on_error == "replace":
+            self.order.hold_last(epoch)
         if self.num_workers:
-            batches: Batches = NumberedBatches(cast(WorkerBatches, super().__iter__()))
+            # Persistent workers serve one pass at a time: one that begins within another has workers of its own.
+            workers = self._get_iterator() if self.persistent_workers and self._open_passes() else super().__iter__()
+            batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
-            source = ThreadedSource(self._source, epoch.number, self._pinned)
+            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
-        passing = _Pass(self.order, epoch, batches, GradientSync(self))
-        self._passing = weakref.ref(passing)
+        if self._on_error.is_tolerant:
+            self._errors.begin(samples)
+            replaces = self._on_error.on_error == "replace"
+            batches = CompleteBatches(
+                batches, self.order, epoch, self._source, self._errors, replaces=replaces, finish=self._pinned
+            )
+        passing = LoopPass(self.order, epoch, batches, GradientSync(self), reads_ahead=reads_one_ahead(asking))
+        passing.tell(self._watch, self._seen, self._show_progress())
+        self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
+
+    def _show_progress(self) -> ProgressLine | None:
+        """Return the line that shows the first fill, ``None`` if none is wanted."""
+        if self._line is None and is_wanted(self._progress, self.order.deal.rank):
+            self._line = ProgressLine()
+            self.order.show_first_fill(self._line)
+        return self._line
+
+    def stats(self) -> dict[str, int]:
+        """Return the counters of this process, as ``dataset.stats()`` does, ``skipped`` and ``replaced`` among them:
+        samples that ``on_error`` left out, or had another one take the place of."""
+        counters: Counter[str] = Counter()
+        for leaf in self.order.leaves:
+            counters.update(leaf.stats())
+        return dict(counters)
 
     def set_epoch(self, epoch: int) -> None:
         """Make the next pass read this epoch, or what a loaded state left of it."""
@@ -205,7 +267,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         them if one raises, and ``TimeoutError`` if a rank has not called it for ten minutes. Without torch.distributed
         it is ``merge_states([loader.state_dict()])``.
         """
-        return self.order.state_dict(merged=merged or keeps_one_state(sys._getframe(1)))
+        return self.order.state_dict(merged=merged)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where ``state`` was taken, with any number of workers.
@@ -218,13 +280,13 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     def close(self) -> None:
         """Stop prefetching and withdraw the reported needs. The loader can be iterated again, and its state stays."""
-        self._end_pass()
+        for passing in reversed(self._open_passes()):  # the outermost loop's last: the state stays that one's
+            passing.close()
         self.order.close()
 
-    def _end_pass(self) -> None:
-        passing = self._passing() if self._passing is not None else None
-        if passing is not None:
-            passing.close()
+    def _open_passes(self) -> list[LoopPass]:
+        """Return the passes that loops read, the oldest first: nested loops, or iterators that were kept."""
+        return [each for each in (refer() for refer in self._passing) if each is not None and each.reading]
 
     def _get_iterator(self) -> Any:
         self.check_worker_number_rationality()
@@ -236,61 +298,3 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         if self.pin_memory and torch.accelerator.is_available():
             return pin_memory(batch)  # type: ignore[no-untyped-call]
         return batch
-
-
-class _Pass:
-    """The iterator of the training loop: counts a batch as consumed when it hands it out."""
-
-    def __init__(self, order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
-        self._order, self._epoch, self._sync = order, epoch, sync
-        self.displaced = False
-        self._batches: Batches | None = batches
-        self._dropped = weakref.finalize(self, _drop, order, epoch, batches, sync)
-        self._dropped.atexit = False
-        sync.begin()
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None and not self.displaced:
-            raise StopIteration
-        if self._batches is None or not self._order.is_current(self._epoch):
-            raise RuntimeError(DISPLACED)
-        begun = time.monotonic()
-        self._order.asked()
-        try:
-            number, batch = next(self._batches)
-        except StopIteration:
-            self._batches = None
-            self._sync.end()
-            self._dropped.detach()
-            self._order.end(self._epoch)
-            raise
-        self._order.consumed(self._epoch, number, time.monotonic() - begun)
-        if self._epoch.finished:
-            self._sync.last()
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    @property
-    def reading(self) -> bool:
-        """Whether the pass has not reached its end."""
-        return self._batches is not None
-
-    def close(self) -> None:
-        batches, self._batches = self._batches, None
-        if batches is not None:
-            self._sync.end()
-            self._dropped.detach()
-            self._order.abandon(self._epoch)
-            batches.close()
-
-
-def _drop(order: BatchSampler, epoch: Epoch, batches: Batches, sync: GradientSync) -> None:
-    """End a pass that was garbage-collected, in any thread, so without waiting: ``close`` could wait for itself."""
-    sync.end()
-    order.abandon(epoch)
-    batches.close(wait=False)

@@ -25,6 +25,7 @@ from quiver.substitution import (
     dealt,
     permutation,
 )
+from quiver_client.loader.amendments import Amendment
 from quiver_client.placement import NOWHERE, Placement
 
 
@@ -131,15 +132,31 @@ def _shards_of(manifest: Manifest) -> Ints:
 
 
 class Drawn(NamedTuple):
-    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early."""
+    """A drawn batch: its number in this pass, its samples, and how many of them were drawn early.
+
+    ``epochs`` ``(n,)``: the epoch that each sample is of, where they are of different ones.
+    """
 
     number: int
     rows: Ints
     substituted: int
+    epochs: Ints | None = None
+
+
+class Replayed(NamedTuple):
+    """An epoch as a ledger has it: samples in order, and, if bad ones were left out, the batches as they were."""
+
+    rows: Ints
+    sizes: list[int] | None = None  # of the batches
+    repeated: tuple[Ints, ...] = ()  # by batch: samples that were handed out once more at its end
+    lost: Ints = np.zeros(0, np.int64)  # samples that were bad
 
 
 class Epoch:
     """Which entries of one rank's share of one epoch are pending, drawn and consumed."""
+
+    is_known = True
+    """Whether all its samples are known when it begins."""
 
     def __init__(
         self,
@@ -149,7 +166,7 @@ class Epoch:
         *,
         own: Mask | None = None,
         batches: int = 0,
-        replayed: Ints | None = None,
+        replayed: Replayed | None = None,
     ) -> None:
         """``own`` ``(share,)``: the entries that this rank consumed before, in ``batches`` batches.
 
@@ -159,12 +176,24 @@ class Epoch:
         self.share = share
         self.consumed = np.zeros(len(share), bool) if own is None else own.copy()
         self.batches = batches
+        self.handed_out = 0  # batches of this pass
         self.has_skipped = False  # a later batch was consumed first: this one raised, or came out of order
         self._entries = np.flatnonzero(~self.consumed)
+        self._replayed: list[tuple[int, Ints]] = []  # batches to come: samples to draw, and those to repeat
+        self._keeps_size = False
+        self._holds_last = False
+        self._asked = 0  # how often the loop asked for a batch of this pass
+        self.owed = 0  # samples to be repeated at the end, since as many bad ones were replaced by pending ones
+        self._bad: set[int] = set()  # rows
+        self.amendments: dict[int, Amendment] = {}  # of batches in which samples were bad, until they are consumed
         if replayed is not None:
-            known = _entries_of(share, self._entries, replayed)
-            rest = self._entries[~np.isin(self._entries, known)]  # entries that the ledger lacks come last
-            self._entries = np.concatenate([known, rest])
+            known, sizes = _entries_of(share, self._entries, replayed.rows, replayed.sizes)
+            if replayed.sizes is not None:
+                self._replayed = [(size, each) for size, each in zip(sizes, replayed.repeated, strict=True) if size]
+            is_lost = np.isin(share, replayed.lost)
+            self.consumed |= is_lost
+            left = np.isin(self._entries, known, invert=True) & ~is_lost[self._entries]
+            self._entries = np.concatenate([known, self._entries[left]])  # entries that the ledger lacks come last
         self._rows = share[self._entries]
         self._shard_count = len(layout.counts)
         self.order = Order(layout.shard_of[self._rows], self._shard_count, layout.drained_at_once)
@@ -177,8 +206,8 @@ class Epoch:
 
     @property
     def pending(self) -> int:
-        """Entries not drawn yet."""
-        return len(self.order)
+        """Entries not drawn yet, and samples to be repeated in place of bad ones."""
+        return len(self.order) + self.owed
 
     @property
     def finished(self) -> bool:
@@ -189,6 +218,12 @@ class Epoch:
         """Entries by shard whose bytes have yet to be read ``(shards,)``."""
         left = self.order.left + self._unread
         return left if self._beside is None else left + self._beside
+
+    def prepare(self, count: int) -> None:
+        """Find the next ``count`` samples, if that may take time. Called without the sampler's lock."""
+
+    def look_ahead(self, number: int) -> None:
+        """Find out whether a batch is the last one, if that is not known. Called without the sampler's lock."""
 
     @property
     def read(self) -> int:
@@ -204,15 +239,17 @@ class Epoch:
 
     def choose(self, count: int, view: View | None, lookahead: int | None) -> Ints | None:
         """Return the entries of the next batch, ``None`` if it has to wait. Without a ``view``: the permutation's."""
+        if self._replayed:
+            return self.order.plain(self._replayed[0][0])
         if view is None:
-            return self.order.plain(min(count, self.pending))
+            return self.order.plain(min(count, len(self.order)))
         return self.order.substituted(count, view, lookahead)
 
     def completed(self, count: int, view: View, lookahead: int | None) -> Ints:
         """Return the entries of a batch that waits no longer, none from beyond the ``lookahead``."""
         if lookahead is None:
             return self.order.completed(count, view)
-        count = min(count, self.pending)
+        count = min(count, len(self.order))
         window = self.order.plain(max(lookahead, count))
         absent = ~view.resident[self.order.shards[window]]
         return np.sort(window[np.argsort(absent, kind="stable")[:count]])
@@ -220,14 +257,69 @@ class Epoch:
     def draw(self, entries: Ints) -> Drawn:
         """Draw a batch: its entries are no longer pending."""
         plain = self.order.plain(len(entries))
-        early = int(np.count_nonzero(entries > plain[-1]))  # all that is pending up to there is in ``plain``
+        # All that is pending up to the last of ``plain`` is in it.
+        early = int(np.count_nonzero(entries > plain[-1])) if len(entries) else 0
         shards = self.order.shards[entries]
         self.order.take(entries)
         number, self.drawn = self.drawn, self.drawn + 1
         self._in_flight[number] = entries
         self._fetching[number] = shards
         self._unread += np.bincount(shards, minlength=self._shard_count)
-        return Drawn(number, self._rows[entries], early)
+        repeated = self._replayed.pop(0)[1] if self._replayed else None
+        rows = self._rows[entries]
+        return Drawn(number, rows if repeated is None else np.concatenate([rows, repeated]), early)
+
+    # -- bad samples --------------------------------------------------------------------------------------------------
+
+    def keep_size(self, owed: int) -> None:
+        """Keep number and size of the batches, by repeating good samples where no other can replace a bad one."""
+        self._keeps_size, self.owed = True, owed
+
+    def hold_last(self) -> None:
+        """Draw the last batch only when the loop asks for it: until then its samples can replace bad ones."""
+        self._holds_last = True
+
+    def asked(self) -> None:
+        """The loop waits for its next batch."""
+        self._asked += 1
+
+    def is_held(self, batch_size: int) -> bool:
+        """Whether the next batch is the last one, and the loop does not ask for it yet."""
+        return self._holds_last and len(self.order) <= batch_size and self._asked <= self.drawn
+
+    def add_pending(self, number: int, count: int) -> tuple[Ints, list[int]]:
+        """Add up to ``count`` pending entries to a batch that was drawn; return their samples and shards."""
+        taken = [self.order.take_last() for _ in range(min(count, len(self.order)))]
+        entries = np.array([entry for entry, _ in taken], np.int64)
+        self._in_flight[number] = np.concatenate([self._in_flight[number], entries])
+        if self._keeps_size:
+            self.owed += len(taken)
+        return self._rows[entries], [shard for _, shard in taken]
+
+    def repeats(self, number: int, count: int, seed: int) -> Ints:
+        """Return up to ``count`` samples to repeat: of those that were handed out, else of this share.
+
+        None if batches may get fewer.
+        """
+        if not self._keeps_size or not count:
+            return self._rows[:0]
+        chance = np.random.default_rng([seed, self.number, number, len(self._bad)])
+        bad = np.fromiter(self._bad, np.int64, len(self._bad))
+        for pool in (self.share[self.consumed], self.share):
+            good = pool[~np.isin(pool, bad)]
+            if len(good):
+                return good[chance.integers(len(good), size=count)]
+        return self._rows[:0]
+
+    def fill(self, drawn: Drawn, batch_size: int, seed: int) -> Ints:
+        """Return what to repeat in a batch that is smaller than others since bad samples were replaced."""
+        repeated = self.repeats(drawn.number, min(self.owed, batch_size - len(drawn.rows)), seed)
+        self.owed -= min(self.owed, batch_size - len(drawn.rows))
+        return repeated
+
+    def mark_bad(self, rows: Ints) -> None:
+        """Never repeat these samples in this pass."""
+        self._bad.update(rows.tolist())
 
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""
@@ -248,13 +340,15 @@ class Epoch:
         entries = self._in_flight.pop(number)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
+        self.handed_out += 1
         return self._rows[entries]
 
 
-def _entries_of(share: Ints, pending: Ints, rows: Ints) -> Ints:
+def _entries_of(share: Ints, pending: Ints, rows: Ints, sizes: list[int] | None = None) -> tuple[Ints, list[int]]:
     """Return the pending entries of a share in the order of ``rows``, without samples that are not pending.
 
     Where the share has a sample twice, as padding, its first occurrence in ``rows`` is the first of its entries.
+    ``sizes``: of the batches that ``rows`` are; returned without the samples that are not pending.
     """
     by_row = pending[np.argsort(share[pending], kind="stable")]
     sorted_rows = share[by_row]
@@ -267,4 +361,7 @@ def _entries_of(share: Ints, pending: Ints, rows: Ints) -> Ints:
     found = at < len(sorted_rows)
     found[found] = sorted_rows[at[found]] == rows[found]
     entries: Ints = by_row[at[found]]
-    return entries
+    if sizes is None:
+        return entries, []
+    counts = np.concatenate([[0], np.cumsum(found)])
+    return entries, np.diff(counts[np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)]).tolist()

@@ -9,6 +9,7 @@ raise. An error in one rank is every rank's error; where a rank does not call, t
 from __future__ import annotations
 
 import itertools
+import logging
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,8 @@ from quiver_client.loader.state import State, merge_states
 PREFIX: Final = "quiver/state"
 WAIT_SECONDS: Final = 600.0  # as NCCL's collectives: another rank may be writing a large model meanwhile
 ANSWER_SECONDS: Final = 60.0  # how much longer the others wait for what the first one makes of it
+log = logging.getLogger("quiver_client")
+
 Answer = dict[str, Any]  # with "state" or with "error"
 _calls = itertools.count()  # of this process: the n-th call of one rank belongs to the n-th of any other
 
@@ -45,6 +48,20 @@ def merged_state(own: Callable[[], State], rank: int, world_size: int) -> State:
             " merge_states"
         )
     return _Exchange(store, call, rank, world_size).state(own)
+
+
+def trainers_state(own: Callable[[], State], rank: int, world_size: int) -> State:
+    """Return ``merged_state`` where a trainer saves a checkpoint, and this rank's own state if there is none.
+
+    A trainer that saves because one rank failed calls this in that rank alone: its checkpoint is not lost.
+    """
+    if world_size == 1:
+        return own()
+    try:
+        return merged_state(own, rank, world_size)
+    except (TimeoutError, ValueError) as error:
+        log.warning("the checkpoint has the state of rank %d alone, and other ranks cannot resume it: %s", rank, error)
+        return own()
 
 
 class _Exchange:

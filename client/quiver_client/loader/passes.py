@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.lazy_sampler import LazyEpoch
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.recording import Replay
 from quiver_client.loader.state import (
@@ -35,6 +36,23 @@ from quiver_client.loader.state import (
 from quiver_client.loader.user_sampler import UserSampler
 
 log = logging.getLogger("quiver_client")
+
+_OF_A_PASS: Final = (
+    *("current", "reading", "done", "resumed_from"),
+    *("_before", "_length", "_has_begun", "_consumed", "_left_out"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPass:
+    """What there is to know of a pass that was begun, to go on with it after another pass.
+
+    ``is_left``: when it was put aside, the user had named another epoch to read next, so no loop goes on with it.
+    """
+
+    epoch: Epoch
+    values: Mapping[str, Any]
+    is_left: bool
 
 
 class Passes:
@@ -75,6 +93,12 @@ class Passes:
             return self._deal
         return replace(self._deal, rank=rank, world_size=world_size)
 
+    @property
+    def keeps_size(self) -> bool:
+        """Whether batches keep their number and size, by repeating samples in place of bad ones: other ranks have as
+        many, or ``drop_last`` promises whole ones."""
+        return self._deal.world_size > 1 or self._deal.drop_last
+
     def settle(self) -> bool:
         """Settle the rank as this process has it now; return whether that changed the deal."""
         self.rank.settle()
@@ -100,8 +124,8 @@ class Passes:
 
         Never fewer than a whole epoch: a trainer that asks once, as Lightning does, uses the number for all epochs.
         """
-        whole = self.user.batches(self._deal) if self.user is not None else None
-        return max(self.deal.batches if whole is None else whole, self._resumed_batches or 0)
+        whole = self.deal.batches if self.user is None else self.user.batches(self._deal)
+        return max(whole, self._resumed_batches or 0)
 
     @property
     def _resumed_batches(self) -> int | None:
@@ -120,6 +144,9 @@ class Passes:
         """Return how many batches a state has left for this rank."""
         samples, rest = self._deal.samples, rest_of(resume)
         deal = self.deal
+        if "given" in resume and self.user is not None:
+            given: int = resume["given"]
+            return max(self.user.batches(deal) - given // deal.batch_size, 0)
         left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
         share = replace(deal, samples=left).share_samples
         own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0
@@ -155,7 +182,8 @@ class Passes:
         self.resumed_from, self._has_begun = resume, False
         self._before = resume.get("before", 0) if resume is not None else 0
         left = ceil(epoch.pending / self._deal.batch_size)
-        self._length = counted(resume) + left if resume is not None else None
+        is_known = resume is not None and not isinstance(epoch, LazyEpoch)
+        self._length = counted(resume) + left if resume is not None and is_known else None
         self._resume, self._is_named = None, False
         self.current = self.reading = epoch
         self._next_epoch = epoch.number + 1
@@ -184,6 +212,27 @@ class Passes:
         if self.current is not None and self.current.finished:
             self.drop()
 
+    def open_pass(self) -> OpenPass | None:
+        """Return the pass that a loop reads, so that ``go_on`` can go on with it."""
+        if self.reading is None:
+            return None
+        values = {name: getattr(self, name) for name in _OF_A_PASS}
+        return OpenPass(self.reading, values, self._is_named and self._next_epoch != self.reading.number)
+
+    def go_on(self, opened: OpenPass) -> None:
+        """Go on with a pass after another one. The epoch that follows is the one after this pass's."""
+        vars(self).update(opened.values)
+        self._next_epoch, self._is_named, self._resume = opened.epoch.number + 1, False, None
+
+    def state_of(self, opened: OpenPass, *, is_recorded: bool) -> State:
+        """Return the state of a pass that is not the current one."""
+        now = {name: getattr(self, name) for name in _OF_A_PASS}
+        vars(self).update(opened.values)
+        try:
+            return self.state(is_recorded=is_recorded)
+        finally:
+            vars(self).update(now)
+
     def drop(self) -> None:
         """Forget this pass: from here on the state is the next epoch's, untouched."""
         self.current = self.reading = None
@@ -192,6 +241,10 @@ class Passes:
     def _dealt(self, number: int, resume: State | None, replay: Replay | None) -> Epoch:
         samples = self._deal.samples
         done = unpack(resume["done"], samples) if resume is not None else np.zeros(samples, bool)
+        lazy = self.user.lazy(number, done, resume, self.layout, self._deal) if self.user is not None else None
+        if lazy is not None:
+            self.done, self._consumed, self._left_out = done, done.copy(), np.zeros(0, np.int64)
+            return lazy
         if self.user is None:
             order = self._deal.order(number, done, self.layout.shard_of)
         else:
@@ -205,9 +258,13 @@ class Passes:
             self._consumed[self._left_out] = True
         batches = resume["batches"] if resume is not None else 0
         replayed = replay.order(number, self._deal, self.layout) if replay is not None else None
-        if replayed is not None and len(replayed) < len(share):
-            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, len(replayed), len(share))
-        return Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        known = len(replayed.rows) + len(replayed.lost) if replayed is not None else len(share)
+        if known < len(share):
+            log.warning("replay: of epoch %d the ledger has %d of %d samples", number, known, len(share))
+        epoch = Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        if self.keeps_size:
+            epoch.keep_size(resume.get("owed", 0) if resume is not None else 0)
+        return epoch
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -227,7 +284,8 @@ class Passes:
         if self._deal.world_size == 1 and (self.done.any() or (epoch.has_skipped and is_recorded)):
             state = self._state(epoch.number, 0, self._consumed, nothing)
             return counting(state, self._before + epoch.batches)
-        return counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
+        state = counting(self._state(epoch.number, epoch.batches, self.done, epoch.consumed), self._before)
+        return {**state, "owed": epoch.owed} if epoch.owed else state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Make the next pass resume where a state was taken. ``ValueError`` for one that does not fit."""
@@ -246,7 +304,7 @@ class Passes:
             return self._located(fitted(state, self.dataset, self.deal))
         rank, world_size = self.rank.current
         deal = replace(self.deal, rank=rank, world_size=world_size)
-        return fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed)
+        return self._located(fitted(state, self.dataset, deal, sampler=True, in_order=self.user.is_fixed))
 
     def _located(self, state: State) -> State:
         """Return a state that says which samples are consumed where it said which positions of an order are."""

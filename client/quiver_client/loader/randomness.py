@@ -118,7 +118,13 @@ class Turn:
         seed_globals(seed)
         self._seeded = Globals.now() if self._confirm and not self.has_drawn else None
 
+    def draws(self) -> bool:
+        """Whether a sample has drawn from the generators so far."""
+        self._see()
+        return self.has_drawn
+
     def end(self) -> None:
+        """Put back the states that the program has."""
         self._see()
         own, self._own = self._own, None
         if own is not None:
@@ -186,12 +192,18 @@ class Randomness:
             yield turn
         finally:
             turn.end()
-            if turn.has_drawn:
-                self.is_used = True
-            elif not self.is_used and self._has_probed:
-                self._false_alarms += 1
-                self._ignored = 2 ** min(self._false_alarms, 16) - 1
-            self._has_probed = True
+
+    def found(self, *, drawn: bool, is_check: bool) -> None:
+        """A batch was made seeded, and its samples drew from the generators or did not.
+
+        ``is_check``: since a generator changed when it was made unseeded.
+        """
+        self._has_probed = True
+        if drawn:
+            self.is_used = True
+        elif is_check and not self.is_used:
+            self._false_alarms += 1
+            self._ignored = 2 ** min(self._false_alarms, 16) - 1
 
     def loop_left(self) -> None:
         """The loop's thread returns to the loop, with a batch."""

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from quiver.substitution import Ints, Mask, Order
-from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped
-from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
+from quiver_client.loader.amendments import Amendment, decode_and_take, encode_amended
+from quiver_client.loader.batch_encoding import encode_batch, skipped
+from quiver_client.loader.epoch import Deal, Epoch, Replayed, ShardLayout
 from quiver_client.loader.ledger import LedgerReader, LedgerWriter, check_run
 from quiver_client.loader.ledger_format import Run
 
@@ -55,7 +56,10 @@ class Recorder:
         self._writer: LedgerWriter | None = None
         self._pid = os.getpid()
         self._has_written = False  # then this process appends to the ledger
-        self._drawn: dict[int, bytes] = {}  # encoded batches by number, until they are consumed
+        # By pass: encoded batches by number, until they are consumed; and how many batches its deal has in the ledger.
+        self._drawn: dict[Epoch, dict[int, bytes]] = {}
+        self._written: dict[Epoch, int] = {}
+        self._plain: dict[tuple[Epoch, int], bytes] = {}  # those that were amended, as they were drawn
 
     @property
     def is_recording(self) -> bool:
@@ -64,7 +68,8 @@ class Recorder:
     def begin(self, epoch: Epoch, done: Mask, *, resumed: bool) -> None:
         """Begin a pass over the samples that were not ``done`` before its shares were dealt.
 
-        ``resumed``: the run continues another one, and appends to its ledger.
+        ``resumed``: the run continues another one, and appends to its ledger. A pass that was put aside for another
+        one begins again where it was.
         """
         if self._has_forked():
             log.warning("ledger=%r: the process that began it writes it, not this forked child", str(self._path))
@@ -77,20 +82,36 @@ class Recorder:
             except OSError as error:
                 raise ValueError(f"ledger={str(self._path)!r} cannot be written: {error.strerror}") from error
             self._has_written, self._pid = True, os.getpid()
-        self._drawn.clear()
-        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, epoch.batches))
+        self._drawn.setdefault(epoch, {})
+        start = self._written.setdefault(epoch, epoch.batches)
+        self._attempt(lambda writer: writer.begin(epoch.number, done if done.any() else None, start))
+
+    def forget(self, epoch: Epoch) -> None:
+        """Forget a pass that no loop reads any more."""
+        self._drawn.pop(epoch, None)
+        self._written.pop(epoch, None)
 
     def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
         """Remember a batch that is about to be drawn."""
         if self._writer is not None:
-            self._drawn[number] = encode_batch(epoch.order, entries, self._run.batch_size)
+            encoded = encode_batch(epoch.order, entries, self._run.batch_size)
+            self._drawn.setdefault(epoch, {})[number] = encoded
 
-    def consumed(self, number: int) -> None:
+    def amended(self, epoch: Epoch, number: int, amendment: Amendment) -> None:
+        """Remember what was changed in a drawn batch because of bad samples, all of it: a later call replaces this."""
+        drawn = self._drawn.get(epoch, {})
+        if number in drawn:
+            plain = self._plain.setdefault((epoch, number), drawn[number])
+            drawn[number] = encode_amended(plain, amendment, self._run.batch_size)
+
+    def consumed(self, epoch: Epoch, number: int) -> None:
         """Record a consumed batch. Earlier batches that were not consumed raised, and the loop continued."""
-        for earlier in [each for each in self._drawn if each < number]:
-            self._write(skipped(self._drawn.pop(earlier)))
-        if number in self._drawn:
-            self._write(self._drawn.pop(number))
+        drawn = self._drawn.get(epoch, {})
+        for earlier in [each for each in drawn if each < number]:
+            self._write(epoch, skipped(drawn.pop(earlier)))
+        if number in drawn:
+            self._write(epoch, drawn.pop(number))
+        self._plain.pop((epoch, number), None)
 
     def flush(self) -> None:
         """Hand the consumed batches to the operating system: a checkpoint must not be ahead of the ledger."""
@@ -102,7 +123,8 @@ class Recorder:
         if not self._has_forked():
             self._writer = None
 
-    def _write(self, batch: bytes) -> None:
+    def _write(self, epoch: Epoch, batch: bytes) -> None:
+        self._written[epoch] = self._written.get(epoch, 0) + 1
         self._attempt(lambda writer: writer.batch(batch))
 
     def _attempt(self, write: Callable[[LedgerWriter], None]) -> None:
@@ -124,6 +146,7 @@ class Recorder:
             self._writer.abandon()
         self._path = self._writer = None
         self._drawn.clear()
+        self._written.clear()
 
 
 class Replay:
@@ -132,26 +155,31 @@ class Replay:
     def __init__(self, path: Path, run: Run) -> None:
         self._reader = LedgerReader(path, run)
 
-    def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Ints:
+    def order(self, epoch: int, deal: Deal, layout: ShardLayout) -> Replayed:
         """Return the samples of an epoch in the order in which they were consumed.
 
         Raises ``ValueError`` if the ledger has no batch of the epoch, or one that its order cannot have drawn.
         """
-        consumed: list[Ints] = []
+        consumed: list[tuple[Ints, Ints]] = []
+        lost: list[Ints] = []
         for done, batches in self._reader.batches(epoch):
             before = np.zeros(deal.samples, bool) if done is None else done
             if done is not None:  # dealt again from a checkpoint: batches consumed after that do not count
-                consumed = [rows for rows in consumed if done[rows].all()]
+                consumed = [each for each in consumed if done[each[0]].all()]
             share, _ = deal.share(deal.order(epoch, before, layout.shard_of))
             order = Order(layout.shard_of[share], len(layout.counts))
             for batch in batches:
-                entries, was_skipped = decode_batch(order, batch, deal.batch_size)
-                order.take(entries)
-                if not was_skipped:
-                    consumed.append(share[entries])
+                decoded = decode_and_take(order, batch, deal.batch_size)
+                if not decoded.was_skipped:
+                    consumed.append((share[decoded.entries], decoded.repeated))
+                    lost.append(share[decoded.failed])
         if not consumed:
             raise ValueError(f"replay: the ledger has nothing of epoch {epoch}")
-        return np.concatenate(consumed)
+        rows = np.concatenate([each for each, _ in consumed])
+        bad = np.concatenate(lost)
+        if not len(bad) and not any(len(repeated) for _, repeated in consumed):
+            return Replayed(rows)
+        return Replayed(rows, [len(each) for each, _ in consumed], tuple(repeated for _, repeated in consumed), bad)
 
 
 def _path_of(name: str, path: str | None, run: Run) -> Path | None:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import blake3
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from quiver import forks
@@ -22,27 +23,37 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
+from quiver_client.loader.amendments import Amendment
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
+from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
-from quiver_client.loader.merged_state import merged_state
-from quiver_client.loader.passes import Passes
+from quiver_client.loader.merged_state import merged_state, trainers_state
+from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.progress import ProgressLine
+from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
+from quiver_client.loader.rebuilding import rebuildable
 from quiver_client.loader.recording import open_recording
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share, keeps_one_state, refuse_wrapper
+from quiver_client.loader.trainers import keeps_one_state, refuse_wrapper, share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
+from quiver_client.mix import Mix
+from quiver_client.placement import Leaf
 from quiver_client.resolution import resolved
 
 SOON_BATCHES: Final = 64  # how far ahead shards are requested if the order is fixed
+HELD_SECONDS: Final = 1.0  # between two checks whether the loop asks for its last batch; it wakes the draw, too
 DISPLACED: Final = (
-    "this pass was ended by another one, or by a state that was loaded: a loader is iterated by one loop at a time"
+    "this pass was ended by a state that was loaded: what is left of it belongs to the pass that resumes. Iterate the"
+    " loader again"
 )
 
 
+@rebuildable
 class BatchSampler(Sampler[list[int]]):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
@@ -50,6 +61,14 @@ class BatchSampler(Sampler[list[int]]):
     takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
+
+    def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
+        """Return the sampler of this kind of dataset."""
+        if cls is BatchSampler and isinstance(dataset, Mix):
+            from quiver_client.loader.mix_sampler import MixBatchSampler  # a subclass of this class
+
+            return super().__new__(MixBatchSampler)
+        return super().__new__(cls)
 
     def __init__(  # noqa: PLR0913 - each is one of the loader's
         self,
@@ -69,13 +88,14 @@ class BatchSampler(Sampler[list[int]]):
         sampler: Iterable[int] | None = None,
         block_shards: int | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         self.samples = resolved(dataset)
         placement, identity = self.samples.placement(), self.samples.identity
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
         settled = SettledRank(*rank_given(sampler, rank, world_size))
-        self._name = _name(job_of(job), identity)
+        self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
         if sampler is not None and isinstance(shuffle, str):
@@ -98,6 +118,7 @@ class BatchSampler(Sampler[list[int]]):
         self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
         self._agreement = None if settled.is_whole else RankAgreement(placement, identity, self.deal, sampler)
+        self._aside = PutAside()  # passes that other loops read
         self._is_read_through = False  # the pass has ended, and was not compared with other ranks' yet
         self._files = ledger, replay
         self._recorder, self._replay = open_recording(identity, self.deal, *self._files)
@@ -106,10 +127,13 @@ class BatchSampler(Sampler[list[int]]):
             self._labels.foresee(self._passes.share(0), deal.batch_size)
         self._lock = forks.rlock()
         self._wait = DrawWait()
+        self.starved_seconds = 0.0  # in which draws waited, since nothing that is left was resident
+        self._was_asked = forks.event()
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * deal.batch_size
+        known = None if self.substitute else KnownOrder(layout.shard_of, self._passes.following)
         self._consumer = CacheConsumer(
-            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, is_fixed=not self.substitute
+            placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
         )
         self._leaves = placement.leaves
 
@@ -126,12 +150,17 @@ class BatchSampler(Sampler[list[int]]):
 
         There is no ``batch_size`` or ``drop_last`` beside it: Lightning would make another order from them.
         """
-        return Share(self) if self._passes.user is None else self._passes.user.sampler
+        return share_of(self) if self._passes.user is None else self._passes.user.sampler
 
     @property
     def epoch(self) -> int:
         """The number of the epoch that is being read, or else of the next one."""
         return self._passes.epoch
+
+    @property
+    def layout(self) -> ShardLayout:
+        """Which shard each sample lies in, and what shards have."""
+        return self._passes.layout
 
     def __len__(self) -> int:
         """Batches of a whole epoch; of a resumed one, no fewer than were handed out and are left."""
@@ -147,7 +176,7 @@ class BatchSampler(Sampler[list[int]]):
         epoch = self.begin()
         try:
             while True:
-                self.asked()
+                self.asked(epoch)
                 drawn = self.draw(epoch)
                 if drawn is None:
                     break
@@ -171,14 +200,17 @@ class BatchSampler(Sampler[list[int]]):
 
         ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``.
         """
-        if merged or keeps_one_state(sys._getframe(1)):
-            return merged_state(self._state, *self._passes.rank.current)
+        if merged:
+            return merged_state(self._state, *self._ranks)
+        if keeps_one_state(sys._getframe(1)):
+            return trainers_state(self._state, *self._ranks)
         return self._state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
         with self._lock:
             self._passes.load(state)
+            self._aside.clear()
             self._recorder.flush()
 
     def check_shares(self) -> None:
@@ -199,19 +231,22 @@ class BatchSampler(Sampler[list[int]]):
             self._recorder.close()
         self._consumer.close()
 
+    can_replace = True
+    """Whether bad samples can be replaced or skipped."""
+
     # -- as a loader uses it ------------------------------------------------------------------------------------------
 
     def begin(self) -> Epoch:
-        """Begin the next epoch, or the rest of a resumed one."""
+        """Begin the next epoch, or the rest of a resumed one. A pass that another loop reads is put aside."""
         self._compare_end()
         passes = self._passes
         with self._lock:
+            opened = passes.open_pass()
             if passes.settle():
                 self._recorder, self._replay = open_recording(passes.dataset, passes.deal, *self._files)
             epoch = passes.begin(self._replay)
-            self._wait.cancel()
-            self._consumer.begin(self._consumer_name)
-            self._recorder.begin(epoch, passes.done, resumed=passes.is_resumed)
+            self._aside.put(opened)
+            self._become_current(epoch)
         if self._agreement is not None:
             self._agreement.begin(passes.rank.current, epoch.number, passes.resumed_from)
         if self._replay is None:
@@ -220,33 +255,62 @@ class BatchSampler(Sampler[list[int]]):
 
     def poll(self, epoch: Epoch) -> bool:
         """Return whether ``draw`` would return at once; if not, begin the wait for the cache."""
+        if epoch is self._passes.reading:
+            epoch.prepare(self.deal.batch_size)
         with self._lock:
-            return epoch is not self._passes.reading or not epoch.pending or self._choose(epoch) is not None
+            if epoch is not self._passes.reading or not epoch.pending:
+                return True
+            return not epoch.is_held(self.deal.batch_size) and self._choose(epoch) is not None
 
     def is_current(self, epoch: Epoch) -> bool:
-        """Whether no other pass has begun since, and no state was loaded."""
+        """Whether this pass was asked last, and no state was loaded since."""
         return epoch is self._passes.current
 
     def draw(self, epoch: Epoch) -> Drawn | None:
         """Return the next batch, ``None`` at the end of the pass or once it was abandoned. May wait.
 
-        Raises ``RuntimeError`` if another pass began or a state was loaded meanwhile.
+        Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
+            if epoch is self._passes.reading:
+                epoch.prepare(self.deal.batch_size)
             with self._lock:
+                if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
+                    return self._take_plain(epoch) if epoch.pending else None
                 if epoch is not self._passes.current and epoch.pending:
                     raise RuntimeError(DISPLACED)
                 if epoch is not self._passes.reading or not epoch.pending:
                     return None
-                entries = self._choose(epoch)
+                is_held = epoch.is_held(self.deal.batch_size)
+                entries = self._choose(epoch) if not is_held else None
                 if entries is not None:
                     return self._take(epoch, entries)
+                self._was_asked.clear()
+            if is_held:
+                self._was_asked.wait(HELD_SECONDS)
+                continue
             self._consumer.wait_for_report(draw_wait.PATIENCE_SECONDS_MIN)
 
-    def asked(self) -> None:
-        """The training loop waits for a batch."""
+    def asked(self, epoch: Epoch | None = None) -> None:
+        """A loop waits for a batch of this pass, which becomes the current one; ``None``: of the current pass."""
         with self._lock:
+            if epoch is not None:
+                self._go_on(self._aside.take(epoch))
             self._consumer.asked()
+            if self._passes.reading is not None:
+                self._passes.reading.asked()
+            self._was_asked.set()
+
+    def show_first_fill(self, line: ProgressLine) -> None:
+        """Tell the line before each report, in the reporting thread, which shards are resident."""
+        layout = self._passes.layout
+        line.measure(self._leaves[0].manifest.path.stem, layout.sample_bytes * layout.counts)
+        self._consumer.on_view = line.learn
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        """What is read through caches."""
+        return self._leaves
 
     def failure(self, error: BaseException, rows: Ints) -> RuntimeError:
         """Return what to raise in place of an exception that the loop would take for the end of the epoch."""
@@ -258,10 +322,34 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             epoch.fetched(number)
 
+    def hold_last(self, epoch: Epoch) -> None:
+        """Keep the last batch's samples pending until the loop asks for it: they may replace bad ones of others."""
+        with self._lock:
+            if not self._passes.keeps_size:
+                epoch.hold_last()
+
+    def replace(self, epoch: Epoch, number: int, failed: Mapping[int, int], wanted: int) -> Ints:
+        """Return up to ``wanted`` samples to hand out in place of bad ones: pending ones, else some once more.
+
+        ``failed``: bad samples by their place in the batch, in which those count that were added before. They are
+        consumed with the batch.
+        """
+        with self._lock:
+            epoch.mark_bad(np.fromiter(failed.values(), np.int64, len(failed)))
+            rows, shards = epoch.add_pending(number, wanted)
+            repeated = epoch.repeats(number, wanted - len(rows), self.deal.seed)
+            added = [(False, shard) for shard in shards] + [(True, row) for row in repeated.tolist()]
+            self._amend(epoch, number, Amendment(tuple(added), tuple(sorted(failed))))
+        self._leaves[0].count("replaced", len(added))
+        self._leaves[0].count("skipped", len(failed) - len(added))
+        return np.concatenate([rows, repeated])
+
     def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
         """The training loop received a batch, after waiting for it."""
         with self._lock:
-            self._recorder.consumed(number)
+            self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
+            self._recorder.consumed(epoch, number)
+            epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
             self._consumer.consumed(rows, waited_seconds)
             if self.is_current(epoch):
@@ -273,31 +361,64 @@ class BatchSampler(Sampler[list[int]]):
     def end(self, epoch: Epoch) -> None:
         """The pass has ended: from now on the state is that of the next epoch, with nothing consumed."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._passes.drop()
                 self._recorder.flush()
+                self._return_to_outer()
         self._compare_end()
 
     def abandon(self, epoch: Epoch) -> None:
         """Stop reading the pass. Batches that were drawn ahead were not consumed, and the state says so."""
         with self._lock:
+            self._aside.take(epoch)
+            self._recorder.forget(epoch)
             if self.is_current(epoch):
                 self._wait.cancel()
                 self._passes.stop_reading()
+                self._was_asked.set()
                 if epoch.finished:
                     self._recorder.flush()
+                self._return_to_outer()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _state(self) -> State:
         with self._lock:
             self._recorder.flush()
+            claimant = self._aside.claimant()
+            if claimant is not None:
+                return self._passes.state_of(claimant, is_recorded=self._recorder.is_recording)
             return self._passes.state(is_recorded=self._recorder.is_recording)
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        return self._passes.rank.current
 
     @property
     def _consumer_name(self) -> bytes:
         """The name under which this rank reports what it needs."""
         return blake3.blake3(f"{self._name}\0{self._passes.rank.current[0]}".encode()).digest(CONSUMER_BYTES)
+
+    def _become_current(self, epoch: Epoch) -> None:
+        self._wait.cancel()
+        self._consumer.begin(self._consumer_name)
+        self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
+
+    def _go_on(self, opened: OpenPass | None) -> None:
+        """Make a pass current that was put aside, in place of the one that is. Locked."""
+        if opened is not None:
+            self._aside.put(self._passes.open_pass())
+            self._passes.go_on(opened)
+            self._become_current(opened.epoch)
+
+    def _return_to_outer(self) -> None:
+        """An inner loop's pass has ended: the outer loop's is current again, before that asks. Locked."""
+        outer = self._aside.innermost()
+        if outer is not None:
+            self._go_on(self._aside.take(outer.epoch))
 
     def _compare_end(self) -> None:
         """Compare a pass that was read to its end with other ranks' passes, once."""
@@ -322,19 +443,35 @@ class BatchSampler(Sampler[list[int]]):
                 return None
         return epoch.completed(batch_size, view, self._lookahead)
 
+    def _take_plain(self, epoch: Epoch) -> Drawn:
+        entries = epoch.order.plain(min(self.deal.batch_size, epoch.pending))
+        self._recorder.drawn(epoch, epoch.drawn, entries)
+        return epoch.draw(entries)
+
     def _take(self, epoch: Epoch, entries: Ints) -> Drawn:
         if self._wait.is_waiting:
-            self._consumer.starved(self._wait.end(time.monotonic()))
+            seconds = self._wait.end(time.monotonic())
+            self.starved_seconds += seconds
+            self._consumer.starved(seconds)
         self._recorder.drawn(epoch, epoch.drawn, entries)
         drawn = epoch.draw(entries)
         self._leaves[0].count("substitutions", drawn.substituted)
+        if epoch.owed and len(drawn.rows) < self.deal.batch_size:
+            repeated = epoch.fill(drawn, self.deal.batch_size, self.deal.seed)
+            self._amend(epoch, drawn.number, Amendment(tuple((True, row) for row in repeated.tolist())))
+            drawn = drawn._replace(rows=np.concatenate([drawn.rows, repeated]))
         return drawn
+
+    def _amend(self, epoch: Epoch, number: int, change: Amendment) -> None:
+        before = epoch.amendments.get(number, Amendment())
+        epoch.amendments[number] = before.and_then(change.added, change.failed)
+        self._recorder.amended(epoch, number, epoch.amendments[number])
 
 
 _made: Counter[str] = Counter()  # loaders of this process by what they read
 
 
-def _name(job: str, dataset: str) -> str:
+def shared_name(job: str, dataset: str) -> str:
     """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
 
     A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.

@@ -3,12 +3,16 @@
     version, dataset (hex), samples, seed, shuffle, epoch, rank, world_size, batch_size, drop_last, batches
     done    one bit per sample: consumed before the shares were dealt; None for none
     own     one bit per entry of this rank's share: consumed since, in ``batches`` batches; None for none
+    owed    how many samples are to be repeated at the end of the share, since as many bad ones were replaced; missing
+            for none
     before  batches of the epoch that were handed out before the shares were dealt; missing for none
     block_shards  of a block shuffle; missing for a full one, and without a shuffle
     positions     one bit per sample that is not done, in the order that was dealt: consumed since by any rank; only
             where states of a block shuffle were merged, whose order ``merge_states`` cannot know; missing for none
     sampler True where a sampler gives the order, and missing elsewhere
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
+    given   how many samples a sampler that has no end in sight had given when these were handed out
+    sampler_state  its own state then, if it has one
 
 ``merge_states`` merges the states of several ranks: everything consumed becomes ``done``, and what remains is dealt
 again. A state of one rank alone can be merged by itself. What several ranks' samplers have left becomes one ``rest``,
@@ -39,6 +43,7 @@ _FIELDS: Final[dict[str, type]] = dict.fromkeys(_NUMBERS, int) | {
     "drop_last": bool,
 }
 _BITS: Final = ("done", "own")
+_COUNTS: Final = ("before", "owed", "given")  # missing for none
 _REST: Final = np.dtype("<i8")
 _SAME: Final = ("version", "dataset", "samples", "seed", "shuffle", "block_shards")
 _SAME_SHARE: Final = ("world_size", "rank", "batch_size", "drop_last")
@@ -112,6 +117,8 @@ def rest_of(state: Mapping[str, Any]) -> Ints | None:
 
 def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     """Return the state, checked. Raises ``ValueError`` if it is of another dataset or seed; its rank may be any."""
+    if isinstance(state, Mapping) and "parts" in state:
+        raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
     state = _checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
@@ -158,7 +165,7 @@ def is_untouched(state: Mapping[str, Any]) -> bool:
 
 
 def _fitted_sampler(state: State, deal: Deal, ours: Mapping[str, Any], *, sampler: bool, in_order: bool) -> State:
-    if not sampler and (state["world_size"] > 1 or "rest" in state):
+    if not sampler and (state["world_size"] > 1 or _is_bound(state)):
         raise ValueError("state: a sampler gave its order; give the loader the same sampler")
     if state["world_size"] == 1 and ours["world_size"] > 1:
         return {**_dealt_again(state, deal, in_order=in_order), **ours}
@@ -199,6 +206,10 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     """
     if not states:
         raise ValueError("states: none given; give one of each rank")
+    if any(isinstance(state, Mapping) and "parts" in state for state in states):
+        from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
+
+        return merge_mixes(states)
     states = [_checked(state) for state in states]
     world_size = states[0]["world_size"]
     for state in states:
@@ -211,7 +222,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     ranks = sorted(state["rank"] for state in states)
     if ranks != list(range(world_size)):
         raise ValueError(f"states: ranks {ranks} given; give one state of each of {world_size} ranks")
-    if any(state.get("sampler") and (world_size > 1 or "rest" in state) for state in states):
+    if world_size > 1 and any("given" in state or "sampler_state" in state for state in states):
+        raise ValueError(
+            "states: what is left of a sampler that has no end in sight is not known; load each in its rank"
+        )
+    if any(state.get("sampler") and (world_size > 1 or _is_bound(state)) for state in states):
         return _merged_samplers(sorted(map(dict, states), key=lambda state: state["rank"]))
     epoch = max(state["epoch"] for state in states)
     done = np.zeros(states[0]["samples"], bool)
@@ -233,6 +248,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         "own": None,
     }
     merged.pop("before", None)
+    merged.pop("owed", None)
     if positions := _positions(at_start):
         merged["positions"] = positions
     return counting(merged, max(counted(state) for state in at_start))
@@ -292,13 +308,13 @@ def _share(state: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.int64]]:
     return deal.share(deal.order(state["epoch"], unpack(state["done"], deal.samples)))[0]
 
 
-def _left_samples(state: Mapping[str, Any]) -> int:
+def _undealt(state: Mapping[str, Any]) -> int:
     """Return how many samples the order has that a state's shares were dealt from."""
     return int(state["samples"]) - int(unpack(state["done"], state["samples"]).sum())
 
 
 def _share_samples(state: Mapping[str, Any]) -> int:
-    return replace(_deal_of(state), samples=_left_samples(state)).share_samples
+    return replace(_deal_of(state), samples=_undealt(state)).share_samples
 
 
 def _has_read_its_share(state: Mapping[str, Any]) -> bool:
@@ -314,7 +330,7 @@ def _positions(states: Sequence[Mapping[str, Any]]) -> bytes | None:
     """
     if not states[0].get("block_shards"):
         return None
-    left = _left_samples(states[0])
+    left = _undealt(states[0])
     consumed = unpack(states[0].get("positions"), left)
     world_size, share = states[0]["world_size"], _share_samples(states[0])
     entries = np.zeros((share, world_size), bool)  # as ``dealt`` deals them
@@ -371,10 +387,9 @@ def _checked(state: Mapping[str, Any]) -> State:
         raise ValueError("state: rank, world_size or batch_size out of range")
     if not 0 < plain["samples"] < SAMPLES_MAX:
         raise ValueError(f"state: {plain['samples']} samples are none, or more than a dataset has")
-    before = plain.get("before", 0)
-    if isinstance(before, np.integer):
-        plain["before"] = before = before.item()
-    if type(before) is not int or not (plain["epoch"] >= 0 and plain["batches"] >= 0 and before >= 0):
+    for name in _COUNTS:
+        plain |= {name: _counted(plain[name])} if name in plain else {}
+    if plain["epoch"] < 0 or plain["batches"] < 0:
         raise ValueError("state: epoch or batches out of range")
     _check_bits(plain["done"], plain["samples"])
     _check_block(plain)
@@ -398,7 +413,19 @@ def _check_block(plain: State) -> None:
     if "positions" in plain:
         if not blocks or type(plain["positions"]) is not bytes:
             raise ValueError("state: 'positions' is not of a block shuffle; was it made by state_dict()?")
-        _check_bits(plain["positions"], _left_samples(plain))
+        _check_bits(plain["positions"], _undealt(plain))
+
+
+def _is_bound(state: Mapping[str, Any]) -> bool:
+    """Whether what is left of a sampler's order does not follow from the samples that are done."""
+    return any(name in state for name in ("rest", "given", "sampler_state"))
+
+
+def _counted(count: Any) -> int:
+    value = count.item() if isinstance(count, np.integer) else count
+    if type(value) is not int or value < 0:
+        raise ValueError("state: epoch or batches out of range")
+    return value
 
 
 def _what(name: str) -> str:

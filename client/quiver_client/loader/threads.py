@@ -16,8 +16,8 @@ from concurrent.futures import Future, wait
 from typing import Any, Final
 
 from quiver_client import process_exit
-from quiver_client.loader.epoch import Drawn, Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.epoch import Drawn
+from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.source import ThreadedSource
 from quiver_client.thread_pool import ThreadPool
 
@@ -27,7 +27,9 @@ FETCHERS: Final = 4
 class ThreadedBatches:
     """Iterator over ``(number, batch)`` of one pass."""
 
-    def __init__(self, sampler: BatchSampler, epoch: Epoch, source: ThreadedSource, depth: int, timeout: float) -> None:
+    def __init__(
+        self, sampler: BatchOrder, epoch: OrderPass, source: ThreadedSource, depth: int, timeout: float
+    ) -> None:
         self._timeout = timeout or None
         self._sampler, self._epoch, self._source = sampler, epoch, source
         self._prefetcher = _Prefetcher(sampler, epoch, source, depth)
@@ -51,7 +53,9 @@ class ThreadedBatches:
         if self._timeout and not wait([future], self._timeout).done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         try:
-            return number, self._source.received(future.result())
+            batch = self._source.received(future.result())
+            self._epoch.look_ahead(number)
+            return number, batch
         except StopIteration as error:  # a batch that was made in this thread
             raise self._sampler.failure(error, self._epoch.rows(number)) from error
         finally:
@@ -65,7 +69,7 @@ class ThreadedBatches:
 
 
 class _Prefetcher:
-    def __init__(self, sampler: BatchSampler, epoch: Epoch, source: ThreadedSource, depth: int) -> None:
+    def __init__(self, sampler: BatchOrder, epoch: OrderPass, source: ThreadedSource, depth: int) -> None:
         self.queue: queue.SimpleQueue[tuple[int, Future[Any] | BaseException | None]] = queue.SimpleQueue()
         self.slots = threading.Semaphore(depth)
         self._sampler, self._epoch, self._source = sampler, epoch, source

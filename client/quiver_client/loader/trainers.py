@@ -14,15 +14,21 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Final, Protocol
 
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, SequentialSampler
 
 from quiver.substitution import Ints
 from quiver_client.loader.epoch import Deal
+from quiver_client.loader.trainer_loops import counts_passes
 
 log = logging.getLogger("quiver_client")
 
 WRAPPERS: Final = "accelerate.data_loader"  # the module whose wrappers deal our batches to ranks, or skip some
-ONE_STATE: Final = ("accelerate.checkpointing",)  # modules that ask all ranks for a state, and keep that of one
+# Modules that ask all ranks for a state, and keep that of one: Accelerate's, Lightning's, Fabric's.
+ONE_STATE: Final = (
+    "accelerate.checkpointing",
+    *("lightning.pytorch.utilities.combined_loader", "pytorch_lightning.utilities.combined_loader"),
+    *("lightning.fabric.strategies.", "lightning_fabric.strategies."),
+)
 STOCK: Final = ("torch.utils.data.", "torchdata.")  # loaders that call us on behalf of a wrapper
 SHARDED: Final = (
     "these batches are one rank's share, and Accelerate would deal them to the ranks again and lose samples. Pass"
@@ -40,7 +46,9 @@ SKIPPED: Final = (
 
 def keeps_one_state(asking: FrameType | None) -> bool:
     """Whether the caller, identified by its frame, asks all ranks for a state and keeps that of one rank alone."""
-    return asking is not None and asking.f_globals.get("__name__") in ONE_STATE
+    while asking is not None and str(asking.f_globals.get("__name__")).startswith("quiver_client."):
+        asking = asking.f_back  # what a loader's method does, its order does
+    return asking is not None and str(asking.f_globals.get("__name__")).startswith(ONE_STATE)
 
 
 class SharedOrder(Protocol):
@@ -84,7 +92,25 @@ class Share(DistributedSampler[Any]):
         return self.num_samples
 
     def set_epoch(self, epoch: int) -> None:
-        self._order.set_epoch(epoch)
+        if not counts_passes(sys._getframe(1)):
+            self._order.set_epoch(epoch)
+
+
+class SequentialShare(Share, SequentialSampler):
+    """A share that is not shuffled: trainers tell that by this class, and would else switch shuffling off."""
+
+    @property
+    def data_source(self) -> Any:
+        return self.dataset
+
+    @data_source.setter
+    def data_source(self, dataset: Any) -> None:
+        """Accept what torch's constructor sets."""
+
+
+def share_of(order: SharedOrder) -> Share:
+    """Return the rank's share of an order, as a sampler."""
+    return Share(order) if order.deal.shuffle else SequentialShare(order)
 
 
 def refuse_wrapper(asking: FrameType | None, deal: Deal, *, fixed: bool, known: bool) -> None:
@@ -125,9 +151,9 @@ class GradientSync:
             self._state = module.GradientState()
             self._state._add_dataloader(self._refer())
 
-    def last(self) -> None:
-        """The batch that is handed out now is the last one."""
-        self._tell(True)
+    def handed_out(self, *, is_last: bool) -> None:
+        """A batch is handed out. Another pass of the loader may have said otherwise meanwhile."""
+        self._tell(is_last)
 
     def end(self) -> None:
         state, self._state = self._state, None

@@ -11,8 +11,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from quiver_client.loader.epoch import Epoch
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.source import Request
 
 
@@ -29,6 +28,7 @@ class NumberedBatches:
         if self._workers is None:
             raise StopIteration
         batch = next(self._workers)
+        self._workers.look_ahead()
         return self._workers.taken, batch
 
     def close(self, *, wait: bool = True) -> None:
@@ -40,20 +40,24 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
     """torch's iterator over worker processes. After ``next``, ``taken`` is the number of the batch that it returned."""
 
     def __init__(self, loader: Any) -> None:
-        self._order: BatchSampler = loader.order
+        self._order: BatchOrder = loader.order
         self.taken = -1
         super().__init__(loader)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
-        self._epoch: Epoch = loader.epoch
+        self._epoch: OrderPass = loader.epoch
         self._postponed = 0
         super()._reset(loader, first_iter)
+
+    def look_ahead(self) -> None:
+        """Find out whether the batch that was returned is the last one."""
+        self._epoch.look_ahead(self.taken)
 
     def _next_index(self) -> Request:
         drawn = self._order.draw(self._epoch)
         if drawn is None:
             raise StopIteration
-        return Request(self._epoch.number, drawn.rows)
+        return Request(self._epoch.number, drawn.rows, drawn.epochs)
 
     def _try_put_index(self) -> None:
         if self._postponed or not self._order.poll(self._epoch):
