@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -15,6 +17,7 @@ from quiver.manifest import Manifest
 from quiver.plan import plan_blobs
 from quiver.sizes import format_size
 from quiver_client.batch import Batch, Positions
+from quiver_client.cli.decoding import DecodeFunction, Decoding, Undecodable, undecodable
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
 from quiver_client.config import CacheConfig
@@ -31,13 +34,26 @@ Rows = npt.NDArray[np.intp]
 @click.command("verify", epilog="Example: quiver verify imagenet.quiver --cache http://node1:7717")
 @click.argument("manifest", metavar="M.quiver")
 @cache_option("the origin itself")
+@click.option(
+    "--decode",
+    type=DecodeFunction(),
+    metavar="MODULE:FUNCTION",
+    help="Apply this function to every sample, as a transform would be, and name those for which it raises.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Processes that decode. [default: one per CPU]")
 @json_option
-def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
+def command(manifest: str, cache: CacheConfig | None, decode: str | None, workers: int | None, *, as_json: bool) -> int:
     """Read every sample of M.quiver through a cache, compare it with its BLAKE3 digest, and name what is wrong.
 
     M.quiver itself is checked against its own checksums first. Wrong bytes in a cache are replaced. The exit
     status is 1 if anything was wrong, replaced or lost.
+
+    With --decode every sample is then read again and decoded, in several processes: a sample that a training run could
+    not decode is named with its index, its key and the error, and the exit status is 1. The function may be in a module
+    of the current directory.
     """
+    if workers is not None and decode is None:
+        raise click.UsageError("--workers: it is how many processes decode; give --decode with it")
     opened = open_manifest(manifest)
     check = _Check(opened, cache)
     try:
@@ -50,11 +66,13 @@ def command(manifest: str, cache: CacheConfig | None, *, as_json: bool) -> int:
                     progress.advance(int(opened.blob_sizes(rows).sum()))
     finally:
         check.session.close()
+    if decode is not None:
+        check.decode(Decoding(opened.path, opened.digest, cache, decode), workers or os.cpu_count() or 1)
     if as_json:
         print_json(check.report())
     else:
         click.echo("\n".join(check.lines()))
-    return 1 if check.lost or check.replaced else 0
+    return 0 if check.is_right else 1
 
 
 class _Check:
@@ -64,6 +82,8 @@ class _Check:
         self.manifest = manifest
         self.lost: list[dict[str, str]] = []
         self.replaced: list[dict[str, str]] = []
+        self.function: str | None = None  # that decodes
+        self.undecodable: list[Undecodable] = []
         self.session = Session(manifest, cache, "full", introduce=True, on_wrong=self._wrong)
 
     def read(self, rows: Rows) -> None:
@@ -82,10 +102,30 @@ class _Check:
             self.read(rows[:middle])
             self.read(rows[middle:])
 
+    def decode(self, decoding: Decoding, workers: int) -> None:
+        """Apply a function to every sample."""
+        self.function = decoding.function
+        sizes = self.manifest.blob_sizes(self.manifest.tables.blob_of.astype(np.int64))
+        with byte_bar("decoding") as progress:
+            if progress is not None:
+                progress.start(int(sizes.sum()))
+
+            def done(rows: Rows) -> None:
+                if progress is not None:
+                    progress.advance(int(sizes[rows].sum()))
+
+            self.undecodable = undecodable(decoding, self.manifest, workers, done)
+
+    @property
+    def is_right(self) -> bool:
+        return not self.lost and not self.replaced and not self.undecodable
+
     def report(self) -> dict[str, Any]:
         stats = self.session.stats.snapshot()
+        failures = [asdict(each) for each in self.undecodable[:NAMED_MAX]]
+        decoded = {"function": self.function, "failed": len(self.undecodable), "failures": failures}
         return {
-            "ok": not self.lost and not self.replaced,
+            "ok": self.is_right,
             "samples": len(self.manifest),
             "distinct": len(self.manifest.tables.offsets),
             "bytes": self.manifest.total_bytes,
@@ -93,6 +133,7 @@ class _Check:
             "lost": self.lost[:NAMED_MAX],
             "replaced": self.replaced[:NAMED_MAX],
             "bytes_by_tier": {tier: stats[f"bytes_{tier}"] for tier in ("host", "rack", "origin")},
+            **({"decode": decoded} if self.function is not None else {}),
         }
 
     def lines(self) -> Iterator[str]:
@@ -100,6 +141,8 @@ class _Check:
             yield f"lost: {entry['key']}: {entry['reason']}"
         for entry in self.replaced[:SHOWN_MAX]:
             yield f"replaced: {entry['key']}: wrong bytes in the {entry['tier']}"
+        for failed in self.undecodable[:SHOWN_MAX]:
+            yield f"not decoded: {failed.index} {failed.key}: {failed.error}"
         if not self.manifest.has_checksums:
             yield (
                 f"note: {self.manifest.path} was written by an older version and has no checksums: its labels and keys"
@@ -107,12 +150,13 @@ class _Check:
             )
         distinct = len(self.manifest.tables.offsets)
         what = f"{distinct} distinct samples, {format_size(self.manifest.total_bytes)}"
-        if not self.lost and not self.replaced:
+        if self.is_right:
             yield f"{self.manifest.path}: all right ({what})"
             return
-        if max(len(self.lost), len(self.replaced)) > SHOWN_MAX:
+        if max(len(self.lost), len(self.replaced), len(self.undecodable)) > SHOWN_MAX:
             yield f"… (the first {SHOWN_MAX} of each; --json names {NAMED_MAX})"
-        yield f"{self.manifest.path}: {len(self.lost)} lost, {len(self.replaced)} replaced ({what})"
+        decoded = f", {len(self.undecodable)} not decoded" if self.function is not None else ""
+        yield f"{self.manifest.path}: {len(self.lost)} lost, {len(self.replaced)} replaced{decoded} ({what})"
 
     def _wrong(self, tier: str, batch: Batch, bad: Positions) -> None:
         if tier != "origin":  # a sample that is wrong there is lost, and named as such

@@ -191,6 +191,7 @@ class Epoch:
         self._holds_last = False
         self._asked = 0  # how often the loop asked for a batch of this pass
         self.owed = 0  # samples to be repeated at the end, since as many bad ones were replaced by pending ones
+        self._filled: dict[int, int] = {}  # of batches that were not consumed, how many samples of them are repeated
         self._bad: set[int] = set()  # rows
         self.amendments: dict[int, Amendment] = {}  # of batches in which samples were bad, until they are consumed
         if replayed is not None:
@@ -233,9 +234,6 @@ class Epoch:
 
     def prepare(self, count: int) -> None:
         """Find the next ``count`` samples, if that may take time. Called without the sampler's lock."""
-
-    def look_ahead(self, number: int) -> None:
-        """Find out whether a batch is the last one, if that is not known. Called without the sampler's lock."""
 
     @property
     def read(self) -> int:
@@ -325,9 +323,15 @@ class Epoch:
 
     def fill(self, drawn: Drawn, batch_size: int, seed: int) -> Ints:
         """Return what to repeat in a batch that is smaller than others since bad samples were replaced."""
-        repeated = self.repeats(drawn.number, min(self.owed, batch_size - len(drawn.rows)), seed)
-        self.owed -= min(self.owed, batch_size - len(drawn.rows))
-        return repeated
+        count = min(self.owed, batch_size - len(drawn.rows))
+        self.owed -= count
+        self._filled[drawn.number] = count
+        return self.repeats(drawn.number, count, seed)
+
+    @property
+    def owed_to_resume(self) -> int:
+        """``owed`` for a state, in which batches that were drawn and not consumed are still pending."""
+        return self.owed + sum(self._filled.values())
 
     def mark_bad(self, rows: Ints) -> None:
         """Never repeat these samples in this pass."""
@@ -368,6 +372,7 @@ class Epoch:
         self.fetched(number)
         self.has_skipped |= any(earlier < number for earlier in self._in_flight)
         entries = self._in_flight.pop(number)
+        self._filled.pop(number, None)
         self.consumed[self._entries[entries]] = True
         self.batches += 1
         self._recent.append((number, entries))

@@ -134,11 +134,6 @@ class LazyEpoch(Epoch):
         """A digest of the next samples that were read from the sampler."""
         return blake3.blake3(np.array(self._buffer, np.int64).tobytes()).hexdigest(16)
 
-    def look_ahead(self, number: int) -> None:
-        """Find out whether this batch, the only one in flight, is the last one."""
-        if list(self._flying) == [number] and not self._buffer and not self._drop_last:
-            self.prepare(1)
-
     def soon(self, samples: int) -> list[int]:
         return list(dict.fromkeys(self._layout.shard_of[np.array(self._buffer[:samples], np.int64)].tolist()))
 

@@ -137,9 +137,6 @@ class MixPass:
     def finished(self) -> bool:
         return not self.pending and not self.in_flight
 
-    def look_ahead(self, number: int) -> None:
-        """The schedule says how many batches there are."""
-
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""
         return self.in_flight[number].rows

@@ -28,10 +28,6 @@ class OrderPass(Protocol):
         """Whether everything is drawn and consumed."""
         ...
 
-    def look_ahead(self, number: int) -> None:
-        """Find out whether a batch is the last one, if that is not known. Called without the order's lock."""
-        ...
-
     def rows(self, number: int) -> Ints:
         """Return the samples of a batch that was drawn and not consumed."""
         ...

@@ -6,9 +6,9 @@ unseeded: the states that the program has are put aside, and put back afterwards
 samples draw nothing, later ones are made *unseeded*, any number of batches at once: then no generator may have changed
 meanwhile, else the samples are discarded and made again, seeded.
 
-The training loop takes no part in this, so it could draw in the middle of a seeded sample. Therefore seeded samples are
-made in the loop's own thread until the loop was seen not to draw for ``QUIET_STEPS`` steps, and from then on in the
-fetching threads; when it draws later, in its own thread again.
+The training loop takes no part in this, so it could draw in the middle of a seeded sample. Therefore, after the first
+batch, which the loop waits for, seeded samples are made in the loop's own thread until the loop was seen not to draw
+for ``QUIET_STEPS`` steps, and from then on in the fetching threads; when it draws later, in its own thread again.
 """
 
 from __future__ import annotations
@@ -147,6 +147,7 @@ class Randomness:
         self.is_used = False
         self.has_loop = False  # a training loop runs in another thread of this process
         self._has_probed = False  # a batch was made seeded, to find out whether its samples draw
+        self._probing = forks.lock()
         self._false_alarms = 0  # changes of a generator that the samples turned out not to have caused
         self._ignored = 0  # further changes that are not looked into
         self._loop_draws = False
@@ -159,10 +160,14 @@ class Randomness:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
 
-    @property
-    def is_seeded(self) -> bool:
-        """Whether to make samples seeded at once."""
-        return self.is_used or not self._has_probed
+    @contextmanager
+    def probe(self) -> Iterator[bool]:
+        """Enter with ``True`` for the first batch, which is to be made seeded; other threads wait for what it shows."""
+        if self._has_probed:
+            yield False
+            return
+        with self._probing:
+            yield not self._has_probed
 
     @property
     def is_for_loop(self) -> bool:

@@ -89,7 +89,10 @@ class Source:
         if not hasattr(self.dataset, "load"):
             return self.collate(self.dataset.__getitems__(request.rows.tolist()))
         loaded, seeds = self._loaded(request)
-        is_check = not self.randomness.is_seeded
+        with self.randomness.probe() as is_probe:
+            if is_probe:
+                return self.made_seeded(request, loaded, seeds, is_check=False)
+        is_check = not self.randomness.is_used
         if is_check:
             outcome, is_trusted = self.randomness.attempt(lambda: self._attempted(loaded, seeds))
             if is_trusted:

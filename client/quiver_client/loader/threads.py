@@ -53,9 +53,7 @@ class ThreadedBatches:
         if self._timeout and not wait([future], self._timeout).done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         try:
-            batch = self._source.received(future.result())
-            self._epoch.look_ahead(number)
-            return number, batch
+            return number, self._source.received(future.result())
         except StopIteration as error:  # a batch that was made in this thread
             raise self._sampler.failure(error, self._epoch.rows(number)) from error
         finally:

@@ -11,6 +11,7 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from quiver_client.failure import MARK
 from quiver_client.loader.order import BatchOrder, OrderPass
 from quiver_client.loader.source import Request
 
@@ -28,7 +29,6 @@ class NumberedBatches:
         if self._workers is None:
             raise StopIteration
         batch = next(self._workers)
-        self._workers.look_ahead()
         return self._workers.taken, batch
 
     def close(self, *, wait: bool = True) -> None:
@@ -48,10 +48,6 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         self._epoch: OrderPass = loader.epoch
         self._postponed = 0
         super()._reset(loader, first_iter)
-
-    def look_ahead(self) -> None:
-        """Find out whether the batch that was returned is the last one."""
-        self._epoch.look_ahead(self.taken)
 
     def _next_index(self) -> Request:
         drawn = self._order.draw(self._epoch)
@@ -88,4 +84,17 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
             # The loop would take it for the end of the epoch. The message contains the worker's traceback.
             rows, data.exc_type = self._epoch.rows(self.taken), RuntimeError
             data.exc_msg = f"{self._order.failure(StopIteration(), rows)}\n{data.exc_msg}"
-        return super()._process_data(data, *more)  # type: ignore[no-untyped-call]
+        try:
+            return super()._process_data(data, *more)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            # torch makes an exception of the same type of the text, which a type may ignore.
+            if isinstance(data, ExceptionWrapper):
+                _name_samples(error, data.exc_msg)
+            raise
+
+
+def _name_samples(error: Exception, text: str) -> None:
+    """Add the note that the worker's exception had, unless the message has it."""
+    notes = [line for line in text.splitlines() if line.startswith(MARK)]
+    if notes and notes[-1] not in str(error):
+        error.add_note(notes[-1])
