@@ -187,9 +187,6 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
-    def count_on(self) -> None:
-        """A mixture counts its epochs by itself."""
-
     @property
     def handed_out(self) -> int:
         with self._lock:
