@@ -35,13 +35,14 @@ if TYPE_CHECKING:
     from quiver_client.concatenated import Concatenated
     from quiver_client.dataset import Dataset
     from quiver_client.indexing import index
+    from quiver_client.joined import Joined
     from quiver_client.loader.dataloader import DataLoader
     from quiver_client.loader.guided import Guided
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
     from quiver_client.mix import Mix
 
-__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "Guided", "Mix", "index", "merge_states"]
+__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "Guided", "Joined", "Mix", "index", "merge_states"]
 
 _HOME: Final = {
     "BatchSampler": "quiver_client.loader.sampler",
@@ -49,6 +50,7 @@ _HOME: Final = {
     "DataLoader": "quiver_client.loader.dataloader",
     "Dataset": "quiver_client.dataset",
     "Guided": "quiver_client.loader.guided",
+    "Joined": "quiver_client.joined",
     "Mix": "quiver_client.mix",
     "index": "quiver_client.indexing",
     "merge_states": "quiver_client.loader.state",

@@ -14,7 +14,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 from torch.utils.data import Dataset as TorchDataset
 
 from quiver_client.concatenated import Concatenated
@@ -40,13 +40,14 @@ def resolved(dataset: TorchDataset[Any]) -> Readable:
         return _of_concatenation(dataset)
     if isinstance(dataset, Readable):
         return dataset
-    wrapped = getattr(dataset, "dataset", None)
-    hint = (
-        "; which samples its indices are is not known. Derive it from torch.utils.data.Subset, or give the"
-        f" {type(wrapped).__name__} inside a transform="
-        if isinstance(wrapped, Readable)
-        else ""
-    )
+    hint = ""
+    if isinstance(inside := getattr(dataset, "dataset", None), Readable):
+        hint = (
+            "; this loader decides the order: give it the dataset of the stream, not the stream"
+            if isinstance(dataset, IterableDataset)
+            else "; which samples its indices are is not known. Derive it from torch.utils.data.Subset, or give the"
+            f" {type(inside).__name__} inside a transform="
+        )
     raise ValueError(f"dataset: give {KINDS}, not {type(dataset).__name__}{hint}")
 
 
@@ -61,11 +62,12 @@ def _of_subset(subset: Subset[Any]) -> Readable:
 def _of_concatenation(whole: ConcatDataset[Any]) -> Readable:
     if isinstance(whole, Concatenated):
         parts = [resolved(each) for each in whole.datasets]
-        same = all(part is each for part, each in zip(parts, whole.datasets, strict=True))
-        if same or _overrides(whole, Concatenated):
+        overrides = _overrides(whole, Concatenated)
+        if not overrides and all(part is each for part, each in zip(parts, whole.datasets, strict=True)):
             return whole
         made = Concatenated(parts)
-        return made if whole.rows is None else made.select(whole.rows)
+        made = made if whole.rows is None else made.select(whole.rows)
+        return Wrapped(whole, made) if overrides else made
     made = Concatenated([resolved(each) for each in whole.datasets])
     return Wrapped(whole, made) if _overrides(whole, ConcatDataset) else made
 

@@ -285,6 +285,14 @@ class Counted(ConcatDataset[Any]):
         return "counted", super().__getitem__(index)["id"]
 
 
+class CountedOurs(Concatenated):
+    def __getitem__(self, index: Any) -> Any:
+        return "counted", super().__getitem__(index)["id"]
+
+    def __getitems__(self, indices: Any) -> list[Any]:
+        return [("counted", sample["id"]) for sample in super().__getitems__(indices)]
+
+
 class Own(Dataset):
     """A dataset whose samples depend on the number that they are asked by."""
 
@@ -299,6 +307,7 @@ def test_methods_that_a_subclass_overrides_are_called_for_every_sample(
     for part in (
         Marked(people, [5, 90, 7]),
         Counted([people[:3], more[:3]]),
+        CountedOurs([people[:3], more[:3]]),
         Subset(Marked(people, [5, 90, 7]), [2, 0]),
         Subset(own, [5, 90, 7]),
         Concatenated([Marked(people, [5, 90]), people[:2]]),
@@ -320,6 +329,8 @@ def test_a_wrapper_whose_indices_are_not_known_is_refused_with_what_to_write(peo
 
     with pytest.raises(ValueError, match=r"not Wrapper; .* Derive it from torch.utils.data.Subset"):
         DataLoader(Wrapper(people))
+    with pytest.raises(ValueError, match="not IterableView; this loader decides the order"):
+        DataLoader(people.iterable())
     with pytest.raises(ValueError, match=r"dataset: give a quiver_client.Dataset, or torch's Subset"):
         BatchSampler([1, 2, 3])  # type: ignore[arg-type]
 

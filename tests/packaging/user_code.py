@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 import torch
 from torch.utils.data import Subset, random_split
 
-from quiver_client import BatchSampler, Concatenated, DataLoader, Dataset, merge_states
+from quiver_client import BatchSampler, Concatenated, DataLoader, Dataset, Joined, merge_states
 
 
 class Labelled(Dataset):
@@ -34,6 +34,7 @@ def main(manifest: str, cache: str) -> int:
     assert_type(both, Concatenated)
     assert_type(both[1:3], Concatenated)
     joined = Dataset.join(train, dataset, suffixes=("", "_whole"))[1:]
+    assert_type(joined, Joined)
     names: tuple[str, ...] = joined.fields
     types: dict[str, str] = {name: feature.dtype for name, feature in dataset.features.items()}
     halves = random_split(train, [0.5, 0.5], torch.Generator().manual_seed(0))

@@ -156,7 +156,9 @@ class CacheConsumer:
         on_view, reporter = self.on_view, self._reporter
         if on_view is not None and epoch is not None and view is not None and reporter and reporter.is_answered:
             on_view(epoch, view.resident)
-        if view is not None:
+        # While a draw waits, what is resident makes no batch: nothing is ahead, however much that is. Else a cache with
+        # several consumers would fetch nothing for one whose batch is larger than the runway that it keeps for each.
+        if view is not None and not is_starving:
             ahead = float((left * self._layout.sample_bytes)[view.resident].sum())
         report = ConsumerReport(
             consumer=self._name,

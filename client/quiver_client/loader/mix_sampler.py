@@ -162,6 +162,9 @@ class MixBatchSampler(BatchSampler):
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return Share(self)
 
+    def count_on(self) -> None:
+        """A mixture has no sampler of the user's, whose epoch a wrapper could set."""
+
     @property
     def epoch(self) -> int:
         if self._reading is not None:
@@ -183,9 +186,6 @@ class MixBatchSampler(BatchSampler):
         """
         with self._lock:
             self._named = whole("epoch", epoch, 0)
-
-    def count_on(self) -> None:
-        """A mixture counts its epochs by itself."""
 
     @property
     def handed_out(self) -> int:

@@ -76,6 +76,8 @@ class SeveralNeeds:
         """Return the report of each manifest's part."""
         left = report.left / FULL * self._shard_bytes
         total = float(left.sum())
+        here = np.where(self._seen > 0, left, 0.0)
+        share_ahead = report.ahead_bytes / max(float(here.sum()), 1.0)
         parts = []
         self._divide_uses(report)
         for number, span in enumerate(self._spans):
@@ -86,7 +88,7 @@ class SeveralNeeds:
                     consumer=part_name(report.consumer, number),
                     left=report.left[span],
                     rate=report.rate * float(own.sum()) / total if total else 0.0,
-                    ahead_bytes=float(own[self._seen[span] > 0].sum()),
+                    ahead_bytes=float(here[span].sum()) * share_ahead,
                     soon=tuple(shard - span.start for shard in report.soon if span.start <= shard < span.stop),
                     **self._uses_of(report, number),
                 )
