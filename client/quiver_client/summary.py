@@ -15,7 +15,8 @@ def summary(manifest: Manifest, rows: npt.NDArray[np.int64] | None) -> str:
     if rows is None:
         return f"{samples} samples, {shards} shards, {format_size(manifest.total_bytes)}"
     tables = manifest.tables
-    blobs = np.unique(tables.blob_of[rows])
-    some = len(np.unique(np.searchsorted(tables.firsts, blobs, "right")))
-    size = format_size(int(manifest.blob_sizes(blobs.astype(np.intp)).sum()))
+    taken = np.zeros(len(tables.offsets), bool)
+    taken[tables.blob_of[rows]] = True
+    some = int(np.count_nonzero(np.logical_or.reduceat(taken, tables.firsts.astype(np.int64))))
+    size = format_size(int(manifest.blob_sizes(slice(None))[taken].sum()))
     return f"{len(rows)} of {samples} samples, {some} of {shards} shards, {size}"

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pytest
 import torch.utils.data
 from torch.utils.data import ConcatDataset, Subset, random_split
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from quiver.peer import PeerClient
 from quiver_client import BatchSampler, Concatenated, DataLoader, Dataset
@@ -489,3 +490,17 @@ def test_workers_that_persist_see_the_epoch_of_a_stream(people: Dataset) -> None
         orders.append(next(iter(loader))["id"].tolist())
     assert orders[0] == orders[2] != orders[1]
     del loader
+
+
+def test_torchdatas_loader_resumes_a_stream_in_the_middle(people: Dataset) -> None:
+    def loader() -> Any:
+        return StatefulDataLoader(people[:40].iterable(shuffle=True, seed=2), batch_size=8)
+
+    whole = [batch["id"].tolist() for batch in loader()]
+    assert len(whole) == 5
+    first = loader()
+    batches = iter(first)
+    assert [next(batches)["id"].tolist() for _ in range(2)] == whole[:2]
+    resumed = loader()
+    resumed.load_state_dict(first.state_dict())
+    assert [batch["id"].tolist() for batch in resumed] == whole[2:]
