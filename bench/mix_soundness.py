@@ -8,7 +8,7 @@ Expected: no duplicate and no omission in any pass; without guidance no part is 
 guided, no weight beyond the declared bias; labels within a part that no test tells from a uniform shuffle's; and on the
 digits, whose parts are groups of classes, an accuracy within ``MARGIN`` of that of a plain shuffle.
 
-    python -m bench.mix_soundness [--write docs/mixtures.md] [--seeds 8]            about five minutes
+    python -m bench.mix_soundness [--write docs/mixtures.md] [--seeds 16]           five to fifteen minutes
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def measure(batches: int, seeds: int) -> tuple[list[Row], list[list[Any]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=Path, help="the document whose numbers to replace")
-    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--seeds", type=int, default=16)
     parser.add_argument("--batches", type=int, default=1000)
     asked = parser.parse_args()
     began = time.perf_counter()

@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 BLOCK_SHARDS: Final = 16  # shards open by default, where each shard is a random subset of the dataset,
 BLOCK_SHARDS_WHERE_ALIKE: Final = 64  # and where a shard's samples are alike (sequential layout);
 BLOCK_SHARDS_MIN: Final = 4  # in small datasets fewer, down to this,
-SHARDS_PER_OPEN: Final = 16  # so that a cache of a fifth of the dataset holds three times what is open
+SHARDS_PER_OPEN: Final = 32  # so that a cache of a fifth of the dataset holds six times what is open
 BLOCK_SHARDS_MAX: Final = 1 << 20
 
 

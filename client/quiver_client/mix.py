@@ -245,7 +245,7 @@ class Mix(Readable):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         del state["_lock"]
-        state.update(_reports=[], _counts=Counter())
+        state.update(_reports=[], _counts=Counter(), guided=None)  # a utility may be a lambda, and workers need none
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a loader reports of the uses to come of a fixed order, and what a process alone with a folder makes of it."""
+"""What a loader reports of the uses to come where its order is fixed, and what a folder makes of it."""
 
 from __future__ import annotations
 

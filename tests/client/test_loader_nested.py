@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.data import RandomSampler
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
@@ -73,6 +74,24 @@ def test_each_of_several_iterators_hands_out_every_sample_once(
             assert sorted(got) == ALL
         assert sorted(read(keys, loader)) == ALL
         loader.close()
+
+
+@pytest.mark.parametrize("on_error", ["raise", "replace"])
+def test_a_sampler_of_ones_own_is_drawn_anew_by_each_loop(keys: Dataset, on_error: Any) -> None:
+    loader = DataLoader(keys, 16, sampler=RandomSampler(keys), on_error=on_error)
+    trained: list[int] = []
+    for number, batch in enumerate(loader):
+        trained += rows(keys, batch)
+        if number in (0, 3):
+            assert sorted(read(keys, loader)) == ALL
+        if number == 3:
+            state, at = loader.state_dict(), len(trained)
+    assert sorted(trained) == ALL
+    resumed = DataLoader(keys, 16, sampler=RandomSampler(keys))
+    resumed.load_state_dict(state)
+    assert sorted(trained[:at] + read(keys, resumed)) == ALL
+    loader.close()
+    resumed.close()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

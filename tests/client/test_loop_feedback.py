@@ -66,7 +66,7 @@ class Slow:
     """An order and its dataset, of which the test moves the counters."""
 
     def __init__(self) -> None:
-        self.dataset, self.starved_seconds = self, 0.0
+        self.leaves, self.starved_seconds = (self,), 0.0
         self.seconds = dict(READS)
         self.counts = {"bytes_host": 0, "bytes_rack": 0, "bytes_origin": 0}
 
@@ -184,7 +184,8 @@ def test_a_line_leaves_the_terminal_to_a_bar_of_tqdm(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(progress, "_write", written.append)
     bars = SimpleNamespace(tqdm=SimpleNamespace(_instances=["bar"] if occupied else []))
     monkeypatch.setitem(sys.modules, "tqdm.std", bars)
-    line = ProgressLine("imagenet", np.full(4, 1e6), clock.monotonic)
+    line = ProgressLine(clock.monotonic)
+    line.measure("imagenet", np.full(4, 1e6))
     epoch: Any = SimpleNamespace(left=np.ones(4, np.int64))
     for count in range(4):
         line.learn(epoch, np.arange(4) < count)

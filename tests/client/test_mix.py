@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -449,6 +450,33 @@ def test_merged_states_resume_each_pass_exactly(parts: dict[str, Dataset]) -> No
     c = keys_of(rows, "c")
     assert len(set(c[:5])) == 5
     assert sorted(c[5:14]) == sorted(keys_in(parts["c"]))
+
+
+def test_block_shuffles_of_the_parts_merge_over_ranks(parts: dict[str, Dataset]) -> None:
+    mix = Mix({name: parts[name] for name in "ab"}, weights=[1, 1])
+    read, states = [], []
+    for rank in range(2):
+        order = BatchSampler(mix, 6, shuffle="block", rank=rank, world_size=2)
+        batches = iter(order)
+        read += [row for _ in range(4) for row in next(batches)]
+        states.append(order.state_dict())
+        order.close()
+    order = BatchSampler(mix, 6, shuffle="block")
+    order.load_state_dict(merge_states(states))
+    rest = [row for batch in order for row in batch]
+    order.close()
+    assert (len(read), len(rest)) == (48, 92)
+    assert sorted(row for row in [*read, *rest] if row < 70) == list(range(70))
+
+
+def test_a_mixture_is_sent_to_workers_without_what_only_the_loop_needs(parts: dict[str, Dataset]) -> None:
+    mix = Mix(parts, guided=lambda losses: losses[-1] + 1, part_field="__part__")
+    mix.report("a", 1.0)
+    sent = pickle.loads(pickle.dumps(mix))
+    assert sent[75] == mix[75]
+    assert sent.take_reports() == []
+    assert mix.take_reports() == [("a", 1.0)]
+    sent.close()
 
 
 def test_ranks_at_both_sides_of_an_epochs_end_merge(parts: dict[str, Dataset]) -> None:

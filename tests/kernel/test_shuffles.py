@@ -134,5 +134,5 @@ def test_a_block_of_all_shards_mixes_all_samples(block_shards: int) -> None:
 def test_by_default_more_shards_mix_where_their_samples_are_alike_and_fewer_in_small_datasets() -> None:
     assert default_block_shards(100_000) == BLOCK_SHARDS
     assert default_block_shards(100_000, alike=True) == BLOCK_SHARDS_WHERE_ALIKE
-    assert default_block_shards(256, alike=True) == 16
+    assert default_block_shards(256, alike=True) == 8
     assert default_block_shards(3) == BLOCK_SHARDS_MIN

@@ -17,6 +17,7 @@ from quiver.manifest.schema import Field, Header
 from quiver.manifest.tables import Tables
 from quiver.shard import COUNT_BYTES, ROW_BYTES, encode_table, name_of
 from quiver_client import Dataset
+from quiver_client.opened import Opened
 
 VARIANTS: Final = 12
 
@@ -89,7 +90,7 @@ class SimulatedDataset(Dataset):
 
     def __init__(self, data: Data, channel: Any) -> None:
         self._data, self._channel = data, channel
-        self._manifest = data.manifest
+        self._opened, self._rows = Opened(data.manifest), None
         self.substitutions = 0
 
     def __repr__(self) -> str:

@@ -238,7 +238,7 @@ class Epoch:
     @property
     def read(self) -> int:
         """Entries whose bytes are in memory, or were consumed in this pass."""
-        return len(self.order.shards) - self.pending - int(self._unread.sum())
+        return max(len(self.order.shards) - len(self.order) - int(self._unread.sum()), 0)
 
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries of the permutation, in the order of their first use."""

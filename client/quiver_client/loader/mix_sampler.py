@@ -37,7 +37,7 @@ from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Share
+from quiver_client.loader.trainers import share_of
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 
@@ -160,7 +160,10 @@ class MixBatchSampler(BatchSampler):
     @property
     def sampler(self) -> Any:
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
-        return Share(self)
+        return share_of(self)
+
+    def count_on(self) -> None:
+        """A mixture has no sampler of the user's, whose epoch a wrapper could set."""
 
     @property
     def epoch(self) -> int:
@@ -192,8 +195,8 @@ class MixBatchSampler(BatchSampler):
 
     @property
     def kept_of_last(self) -> int | None:
-        """Nothing is repeated: each rank has its own share of each part."""
-        return 0
+        """Which samples a mixture repeats does not follow from where they are in a batch."""
+        return None
 
     def split(self, parts: int) -> None:
         if self._batch_size % parts:

@@ -375,7 +375,7 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
-            if epoch is self._passes.reading:
+            if epoch is self._passes.reading or epoch in self._aside:
                 epoch.prepare(self.deal.batch_size)
             with self._lock:
                 is_aside = epoch in self._aside
