@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 import pytest
 import torch.utils.data
 from torch.utils.data import ConcatDataset, Subset, random_split
-from torchdata.stateful_dataloader import StatefulDataLoader
 
 from quiver.peer import PeerClient
 from quiver_client import BatchSampler, Concatenated, DataLoader, Dataset
@@ -287,9 +286,6 @@ class Counted(ConcatDataset[Any]):
 
 
 class CountedOurs(Concatenated):
-    def __getitem__(self, index: Any) -> Any:
-        return "counted", super().__getitem__(index)["id"]
-
     def __getitems__(self, indices: Any) -> list[Any]:
         return [("counted", sample["id"]) for sample in super().__getitems__(indices)]
 
@@ -492,7 +488,10 @@ def test_workers_that_persist_see_the_epoch_of_a_stream(people: Dataset) -> None
     del loader
 
 
+@pytest.mark.filterwarnings("ignore")  # torchdata warns of what torch deprecated
 def test_torchdatas_loader_resumes_a_stream_in_the_middle(people: Dataset) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
+
     def loader() -> Any:
         return StatefulDataLoader(people[:40].iterable(shuffle=True, seed=2), batch_size=8)
 
