@@ -261,13 +261,13 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     return counting(merged, max(counted(state) for state in at_start))
 
 
-def _distinct(states: list[State]) -> list[State]:
+def _distinct(states: Sequence[Mapping[str, Any]]) -> list[State]:
     """Return the states without those that equal an earlier one of the same rank."""
     by_rank: dict[int, list[State]] = {}
     for state in states:
         same = by_rank.setdefault(state["rank"], [])
         if state not in same:
-            same.append(state)
+            same.append(dict(state))
     return [state for same in by_rank.values() for state in same]
 
 
