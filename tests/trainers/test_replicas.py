@@ -202,6 +202,7 @@ for batch, _ in zip(mixed, range(3)):
     mixture.append(list(batch["__key__"]))
 assert everybodys(mixed.state_dict())[rank // 2 * 2] == mixed.state_dict()
 assert everybodys(mixture)[rank // 2 * 2] == mixture
+assert merge_states(everybodys(mixed.state_dict()))["world_size"] == 1
 assert everybodys(mixture)[(rank + 2) % 4] != mixture
 mixed.close()
 streams = train.order._role, fixed.order._role

@@ -121,7 +121,10 @@ def is_mix(state: Any) -> bool:
 
 def merge_mixes(states: Sequence[Any]) -> State:
     """Merge the states of all ranks of a mixture: see ``merge_states``. Raises ``ValueError``."""
-    given = [MixState.parsed(state) for state in states]
+    parsed = [MixState.parsed(state) for state in states]
+    plain = [each.plain() for each in parsed]
+    # Ranks that get the same samples have equal states, which count as one.
+    given = [each for at, each in enumerate(parsed) if plain[at] not in plain[:at]]
     first = given[0]
     for each in given:
         for name in _SAME_RUN:

@@ -216,7 +216,9 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
 
         return merge_mixes(states)
-    states = _distinct([_checked(state) for state in states])
+    states = [_checked(state) for state in states]
+    given = sorted(state["rank"] for state in states)
+    states = _distinct(states)
     world_size = states[0]["world_size"]
     for state in states:
         for name in (*_SAME, "world_size", "batch_size", "drop_last"):
@@ -225,9 +227,8 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
                 raise ValueError(
                     f"states: they are of different runs: {_what(name)} {_short(first)} and {_short(other)}"
                 )
-    ranks = sorted(state["rank"] for state in states)
-    if ranks != list(range(world_size)):
-        raise ValueError(f"states: ranks {ranks} given; give one state of each of {world_size} ranks")
+    if sorted(state["rank"] for state in states) != list(range(world_size)):
+        raise ValueError(f"states: ranks {given} given; give one state of each of {world_size} ranks")
     if world_size > 1 and any("given" in state or "sampler_state" in state for state in states):
         raise ValueError(
             "states: what is left of a sampler that has no end in sight is not known; load each in its rank"
@@ -260,9 +261,14 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     return counting(merged, max(counted(state) for state in at_start))
 
 
-def _distinct(states: list[State]) -> list[State]:
-    """Return the states without those that equal an earlier one."""
-    return [state for at, state in enumerate(states) if state not in states[:at]]
+def _distinct(states: Sequence[Mapping[str, Any]]) -> list[State]:
+    """Return the states without those that equal an earlier one of the same rank."""
+    by_rank: dict[int, list[State]] = {}
+    for state in states:
+        same = by_rank.setdefault(state["rank"], [])
+        if state not in same:
+            same.append(dict(state))
+    return [state for same in by_rank.values() for state in same]
 
 
 def _merged_samplers(states: list[State]) -> State:
