@@ -23,9 +23,12 @@ from quiver.lookup import DigestRows
 from quiver.residency.consumers import Consumer, DatasetNeeds, Floats, Ints, Mask
 
 HORIZONS_MAX: Final = 48
-CELLS_MAX: Final = 1 << 22  # horizons times shards: 32 MiB
+CELLS_MAX: Final = 1 << 20  # horizons times shards: 8 MiB
+PRICED_MAX: Final = 4096  # shards that the price is found by: these are as good as all
+TABLE_ENTRIES_MAX: Final = 1 << 20  # uses of all consumers that are looked at: the next ones of each
 SLOTS_MAX: Final = 1 << 20  # with more shards known, nothing is planned
 # A table is used for about twenty times as long as it takes to make.
+LEAST_SECONDS: Final = 0.05
 ENTRY_SECONDS: Final = 20 * 20e-9
 CELL_SECONDS: Final = 20 * 30e-9
 PAYS_BACK: Final = 0.9  # of a shard's bytes, that fetching it must save: a whole shard is one read, its samples many
@@ -111,8 +114,9 @@ class FutureCache:
             profit - PAYS_BACK * shards.sizes,
         )
         self._of = of
-        entries = sum(len(it.order.shards) for it in consumers if it.order is not None)
-        self._until = now + ENTRY_SECONDS * entries + CELL_SECONDS * HORIZONS_MAX * len(shards.sizes)
+        entries = min(sum(len(it.order.shards) for it in consumers if it.order is not None), TABLE_ENTRIES_MAX)
+        cells = min(HORIZONS_MAX * len(shards.sizes), CELLS_MAX)
+        self._until = now + LEAST_SECONDS + ENTRY_SECONDS * entries + CELL_SECONDS * cells
         return self._future
 
 
@@ -127,23 +131,23 @@ class _Table(NamedTuple):
 def _table(
     slots: int, datasets: Mapping[Digest, DatasetNeeds], consumers: Sequence[Consumer], now: float, fill_seconds: float
 ) -> _Table:
-    uses = [_Uses.of(datasets[it.dataset], it, now) for it in consumers]
+    entries_max = TABLE_ENTRIES_MAX // len(consumers)
+    uses = [_Uses.of(datasets[it.dataset], it, now, entries_max) for it in consumers]
     horizons = _horizons(max(it.seconds for it in uses), fill_seconds, max(CELLS_MAX // max(slots, 1), 2))
-    counts = np.zeros((len(horizons) + 1) * slots)
-    use_bytes = np.zeros(slots)
-    first, first_by = np.full(slots, np.inf), np.zeros(slots, np.int64)
-    in_plan = np.zeros(slots, bool)
-    for number, (it, consumer) in enumerate(zip(uses, consumers, strict=True)):
-        ends = np.minimum(np.ceil(horizons * it.rate), len(it.slots)).astype(np.int64)
-        segment = np.repeat(np.arange(len(horizons) + 1), np.diff(ends, prepend=0, append=len(it.slots)))
-        counts += np.bincount(segment * slots + it.slots, minlength=len(counts))
-        dataset = datasets[consumer.dataset]
-        use_bytes[dataset.slots] = dataset.sample_bytes
-        in_plan[dataset.slots] = True
-        own = np.full(slots, np.inf)
-        own[it.slots[::-1]] = np.arange(len(it.slots) - 1, -1, -1) / it.rate
-        first_by[own < first] = number
-        np.minimum(first, own, out=first)
+    use_bytes, in_plan = np.zeros(slots), np.zeros(slots, bool)
+    for it in {it.dataset: datasets[it.dataset] for it in consumers}.values():
+        use_bytes[it.slots] = it.sample_bytes
+        in_plan[it.slots] = True
+    first, first_by, scratch = np.full(slots, np.inf), np.zeros(slots, np.int64), np.zeros(slots)
+    cells = []
+    for number, its in enumerate(uses):
+        ends = np.minimum(np.ceil(horizons * its.rate), len(its.slots)).astype(np.int64)
+        segment = np.repeat(np.arange(len(horizons) + 1), np.diff(ends, prepend=0, append=len(its.slots)))
+        cells.append(segment * slots + its.slots)
+        scratch[its.slots[::-1]] = np.arange(len(its.slots) - 1, -1, -1) / its.rate  # the first of each is set last
+        sooner = its.slots[scratch[its.slots] < first[its.slots]]
+        first[sooner], first_by[sooner] = scratch[sooner], number
+    counts = np.bincount(np.concatenate(cells), minlength=(len(horizons) + 1) * slots)
     saved = np.cumsum(counts.reshape(-1, slots)[1:-1], axis=0) * use_bytes
     return _Table(horizons[1:] - horizons[0], saved, first, first_by, in_plan)
 
@@ -163,6 +167,12 @@ def _price(table: _Table, shards: Shards, before: float | None) -> float:
     sizes, held = shards.sizes[mine], shards.held[mine]
     if not len(mine) or sizes.sum() <= shards.room_bytes:
         return 0.0
+    share = 1.0
+    if len(mine) > PRICED_MAX:  # the numbers of shards say nothing about what they are worth
+        total = float(sizes.sum())
+        mine = mine[:: -(-len(mine) // PRICED_MAX)]
+        sizes, held = shards.sizes[mine], shards.held[mine]
+        share = float(sizes.sum()) / total
     its = table._replace(saved=table.saved[:, mine])
     fetch = np.where(held, 0.0, PAYS_BACK * sizes)
     highest = float((its.saved / np.outer(table.horizons, sizes)).max())
@@ -171,7 +181,7 @@ def _price(table: _Table, shards: Shards, before: float | None) -> float:
         low, high, steps = before / FOLLOWED, min(before * FOLLOWED, highest), STEPS_LATER
     for _ in range(steps):
         price = (low + high) / 2
-        if float(sizes[_profit(its, sizes, price) > fetch].sum()) > shards.room_bytes:
+        if float(sizes[_profit(its, sizes, price) > fetch].sum()) > shards.room_bytes * share:
             low = price
         else:
             high = price
@@ -190,13 +200,13 @@ class _Uses:
         return len(self.slots) / self.rate
 
     @classmethod
-    def of(cls, dataset: DatasetNeeds, it: Consumer, now: float) -> _Uses:
+    def of(cls, dataset: DatasetNeeds, it: Consumer, now: float, entries_max: int) -> _Uses:
         assert it.order is not None
         shards = it.order.shards
         mean_bytes = float(dataset.sample_bytes[shards].mean()) if len(shards) else 1.0
         rate = max(it.report.rate or dataset.shard_bytes, 1.0) / max(mean_bytes, 1.0)
         at = min(it.report.order_at + int(rate * (now - it.reported_at)), len(shards))
-        return cls(dataset.slots[shards[at:]], rate)
+        return cls(dataset.slots[shards[at : at + entries_max]], rate)
 
 
 def _horizons(span_seconds: float, fill_seconds: float, count_max: int) -> Floats:

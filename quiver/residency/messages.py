@@ -201,7 +201,7 @@ def _uses(message: _ReportMessage) -> npt.NDArray[np.int32] | None:
     """Return the list of uses that comes with a report, if one does."""
     if not message.uses_count:
         return None
-    uses = _unpacked(message.uses, 4 * message.uses_count).view("<u4")
+    uses = _unpacked(message.uses, 4 * message.uses_count, "bytes").view("<u4")
     if int(uses.max()) >= message.shards:
         raise BadRequest(f"malformed needs: a use of shard {int(uses.max())} of a dataset of {message.shards}")
     return uses.astype(np.int32)
@@ -212,7 +212,7 @@ def _check_numbers(numbers: list[int], shards: int) -> None:
         raise BadRequest(f"malformed needs: shard {max(numbers)} of a dataset of {shards}")
 
 
-def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
+def _unpacked(packed: bytes, count: int, what: str = "shards") -> npt.NDArray[np.uint8]:
     """Decompress ``count`` bytes, and never more."""
     unpacking = zlib.decompressobj()
     try:
@@ -221,9 +221,9 @@ def _unpacked(packed: bytes, count: int) -> npt.NDArray[np.uint8]:
     except zlib.error as error:
         raise BadRequest(f"malformed needs: the array cannot be decompressed: {error}") from error
     if len(data) < count:
-        raise BadRequest(f"malformed needs: the array has {len(data)} bytes where {count} were announced")
+        raise BadRequest(f"malformed needs: the array has {len(data)} bytes where {count} {what} were announced")
     if len(data) > count or surplus:
-        raise BadRequest(f"malformed needs: the array has more bytes than the {count} that were announced")
+        raise BadRequest(f"malformed needs: the array has more bytes than the {count} {what} that were announced")
     if not unpacking.eof or unpacking.unused_data:
         raise BadRequest("malformed needs: the packed array is cut short, or other bytes follow it")
     return np.frombuffer(data, np.uint8)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 ORDER_ID_BYTES: Final = 16
 ORDER_ENTRIES_MAX: Final = 1 << 20  # of one list: a consumer sends the next part when it has read half of it
-ENTRIES_MAX: Final = 1 << 25  # of all lists: 4 bytes each, 128 MiB
+ENTRIES_MAX: Final = 1 << 24  # of all lists: 4 bytes each, 64 MiB
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -321,7 +321,11 @@ TARGETS: Final = (
     Target(
         "needs-report",
         accepts(_needs_report, BadRequest),
-        lambda: [_report(), _report(ordered=True, soon=())],
+        lambda: [
+            _report(),
+            _report(ordered=True, soon=()),
+            _report(ordered=True, order=bytes(16), order_at=2, uses=np.arange(5, dtype=np.int32)),
+        ],
         share=40,
     ),
     Target(

@@ -27,6 +27,7 @@ from quiver.residency.messages import (
     NeedsReport,
     NeedsStatus,
 )
+from quiver.residency.orders import ORDER_ENTRIES_MAX
 
 NAME = Digest(bytes(range(32)))
 
@@ -70,6 +71,8 @@ def test_a_report_survives_the_wire(data: st.DataObject) -> None:
             lease_seconds=data.draw(st.integers(0, 60_000)) / 1000,
             soon=tuple(soon),
             ordered=data.draw(st.booleans()),
+            order=data.draw(st.sampled_from([b"", bytes(range(16))])),
+            order_at=data.draw(st.integers(0, ORDER_ENTRIES_MAX)),
         ),
         leaving=data.draw(st.booleans()),
     )
@@ -77,8 +80,64 @@ def test_a_report_survives_the_wire(data: st.DataObject) -> None:
     assert (got.manifest, got.leaving) == (sent.manifest, sent.leaving)
     assert got.report.left.tobytes() == left
     assert got.report.rate == (sent.report.rate if sent.report.rate >= 1 else 0.0)
-    for name in ("consumer", "ahead_bytes", "lease_seconds", "soon", "ordered"):
+    for name in ("consumer", "ahead_bytes", "lease_seconds", "soon", "ordered", "order", "order_at"):
         assert getattr(got.report, name) == getattr(sent.report, name), name
+
+
+@given(st.lists(st.integers(0, 69_999), min_size=1, max_size=300))
+def test_a_list_of_uses_survives_the_wire_and_may_be_left_out(uses: list[int]) -> None:
+    sent = report(70_000, order=bytes(16), uses=np.asarray(uses, np.int32))
+    got = NeedsReport.decode(sent.encode())
+    assert got.report.uses is not None
+    assert got.report.uses.tolist() == uses
+    assert NeedsReport.head(sent.encode()).uses == len(uses)
+    brief = NeedsReport.decode(sent.without_uses().encode())
+    assert (brief.report.order, brief.report.uses) == (bytes(16), None)
+
+
+def test_who_knows_no_lists_of_uses_reads_the_rest() -> None:
+    """An older daemon ignores the fields; an older daemon's answer, and an older client's report, lack them."""
+    assert NeedsReport.decode(body()).report.order == b""
+    assert not NeedsAnswer.decode(answer_body()).order_wanted
+    assert NeedsAnswer.decode(answer_body(order_wanted=True, added_later=1)).order_wanted
+    assert NeedsAnswer.decode(NeedsAnswer(NeedsStatus.TAKEN, np.zeros(2, np.uint8), (), True).encode()).order_wanted
+
+
+def packed_uses(*uses: int) -> bytes:
+    return zlib.compress(np.asarray(uses, "<u4").tobytes())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        body(order=bytes(15)),
+        body(order=bytes(17)),
+        body(order=bytes(16), order_at=-1),
+        body(order=bytes(16), order_at=ORDER_ENTRIES_MAX + 1),
+        body(order=bytes(16), uses_count=ORDER_ENTRIES_MAX + 1, uses=packed_uses(0)),
+        body(order=bytes(16), uses_count=2, uses=packed_uses(0)),
+        body(order=bytes(16), uses_count=1, uses=packed_uses(0, 0)),
+        body(order=bytes(16), uses_count=1, uses=packed_uses(3)),
+        body(order=bytes(16), uses_count=1, uses=packed_uses(2**32 - 1)),
+        body(order=bytes(16), uses_count=1, uses=b"junk"),
+        body(uses_count=1, uses=packed_uses(0)),
+    ],
+)
+@pytest.mark.fault("S12")
+def test_a_malformed_list_of_uses_is_refused(wrong: bytes) -> None:
+    with pytest.raises(BadRequest):
+        NeedsReport.decode(wrong)
+
+
+@pytest.mark.fault("S12")
+def test_no_more_of_a_list_is_unpacked_than_was_announced() -> None:
+    bomb = body(order=bytes(16), uses_count=1, uses=zlib.compress(bytes(64 << 20)))
+    tracemalloc.start()
+    with pytest.raises(BadRequest, match="more bytes"):
+        NeedsReport.decode(bomb)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 @given(st.binary(max_size=300), st.lists(st.integers(0, 299), max_size=UPLOADS_MAX), st.sampled_from(NeedsStatus))
@@ -218,7 +277,7 @@ def test_what_is_too_much_to_tell_is_cut_where_it_is_told() -> None:
 
 def test_the_head_of_a_report_is_read_without_its_array() -> None:
     told = NeedsReport.head(body(shards=SHARDS_MAX, packed=b"not zlib at all", leaving=True))
-    assert told == (NAME, bytes(16), SHARDS_MAX, True)
+    assert told == (NAME, bytes(16), SHARDS_MAX, True, 0)
     with pytest.raises(BadRequest):
         NeedsReport.head(body(rate=float("nan")))
     with pytest.raises(BadRequest):

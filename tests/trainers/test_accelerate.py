@@ -110,7 +110,7 @@ def test_batches_that_are_dealt_already_are_handed_on_by_what_accelerate_wraps_a
     text = """
 from accelerate import DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
-from quiver_client import BatchSampler, index
+from quiver_client import BatchSampler, Mix, index
 stock = torch.utils.data.DataLoader
 def accelerator(**more):
     return Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**more))
@@ -134,6 +134,9 @@ found = {
     "stock": read(plain.prepare(stock(dataset, 15, shuffle=True))),
     "stock split": read(split.prepare(stock(dataset, 30, shuffle=True))),
 }
+mixture = Mix({"first": dataset[:100], "second": dataset[100:]}, weights={"first": 2, "second": 1})
+mixed = plain.prepare(DataLoader(mixture, 16, shuffle=True))
+sizes = [len(mixed), len(list(mixed)), split.prepare(mixed).batch_size]
 train, test = DataLoader(dataset, 16, shuffle=True), DataLoader(dataset, 50)
 assert plain.prepare(train, test) == (train, test) == plain.prepare(train, test)
 assert plain._dataloaders.count(train) == 1
@@ -169,7 +172,7 @@ try:
     split.prepare(DataLoader(dataset, 15))
 except ValueError as error:
     said = str(error)
-answer([found, gathered, said, devices])
+answer([found, gathered, said, devices, sizes])
 torch.distributed.destroy_process_group()
 """
     answers = ranks(BEGIN + text, seconds=280)
@@ -182,7 +185,8 @@ torch.distributed.destroy_process_group()
     assert [len(batch) for batch in answers[0][0]["split"][1]] == [8] * 9 + [3]
     assert [len(batch) for batch in answers[0][0]["ours split"][1]] == [8] * 9 + [3]
     assert [len(batch) for batch in answers[0][0]["again split"][1]] == [25] * 3
-    for _, gathered, said, devices in answers:
+    for _, gathered, said, devices, sizes in answers:
+        assert sizes == [5, 5, 8], "of a mixture"
         assert devices == ["meta", "cpu", 16]
         assert sorted(gathered) == list("012345678"), "the sample that evens out the ranks is dropped"
         assert said.startswith("batch_size=15: with split_batches it must be a multiple of 2 ranks")

@@ -19,5 +19,9 @@ means of
 - ``mix_sampler``: the order of a mixture, by ``mix_schedule`` (how many of each part), ``guided`` (weights that follow
   losses), ``mix_part`` (a part's passes), ``mix_pass`` (one pass over the mixture), ``mix_state`` and
   ``mix_agreement``; ``order``: what the loader needs of any order
+- ``loop_pass``: the iterator of a training loop; ``put_aside``: the passes of other loops over the same loader
+- ``trainer_loops``: what trainers do in the loops around the loader's; ``injected`` and ``rebuilding``: orders that a
+  trainer inserts; ``own_methods``: for wrappers that copy a loader's attributes
+- ``progress``: a line of the first fill; ``wait_warning``: a warning where the loop waits for data
 - ``arguments``: checks of arguments; ``labels``: a warning where batches are not mixed
 """

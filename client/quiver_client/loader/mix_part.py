@@ -81,15 +81,6 @@ class PartPasses:
         """Ask ``resident`` which shards are resident when needs are reported."""
         self._resident = resident
 
-    @property
-    def read(self) -> int:
-        """Nothing: the uses to come of several passes are not reported as one list."""
-        return 0
-
-    def following(self, epoch: Any) -> Ints | None:
-        """Return ``None``, likewise."""
-        return None
-
     def soon(self, samples: int) -> list[int]:
         """Return the shards of the next ``samples`` entries, in the order of their first use."""
         found: dict[int, None] = {}

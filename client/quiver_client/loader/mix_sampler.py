@@ -9,7 +9,6 @@ its place.
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import Reader, Share
+from quiver_client.loader.trainers import Share
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 
@@ -163,10 +162,6 @@ class MixBatchSampler(BatchSampler):
         """The rank's share as a sampler: for trainers that look whether samples are dealt already."""
         return Share(self)
 
-    def __iter__(self) -> Any:
-        # Begin now, as BatchSampler does. Where a pass begins depends on the passes before it, unless it is named.
-        return self._batches(self._checked(Reader.of(sys._getframe(1))))
-
     @property
     def epoch(self) -> int:
         if self._reading is not None:
@@ -189,6 +184,9 @@ class MixBatchSampler(BatchSampler):
         with self._lock:
             self._named = whole("epoch", epoch, 0)
 
+    def count_on(self) -> None:
+        """A mixture counts its epochs by itself."""
+
     @property
     def handed_out(self) -> int:
         with self._lock:
@@ -197,8 +195,8 @@ class MixBatchSampler(BatchSampler):
 
     @property
     def kept_of_last(self) -> int | None:
-        """Nothing is repeated: each rank has its own share of each part."""
-        return 0
+        """Which samples a mixture repeats does not follow from where they are in a batch."""
+        return None
 
     def split(self, parts: int) -> None:
         if self._batch_size % parts:
@@ -514,20 +512,21 @@ class MixBatchSampler(BatchSampler):
     # -- a batch ------------------------------------------------------------------------------------------------------
 
     @property
+    def _ranks(self) -> tuple[int, int]:
+        return self._rank.current
+
+    @property
     def _dealt_to(self) -> tuple[int, int]:
         return self._rank.current
 
     @property
     def _is_reproducible(self) -> bool:
+        """Where a pass begins depends on the passes before it, unless it is named."""
         return self._named is not None
 
     @property
     def _is_users(self) -> bool:
         return False
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        return self._rank.current
 
     @property
     def _drawn_parts(self) -> list[MixedPart]:

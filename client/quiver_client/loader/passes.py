@@ -152,13 +152,13 @@ class Passes:
         ``None`` if the repeated ones are not the last of all. For an order that was not changed by substitution.
         """
         deal, epoch = self.deal, self.current
-        if deal.drop_last or self.user is not None or epoch is None:
-            return 0
         repeated = -(deal.samples - int(self.done.sum())) % deal.world_size
-        last = epoch.last_batch(deal.batch_size)
-        if repeated > 1 and last > 1:
+        if deal.drop_last or self.user is not None or not repeated:
+            return 0
+        last = epoch.last_batch(deal.batch_size) if epoch is not None else None
+        if last is None or (repeated > 1 and last > 1):
             return None  # each of the last ranks has one at the end of its batch
-        return last * deal.world_size - repeated if repeated else 0
+        return last * deal.world_size - repeated
 
     @property
     def is_reproducible(self) -> bool:

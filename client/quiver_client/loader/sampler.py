@@ -375,7 +375,7 @@ class BatchSampler(Sampler[list[int]]):
         Raises ``RuntimeError`` if a state was loaded meanwhile.
         """
         while True:
-            if epoch is self._passes.reading:
+            if epoch is self._passes.reading or epoch in self._aside:
                 epoch.prepare(self.deal.batch_size)
             with self._lock:
                 is_aside = epoch in self._aside
@@ -500,6 +500,11 @@ class BatchSampler(Sampler[list[int]]):
             return self._passes.state(is_recorded=is_recorded, batches=batches)
 
     @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and of how many."""
+        return self._passes.rank.current
+
+    @property
     def _dealt_to(self) -> tuple[int, int]:
         """Rank and world size of the share that this order is."""
         return self._passes.dealt_to
@@ -513,11 +518,6 @@ class BatchSampler(Sampler[list[int]]):
     def _is_users(self) -> bool:
         """Whether a sampler of the user's gives the order."""
         return self._passes.user is not None
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        """This rank, and of how many."""
-        return self._passes.rank.current
 
     @property
     def _consumer_name(self) -> bytes:
