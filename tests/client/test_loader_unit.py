@@ -221,7 +221,7 @@ def test_the_shards_that_are_next_come_in_the_order_of_their_first_use() -> None
 )
 def test_entries_of_a_replay_are_found_once_each(share: list[int], consumed: list[bool], rows: list[int]) -> None:
     pending = np.flatnonzero(~np.array(consumed[: len(share)], bool))
-    got = _entries_of(np.array(share, np.int64), pending, np.array(rows, np.int64)).tolist()
+    got = _entries_of(np.array(share, np.int64), pending, np.array(rows, np.int64))[0].tolist()
     left = pending.tolist()
     expected = []
     for row in rows:
@@ -260,7 +260,9 @@ class Order:
 
 
 def threaded(order: Order, fetch: Any, depth: int = 3, timeout: float = 0.0) -> ThreadedBatches:
-    return ThreadedBatches(order, SimpleNamespace(), fetch, depth, timeout)  # type: ignore[arg-type]
+    source = SimpleNamespace(fetch=fetch, asked=lambda: None, received=lambda batch: batch)
+    epoch = SimpleNamespace(rows=lambda number: np.array([number]))
+    return ThreadedBatches(order, epoch, source, depth, timeout)  # type: ignore[arg-type]
 
 
 def none_is_left() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.trainers.conftest import Ranks
 
 SAMPLES = 150
+pytestmark = pytest.mark.timeout(300)  # several processes that each import Lightning, on a busy machine
 BEGIN = """
 import logging
 os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE="2")  # as Lightning's launcher does it: no RANK

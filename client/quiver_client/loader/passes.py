@@ -196,7 +196,8 @@ class Passes:
         deal = self.deal
         if "given" in resume and self.user is not None:
             given: int = resume["given"]
-            return max(self.user.batches(deal) - given // deal.batch_size, 0)
+            # Of a sampler without a length it is only known that something is left.
+            return max(self.user.batches(deal) - given // deal.batch_size, 0) if self.user.has_length else 1
         left = len(rest) if rest is not None else samples - int(unpack(resume["done"], samples).sum())
         share = replace(deal, samples=left).share_samples
         own = int(unpack(resume["own"], share).sum()) if resume["own"] else 0

@@ -79,6 +79,10 @@ class UserSampler:
             self.sampler.set_epoch(epoch)
             self._left_at = getattr(self.sampler, "epoch", None)
 
+    @property
+    def has_length(self) -> bool:
+        return isinstance(self.sampler, Sized)
+
     def batches(self, deal: Deal) -> int:
         """Return the batches of an epoch. ``TypeError`` if the sampler has no length, as with torch's loader."""
         return len(self.sampler) // deal.batch_size if deal.drop_last else -(-len(self.sampler) // deal.batch_size)
