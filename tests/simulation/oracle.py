@@ -81,7 +81,8 @@ class Oracle:
             violated("decisions", f"{daemon} forces {len(decision.forced)} for {len(decision.starving)} consumers")
         if decision.evict and not set(decision.evict) <= set(held):
             violated("decisions", f"{daemon} evicts what it does not hold")
-        if not any(shard in it.needs for (who, _), it in self._reports.items() if who == daemon):
+        is_needed = any(shard in it.needs for (who, _), it in self._reports.items() if who == daemon)
+        if not is_needed and not _will_be_used(needs, decision):
             violated("decisions", f"{daemon} fetches {shard.short}, which nobody needs")
         for name in decision.starving:
             it = self._reports.get((daemon, name))
@@ -133,3 +134,14 @@ class Oracle:
             self.checked["samples"] += 1
             if sample != data.truth[row]:
                 violated("promise 1", f"{job} was given wrong bytes of sample {row}")
+
+
+def _will_be_used(needs: Needs, decision: Decision) -> bool:
+    """Whether a consumer whose uses to come are known has a use of the shard left, in the next epoch for instance."""
+    slot = needs.shards.get(decision.shard)
+    slots = needs.datasets[decision.dataset].slots
+    return any(
+        bool((slots[it.order.shards[it.report.order_at :]] == slot).any())
+        for it in needs.consumers.values()
+        if it.order is not None and it.dataset == decision.dataset
+    )

@@ -221,7 +221,8 @@ class World:
                 if not (expected := job.order_of(epoch, number)):
                     continue
                 found = replay.order(epoch, order.deal, order._passes.layout)
-                if sorted(found.tolist()) != sorted(expected) or found.tolist() != expected:
+                rows = found.rows.tolist()
+                if sorted(rows) != sorted(expected) or rows != expected:
                     violated("ledger", f"{job.name}, rank {number}, epoch {epoch}: replays another order")
                 self.oracle.checked["replays"] += 1
 
