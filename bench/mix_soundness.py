@@ -30,9 +30,9 @@ from bench.soundness import MARGIN, PATIENCE_TICKS, SAMPLE_BYTES, Cache, diverge
 from quiver.residency import ConsumerReport, rounded_up
 from quiver.substitution import DRAINED_AT_ONCE, Ints, View
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
-from quiver_client.loader.guided import Guided, Losses
-from quiver_client.loader.mix_part import Chosen, PartPasses
-from quiver_client.loader.mix_schedule import Schedule, in_units, tempered
+from quiver_client.loader.mix.guided import Guided, Losses
+from quiver_client.loader.mix.part import Chosen, PartPasses
+from quiver_client.loader.mix.schedule import Schedule, in_units, tempered
 
 BEGIN: Final = "<!-- numbers: begin (python -m bench.mix_soundness --write docs/mixtures.md) -->"
 END: Final = "<!-- numbers: end -->"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from quiver_client.indexing import index
     from quiver_client.joined import Joined
     from quiver_client.loader.dataloader import DataLoader
-    from quiver_client.loader.guided import Guided
+    from quiver_client.loader.mix.guided import Guided
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
     from quiver_client.mix import Mix
@@ -49,7 +49,7 @@ _HOME: Final = {
     "Concatenated": "quiver_client.concatenated",
     "DataLoader": "quiver_client.loader.dataloader",
     "Dataset": "quiver_client.dataset",
-    "Guided": "quiver_client.loader.guided",
+    "Guided": "quiver_client.loader.mix.guided",
     "Joined": "quiver_client.joined",
     "Mix": "quiver_client.mix",
     "index": "quiver_client.indexing",

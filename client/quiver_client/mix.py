@@ -2,7 +2,7 @@
 
 A description, as ``Dataset`` is: what the parts are, how often each is drawn and how long an epoch is. Its index space
 is that of its parts, one after another. Which samples come next is decided by a ``DataLoader`` or ``BatchSampler`` over
-it (``quiver_client.loader.mix_sampler``), part by part: every part keeps its own order, needs, state and transform.
+it (``quiver_client.loader.mix.sampler``), part by part: every part keeps its own order, needs, state and transform.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from quiver_client.concatenated import Concatenated
 from quiver_client.failure import Named
 from quiver_client.loaded import Loaded, Make
 from quiver_client.loader.arguments import whole
-from quiver_client.loader.guided import REPORTS_MAX, Guided, loss_of, rms
-from quiver_client.loader.mix_schedule import tempered, weights_of
+from quiver_client.loader.mix.guided import REPORTS_MAX, Guided, loss_of, rms
+from quiver_client.loader.mix.schedule import tempered, weights_of
 from quiver_client.placement import Placement
 from quiver_client.readable import Readable
 from quiver_client.resolution import resolved

@@ -34,7 +34,7 @@ import torch
 
 from quiver_client import DataLoader, Dataset, merge_states
 from quiver_client.loader.consumer import CacheConsumer
-from quiver_client.loader.recording import Replay
+from quiver_client.loader.ledger.recording import Replay
 from tests.support.data import Files, make_files, random_files
 
 SAMPLES: Final = 97  # no multiple of anything

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from quiver.errors import Changed, Unavailable
 from quiver.substitution import Order
 from quiver_client import DataLoader, Dataset, merge_states
-from quiver_client.loader.amendments import Amendment, decode_and_take, encode_amended
 from quiver_client.loader.bad_samples import ErrorPolicy, is_bad_sample
-from quiver_client.loader.batch_encoding import encode_batch, skipped
+from quiver_client.loader.ledger.amendments import Amendment, decode_and_take, encode_amended
+from quiver_client.loader.ledger.batch_encoding import encode_batch, skipped
 from tests.support.data import Files, make_files, random_files
 
 SAMPLES = 120

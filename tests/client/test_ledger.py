@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.substitution import Ints, Mask, Order, View, permutation
-from quiver_client.loader.batch_encoding import decode_batch, encode_batch, skipped, varint
-from quiver_client.loader.ledger import LedgerReader, LedgerWriter
-from quiver_client.loader.ledger_format import CHUNK_BYTES, FrameKind, Run, encode_batches, parse
+from quiver_client.loader.ledger.batch_encoding import decode_batch, encode_batch, skipped, varint
+from quiver_client.loader.ledger.files import LedgerReader, LedgerWriter
+from quiver_client.loader.ledger.format import CHUNK_BYTES, FrameKind, Run, encode_batches, parse
 
 RUN = Run(
     dataset=str(Digest.of(b"a dataset")), seed=3, shuffle=True, rank=1, world_size=4, batch_size=256, drop_last=False

@@ -14,7 +14,7 @@ import pytest
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
-from quiver_client.loader.ledger import LedgerWriter
+from quiver_client.loader.ledger.files import LedgerWriter
 from tests.client.test_loader import flat, rows_in
 from tests.support.data import Files
 from tests.support.residency import scripted

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quiver_client import BatchSampler, DataLoader, Dataset, Guided, Mix, merge_states
-from quiver_client.loader import mix_pass as mix_pass_module
 from quiver_client.loader.epoch import ShardLayout
-from quiver_client.loader.mix_schedule import Schedule
+from quiver_client.loader.mix import mixed_pass as mix_pass_module
+from quiver_client.loader.mix.schedule import Schedule
 from tests.support.data import Files, make_files, random_files
 from tests.support.residency import Rack, alive, scripted, still, told
 from tests.support.waiting import until

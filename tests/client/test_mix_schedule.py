@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from quiver_client.loader.guided import Guided, Losses, rms
-from quiver_client.loader.mix_schedule import (
+from quiver_client.loader.mix.guided import Guided, Losses, rms
+from quiver_client.loader.mix.schedule import (
     Schedule,
     in_units,
     interleaved,

@@ -30,10 +30,10 @@ from quiver_cacheserver import command as daemon_command
 from quiver_client import index, merge_states
 from quiver_client.embedded import lease_files
 from quiver_client.indexing import npy, tar
-from quiver_client.loader.batch_encoding import decode_batch, encode_batch, number_at
 from quiver_client.loader.epoch import Deal
-from quiver_client.loader.ledger import LedgerReader
-from quiver_client.loader.ledger_format import (
+from quiver_client.loader.ledger.batch_encoding import decode_batch, encode_batch, number_at
+from quiver_client.loader.ledger.files import LedgerReader
+from quiver_client.loader.ledger.format import (
     END_BODY,
     FrameKind,
     Run,

@@ -82,21 +82,21 @@ BUGS: Final = (
     ),
     Planted(
         "a torn tail stays in the ledger",
-        "client/quiver_client/loader/ledger.py",
+        "client/quiver_client/loader/ledger/files.py",
         "    file.truncate(end)\n",
         "",
         ("tests/client/test_ledger.py::test_a_tail_torn_at_any_byte_costs_the_torn_batch_alone",),
     ),
     Planted(
         "frames of a ledger are not chained",
-        "client/quiver_client/loader/ledger_format.py",
+        "client/quiver_client/loader/ledger/format.py",
         "    crc = zlib.crc32(body, zlib.crc32(data[at:start], crc))\n",
         "    crc = int.from_bytes(data[end - _CRC_BYTES : end], 'little')\n",
         ("tests/client/test_ledger.py::test_no_flipped_bit_of_a_closed_ledger_changes_what_is_replayed",),
     ),
     Planted(
         "a forked child writes its parent's ledger",
-        "client/quiver_client/loader/recording.py",
+        "client/quiver_client/loader/ledger/recording.py",
         "return self._has_written and self._pid != os.getpid()",
         "return self._has_written and self._pid < 0",
         (

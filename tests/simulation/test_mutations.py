@@ -18,7 +18,7 @@ from quiver_client.loader import epoch as epoch_module
 from quiver_client.loader import state as state_module
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Epoch
-from quiver_client.loader.recording import Recorder
+from quiver_client.loader.ledger.recording import Recorder
 from tests.simulation.world import simulate
 
 SEEDS = 150

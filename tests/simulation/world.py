@@ -16,11 +16,11 @@ from unittest import mock
 
 from quiver.ring import Member, Ring
 from quiver_client.loader import consumer as consumer_module
-from quiver_client.loader import recording as recording_module
 from quiver_client.loader import sampler as sampler_module
-from quiver_client.loader.ledger import LedgerWriter
+from quiver_client.loader.ledger import recording as recording_module
+from quiver_client.loader.ledger.files import LedgerWriter
+from quiver_client.loader.ledger.recording import Replay
 from quiver_client.loader.loop_rate import LoopRate
-from quiver_client.loader.recording import Replay
 from tests.simulation import faults
 from tests.simulation.clock import START, Clock
 from tests.simulation.daemon import Daemon

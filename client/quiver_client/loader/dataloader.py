@@ -17,17 +17,17 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
-from quiver_client.loader.injected import SeenBatches, order_of
 from quiver_client.loader.loop_pass import Batches, LoopPass
 from quiver_client.loader.order import OrderPass
-from quiver_client.loader.own_methods import own_methods
 from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainer_loops import is_counter, reads_one_ahead
-from quiver_client.loader.trainers import GradientSync, Prepared, Reader, warn_of_repeats
+from quiver_client.loader.trainers.injected import SeenBatches, order_of
+from quiver_client.loader.trainers.loops import is_counter, reads_one_ahead
+from quiver_client.loader.trainers.own_methods import own_methods
+from quiver_client.loader.trainers.wrappers import GradientSync, Prepared, Reader, warn_of_repeats
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed

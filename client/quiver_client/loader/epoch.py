@@ -29,7 +29,7 @@ from quiver.substitution import (
     dealt,
     permutation,
 )
-from quiver_client.loader.amendments import Amendment
+from quiver_client.loader.ledger.amendments import Amendment
 from quiver_client.placement import NOWHERE, Placement
 
 DECISION: Final = np.dtype("<i8")  # an entry of a batch, as it is sent to another process

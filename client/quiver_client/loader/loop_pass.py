@@ -12,11 +12,11 @@ from typing import Any
 
 from quiver_client.loader.bad_samples import CompleteBatches
 from quiver_client.loader.epoch import Epoch
-from quiver_client.loader.injected import SeenBatches
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.threads import ThreadedBatches
-from quiver_client.loader.trainers import GradientSync
+from quiver_client.loader.trainers.injected import SeenBatches
+from quiver_client.loader.trainers.wrappers import GradientSync
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches
 

@@ -17,8 +17,8 @@ import numpy as np
 from quiver.substitution import Ints, Mask
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.lazy_sampler import LazyEpoch
+from quiver_client.loader.ledger.recording import Replay
 from quiver_client.loader.rank import SettledRank
-from quiver_client.loader.recording import Replay
 from quiver_client.loader.state import (
     State,
     belonging,

@@ -25,25 +25,25 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.amendments import Amendment
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
 from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
+from quiver_client.loader.ledger.amendments import Amendment
+from quiver_client.loader.ledger.recording import open_recording
 from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
-from quiver_client.loader.rebuilding import rebuildable
-from quiver_client.loader.recording import open_recording
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import (
+from quiver_client.loader.trainers.rebuilding import rebuildable
+from quiver_client.loader.trainers.wrappers import (
     Reader,
     flattens_states,
     keeps_one_state,
@@ -78,7 +78,7 @@ class BatchSampler(Sampler[list[int]]):
     def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
         """Return the sampler of this kind of dataset."""
         if cls is BatchSampler and isinstance(dataset, Mix):
-            from quiver_client.loader.mix_sampler import MixBatchSampler  # a subclass of this class
+            from quiver_client.loader.mix.sampler import MixBatchSampler  # a subclass of this class
 
             return super().__new__(MixBatchSampler)
         return super().__new__(cls)

@@ -213,7 +213,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     if not states:
         raise ValueError("states: none given; give one of each rank")
     if any(isinstance(state, Mapping) and "parts" in state for state in states):
-        from quiver_client.loader.mix_state import merge_mixes  # it merges the states of parts by this function
+        from quiver_client.loader.mix.state import merge_mixes  # it merges the states of parts by this function
 
         return merge_mixes(states)
     states = [_checked(state) for state in states]

@@ -16,8 +16,8 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
-from quiver_client.loader.mix_part import Chosen, PartPasses, Taken
-from quiver_client.loader.mix_schedule import Schedule, spread
+from quiver_client.loader.mix.part import Chosen, PartPasses, Taken
+from quiver_client.loader.mix.schedule import Schedule, spread
 from quiver_client.mix import Mix
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler, SequentialSampler
 
 from quiver.substitution import Ints
 from quiver_client.loader.epoch import Deal
-from quiver_client.loader.trainer_loops import counts_passes
+from quiver_client.loader.trainers.loops import counts_passes
 
 log = logging.getLogger("quiver_client")
 

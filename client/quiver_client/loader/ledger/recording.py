@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from quiver.substitution import Ints, Mask, Order
-from quiver_client.loader.amendments import Amendment, decode_and_take, encode_amended
-from quiver_client.loader.batch_encoding import encode_batch, skipped
 from quiver_client.loader.epoch import Deal, Epoch, Replayed, ShardLayout
-from quiver_client.loader.ledger import LedgerReader, LedgerWriter, check_run
-from quiver_client.loader.ledger_format import Run
+from quiver_client.loader.ledger.amendments import Amendment, decode_and_take, encode_amended
+from quiver_client.loader.ledger.batch_encoding import encode_batch, skipped
+from quiver_client.loader.ledger.files import LedgerReader, LedgerWriter, check_run
+from quiver_client.loader.ledger.format import Run
 
 log = logging.getLogger("quiver_client")
 

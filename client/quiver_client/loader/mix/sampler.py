@@ -26,18 +26,18 @@ from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
-from quiver_client.loader.guided import Losses
-from quiver_client.loader.mix_agreement import MixAgreement
-from quiver_client.loader.mix_part import Chosen
-from quiver_client.loader.mix_pass import MixedPart, MixPass
-from quiver_client.loader.mix_schedule import Schedule, in_units, placed_after, samples_for, spread
-from quiver_client.loader.mix_state import VERSION, MixState, PartState
+from quiver_client.loader.mix.agreement import MixAgreement
+from quiver_client.loader.mix.guided import Losses
+from quiver_client.loader.mix.mixed_pass import MixedPart, MixPass
+from quiver_client.loader.mix.part import Chosen
+from quiver_client.loader.mix.schedule import Schedule, in_units, placed_after, samples_for, spread
+from quiver_client.loader.mix.state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
 from quiver_client.loader.state import State
-from quiver_client.loader.trainers import share_of
+from quiver_client.loader.trainers.wrappers import share_of
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 

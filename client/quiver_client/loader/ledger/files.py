@@ -1,7 +1,7 @@
 """The ledger: which batches one rank consumed, epoch by epoch, written by ``ledger=`` and read by ``replay=``.
 
 Which samples a batch holds depends on what was resident when it was drawn, and that cannot be reproduced; so the ledger
-records it, in a few bytes per batch (``quiver_client.loader.batch_encoding``).
+records it, in a few bytes per batch (``quiver_client.loader.ledger.batch_encoding``).
 
 Invariant: the file only grows. A killed process leaves a prefix of the same order. A run that resumes from a checkpoint
 repeats batches that the ledger already has; the segment that the run begins says from where, and the reader drops the
@@ -24,7 +24,7 @@ import numpy.typing as npt
 from quiver.digest import Digest
 from quiver.store.files import sync_folder
 from quiver.substitution import Mask
-from quiver_client.loader.ledger_format import (
+from quiver_client.loader.ledger.format import (
     CHUNK_BYTES,
     END_BODY,
     FrameKind,

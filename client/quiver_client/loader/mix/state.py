@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from quiver_client.loader.epoch import Deal
-from quiver_client.loader.mix_schedule import UNIT_MAX
+from quiver_client.loader.mix.schedule import UNIT_MAX
 from quiver_client.loader.state import State, merge_states, pack, unpack
 
 VERSION: Final = 1

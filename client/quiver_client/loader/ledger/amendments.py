@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from quiver.substitution import Ints, Order
-from quiver_client.loader.batch_encoding import SKIPPED, decode_batch, number_at, varint
+from quiver_client.loader.ledger.batch_encoding import SKIPPED, decode_batch, number_at, varint
 
 
 @dataclass(frozen=True, slots=True)

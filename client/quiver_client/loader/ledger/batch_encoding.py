@@ -3,7 +3,7 @@
 A batch takes the next entries of each shard (``quiver.substitution``), so one count per shard describes it, and a batch
 of the plain permutation is one number. The bytes have a meaning only together with the ``Order`` before the batch was
 taken. Invariant: any bytes decode to a batch that this order could have drawn, or are rejected. The ledger deflates
-many batches together (``quiver_client.loader.ledger_format``), so nothing is compressed here.
+many batches together (``quiver_client.loader.ledger.format``), so nothing is compressed here.
 """
 
 from __future__ import annotations

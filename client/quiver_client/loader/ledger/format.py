@@ -18,7 +18,7 @@ from quiver.digest import Digest
 from quiver.malformed import MALFORMED
 from quiver.manifest.checks import SAMPLES_MAX
 from quiver.substitution import Mask
-from quiver_client.loader.batch_encoding import VARINT_BYTES_MAX, number_at, varint
+from quiver_client.loader.ledger.batch_encoding import VARINT_BYTES_MAX, number_at, varint
 
 MAGIC: Final = b"qvledger"
 VERSION: Final = 2
