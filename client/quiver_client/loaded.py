@@ -182,7 +182,19 @@ def made(loaded: Loaded, seeds: Seeds | None = None) -> list[Any]:
     together = loaded.together()
     if together is not None:
         return together()
-    return [made_one(loaded, at, make) for at, make in enumerate(loaded.makers(seeds))]
+    return made_singly(loaded, seeds)
+
+
+def made_singly(loaded: Loaded, seeds: Seeds | None) -> list[Any]:
+    """Make all samples, one by one; see ``made``."""
+    out: list[Any] = []
+    try:
+        for make in loaded.makers(seeds):
+            out.append(make())  # noqa: PERF401 - the length says which sample failed
+    except Exception as error:
+        _name(loaded, len(out), error)
+        raise
+    return out
 
 
 def made_one(loaded: Loaded, at: int, make: Make) -> Any:
@@ -190,11 +202,16 @@ def made_one(loaded: Loaded, at: int, make: Make) -> Any:
     try:
         return make()
     except Exception as error:
-        what, ends_loops = loaded.maker(at)
-        if isinstance(error, ends_loops):
-            raise failure(what, error, [loaded.named(at)]) from error
-        annotate(error, [loaded.named(at)])
+        _name(loaded, at, error)
         raise
+
+
+def _name(loaded: Loaded, at: int, error: Exception) -> None:
+    """Add a note that names the sample; raise another error for one that a loop would take for its end."""
+    what, ends_loops = loaded.maker(at)
+    if isinstance(error, ends_loops):
+        raise failure(what, error, [loaded.named(at)]) from error
+    annotate(error, [loaded.named(at)])
 
 
 def _raise(error: QuiverError) -> Any:

@@ -17,7 +17,7 @@ from quiver.errors import Changed, NotFound
 from quiver.substitution import Ints
 from quiver_client.collated_dataset import CollatedDataset
 from quiver_client.failure import Named, annotate
-from quiver_client.loaded import Loaded, made_one
+from quiver_client.loaded import Loaded, made_one, made_singly
 from quiver_client.loader.bad_samples import BadSample, Incomplete, is_bad_sample
 from quiver_client.loader.epoch import Drawn
 from quiver_client.loader.randomness import Randomness, Turn
@@ -170,7 +170,12 @@ class Source:
                     outcome.failed = _annotated(error, loaded)
                     return outcome
                 together = None
-        if together is None:
+        if together is None and not self._is_tolerant:
+            try:
+                outcome.samples = dict(enumerate(made_singly(loaded, seeds)))
+            except Exception as error:  # noqa: BLE001 - raised by _result
+                outcome.failed = error
+        elif together is None:
             for at, make in enumerate(loaded.makers(seeds)):
                 if not self._make(loaded, at, make, outcome):
                     break
