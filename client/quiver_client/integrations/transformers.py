@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from transformers import TrainerCallback
 
-from quiver_client.loader.sampler import BatchSampler
+from quiver_client.loader.order_sampler import OrderSampler
 
 log = logging.getLogger("quiver_client")
 
@@ -56,17 +56,17 @@ class QuiverCallback(TrainerCallback):
         partial.replace(folder / FILE)
 
 
-def order_of(loader: Any) -> BatchSampler | None:
+def order_of(loader: Any) -> OrderSampler | None:
     """Return the order that a loader reads, through what other libraries wrap around it; ``None`` if it is not ours."""
     order = getattr(loader, "batch_sampler", None)
     for _ in range(WRAPPED_MAX):
-        if order is None or isinstance(order, BatchSampler):
+        if order is None or isinstance(order, OrderSampler):
             return order
         order = getattr(order, "batch_sampler", None)
     return None
 
 
-def attend(order: BatchSampler, training: FrameType) -> None:
+def attend(order: OrderSampler, training: FrameType) -> None:
     """Add the callback to the Trainer whose frame reads an epoch of this order, and load what it resumes from.
 
     Raises ``RuntimeError`` if the checkpoint is in another epoch than the Trainer resumes in.
@@ -82,7 +82,7 @@ def attend(order: BatchSampler, training: FrameType) -> None:
         _load(order, Path(folder), epoch)
 
 
-def _load(order: BatchSampler, folder: Path, epoch: int) -> None:
+def _load(order: OrderSampler, folder: Path, epoch: int) -> None:
     """Load the state in a checkpoint's folder, unless there is none, or the user has loaded one."""
     file = folder / FILE
     if order.handed_out or not file.is_file():

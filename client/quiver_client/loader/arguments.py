@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections import Counter
 from typing import Any, Final
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch.distributed
 from quiver.shuffles import BLOCK_SHARDS_MAX, default_block_shards
 from quiver_client.loader.epoch import ShardLayout
 
+_made: Counter[str] = Counter()  # loaders of this process by what they read
 RANK_VARIABLES: Final = ("RANK", "WORLD_SIZE")  # set by torchrun
 
 
@@ -67,6 +69,16 @@ def job_of(job: str | None) -> str:
     if not isinstance(job, str) or not job:
         raise ValueError(f"job={job!r}: give a name that is the same in all ranks of the job")
     return job
+
+
+def shared_name(job: str, dataset: str) -> str:
+    """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
+
+    A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.
+    """
+    name = f"{job}\0{dataset}"
+    _made[name] += 1
+    return f"{name}\0{_made[name]}"
 
 
 def _of_process() -> tuple[int, int]:

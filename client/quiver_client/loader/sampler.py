@@ -8,24 +8,21 @@ What is drawn depends on what is resident; what is saved depends on what was con
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 import blake3
 import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset
 
 from quiver import forks
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Drawn, Epoch, ShardLayout
@@ -33,7 +30,8 @@ from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.ledger.amendments import Amendment
 from quiver_client.loader.ledger.recording import open_recording
-from quiver_client.loader.merged_state import merged_state, packed, trainers_state, unpacked
+from quiver_client.loader.merged_state import unpacked
+from quiver_client.loader.order_sampler import OrderSampler
 from quiver_client.loader.passes import OpenPass, Passes
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
@@ -44,12 +42,7 @@ from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers.rebuilding import rebuildable
 from quiver_client.loader.trainers.wrappers import (
-    Reader,
-    flattens_states,
-    keeps_one_state,
-    pass_through,
     share_of,
-    wrapping_shard,
 )
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.mix import Mix
@@ -65,15 +58,13 @@ DISPLACED: Final = (
 
 
 @rebuildable
-class BatchSampler(Sampler[list[int]]):
+class BatchSampler(OrderSampler):
     """Batches of sample numbers, resident ones first, each sample exactly once per epoch.
 
     ``quiver_client.DataLoader`` has one; a stock ``DataLoader(dataset, batch_sampler=BatchSampler(dataset, 256))``
     takes one as well, and so does torchdata's ``StatefulDataLoader``. There a batch counts as consumed when it is
     drawn; see ``DataLoader`` for the arguments. Each iteration is one epoch, and the next one the next epoch.
     """
-
-    even_batches = True  # set by Accelerate's join_uneven_inputs; all ranks have the same number of batches anyway
 
     def __new__(cls, dataset: Any, *args: Any, **named: Any) -> BatchSampler:  # noqa: ARG004 - __init__ takes them
         """Return the sampler of this kind of dataset."""
@@ -170,21 +161,6 @@ class BatchSampler(Sampler[list[int]]):
         """The settings that determine the shares; before the first pass, as if that began now."""
         return self._passes.deal
 
-    @property
-    def batch_size(self) -> int:
-        """Samples of a batch in this rank. There is no ``drop_last`` beside it: Lightning would make another order.
-
-        Accelerate's ``BatchSamplerShard``, which deals batches to ranks, reads this when it is made over an order; one
-        over an order that is dealt already then hands its batches on (``pass_through``).
-        """
-        shard = wrapping_shard(sys._getframe(1))
-        rank, world_size = self._dealt_to
-        if shard is not None and world_size > 1:
-            parts = shard.num_processes if shard.split_batches else 1
-            if pass_through(shard, rank, world_size):
-                self.split(parts)
-        return self.deal.batch_size
-
     def split(self, parts: int) -> None:
         """Make the batches of each rank smaller: one of the size that was given is split between ``parts`` ranks.
 
@@ -214,58 +190,11 @@ class BatchSampler(Sampler[list[int]]):
         with self._lock:
             return self._passes.batches
 
-    def __iter__(self) -> Iterator[list[int]]:
-        # Check now, not with the first batch: a dispatcher requests that in one rank, and the others wait for it.
-        return self._batches(self._checked(Reader.of(sys._getframe(1))))
-
-    def _checked(self, reader: Reader) -> int:
-        """Return how many batches the reader skips that are not read again. Raises if it would lose samples."""
-        self.attend(reader)
-        is_fixed, is_known = not self.substitute, self._is_reproducible
-        skips = reader.skips(self.handed_out, reproducible=is_fixed and is_known)
-        reader.check(*self._dealt_to, is_fixed=is_fixed and (is_known or not self._is_users))
-        return skips
-
-    def _batches(self, skips: int) -> Iterator[list[int]]:
-        epoch = self.begin()
-        try:
-            for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
-                yield [0] * self.deal.batch_size
-            while True:
-                self.asked(epoch)
-                drawn = self.draw(epoch)
-                if drawn is None:
-                    break
-                self.consumed(epoch, drawn.number)
-                yield drawn.rows.tolist()
-            self.end(epoch)
-        finally:
-            self.abandon(epoch)
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a BatchSampler cannot be pickled: it decides by the state of the process that made it")
-
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration read this epoch: all of it, or what a loaded state left of it."""
         with self._lock:
             self._passes.set_epoch(whole("epoch", epoch, 0))
             self._recorder.flush()
-
-    def state_dict(self, *, merged: bool = False, batches: int | None = None) -> State:
-        """Return the state: what is consumed so far. Prefetched batches that were not handed out do not count.
-
-        ``merged``: return that of all ranks, which all have to call this; see ``DataLoader.state_dict``. ``batches``:
-        return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
-        draws batches before the training loop asks for them.
-        """
-        own = partial(self._state, batches)
-        if merged:
-            return merged_state(own, *self._ranks)
-        asking = sys._getframe(1)
-        if keeps_one_state(asking):
-            state = trainers_state(own, *self._ranks)
-            return packed(state) if flattens_states(asking) else state
-        return own()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume where a state was taken. Raises ``ValueError`` with the reason if the state does not fit."""
@@ -293,13 +222,6 @@ class BatchSampler(Sampler[list[int]]):
         """
         kept = self._passes.kept_of_last
         return None if kept and (self.substitute or self._replay is not None) else kept
-
-    def attend(self, reader: Reader) -> None:
-        """Have Hugging Face's Trainer, if it is the reader, keep this order's state in its checkpoints."""
-        if reader.training is not None:
-            from quiver_client.integrations.transformers import attend
-
-            attend(self, reader.training)
 
     def check_shares(self) -> None:
         """Raise ``ValueError`` if a trainer treats this order as a rank's share while each rank reads all of it."""
@@ -600,16 +522,3 @@ class BatchSampler(Sampler[list[int]]):
         before = epoch.amendments.get(number, Amendment())
         epoch.amendments[number] = before.and_then(change.added, change.failed)
         self._recorder.amended(epoch, number, epoch.amendments[number])
-
-
-_made: Counter[str] = Counter()  # loaders of this process by what they read
-
-
-def shared_name(job: str, dataset: str) -> str:
-    """Return the name that a loader's ranks share: a job that restarts replaces its earlier run.
-
-    A job may read several datasets, and one of them by several loaders, which are numbered in order of creation.
-    """
-    name = f"{job}\0{dataset}"
-    _made[name] += 1
-    return f"{name}\0{_made[name]}"

@@ -24,7 +24,7 @@ from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
 from quiver_client.loader import draw_wait
-from quiver_client.loader.arguments import job_of, lookahead_of, shuffle_of, whole
+from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
 from quiver_client.loader.mix.agreement import MixAgreement
 from quiver_client.loader.mix.guided import Losses
@@ -35,7 +35,7 @@ from quiver_client.loader.mix.state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
-from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler, shared_name
+from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers.wrappers import share_of
 from quiver_client.mix import Mix
