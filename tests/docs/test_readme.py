@@ -64,7 +64,7 @@ def test_the_python_of_the_readme_runs(rack: tuple[Path, str], monkeypatch: pyte
     monkeypatch.chdir(folder)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("QUIVER_CACHE", "")
-    assert len(PYTHON) == 3
+    assert len(PYTHON) == 4
     names: dict[str, Any] = {"transform": np.array}
     for code in PYTHON:
         small = code.replace("num_workers=8", "num_workers=0").replace("range(90)", "range(2)")
@@ -72,7 +72,11 @@ def test_the_python_of_the_readme_runs(rack: tuple[Path, str], monkeypatch: pyte
         dataset = names["dataset"]
         assert len(dataset) == 40
         assert dataset[0] is not None
-        if "loader" in names:
+        if "mix" in names:
+            mixed = next(iter(names["loader"]))
+            assert sorted(names["mix"].parts_of(range(len(names["mix"])))) == ["all"] * 36 + ["cats"] * 20
+            assert len(mixed["image"]) == len(names["cats"]) / 0.2
+        elif "loader" in names:
             images, labels = next(iter(names["loader"]))
             assert images.shape == (40, 8, 8, 3)
             assert sorted(labels.tolist()) == [0] * 20 + [1] * 20

@@ -35,12 +35,19 @@ def answer(value):
 """
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several processes that each import a trainer take minutes on a busy machine."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(300))
+
+
 @pytest.fixture
 def ranks(files: Files, tmp_path: Path) -> Iterator[Ranks]:
     """Run a script in several ranks; return the answer of each."""
     started: list[Script] = []
 
-    def run(text: str, count: int = 2, seconds: float = 90) -> list[Any]:
+    def run(text: str, count: int = 2, seconds: float = 280) -> list[Any]:
         with closing(socket.create_server(("127.0.0.1", 0))) as listening:
             port = listening.getsockname()[1]
         cache = f"file://{tmp_path}/cache?capacity=1GiB"

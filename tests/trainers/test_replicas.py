@@ -67,7 +67,7 @@ class Run:
     def answers(self) -> list[Any]:
         """Wait for all; return the last line of each."""
         for each in self.scripts:
-            assert each.wait(100) == 0, each.lines()[-20:]
+            assert each.wait(280) == 0, each.lines()[-20:]
         return [json.loads(each.lines()[-1]) for each in self.scripts]
 
     def killed_answers(self) -> list[Any]:
@@ -297,7 +297,7 @@ for number in range(1000):
     (tmp_path / "follower").touch()
     follower.signal(signal.SIGCONT)
     leader.signal(signal.SIGKILL)
-    assert follower.wait(60) == 0
+    assert follower.wait(200) == 0
     number, said = json.loads(follower.lines()[-1])
     assert number < SAMPLES // 4
     assert said.startswith("Unavailable: rank 0, the leader of rank 1: it is gone, and its group cannot go on")
