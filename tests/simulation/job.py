@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from quiver.ring import Ring
 from quiver_client import merge_states
+from quiver_client.loader import arguments as arguments_module
 from quiver_client.loader import rank_agreement
-from quiver_client.loader import sampler as sampler_module
 from quiver_client.loader.sampler import BatchSampler
 from tests.simulation.clock import Clock
 from tests.simulation.dataset import Data, SimulatedDataset
@@ -121,7 +121,7 @@ class Job:
         if self.runs > 1 and plan.other_worlds and not plan.ledger and self._chance.random() < 0.7:
             self.world_size = self._chance.randint(1, 3)
             self.batch_size = self._chance.randint(2, 12)
-        sampler_module._made.clear()  # a new process
+        arguments_module._made.clear()  # a new process
         rank_agreement._made.clear()
         self.ranks = []
         resumed = self._resumed(states)
