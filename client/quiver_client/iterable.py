@@ -35,6 +35,7 @@ class IterableView(IterableDataset[Any]):
     def __init__(self, dataset: Readable, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False) -> None:
         self.dataset = dataset
         self._shuffle, self._seed, self._drop_last = bool(shuffle), whole("seed", seed, 0), bool(drop_last)
+        self._sent_by: tuple[int, int] | None = None  # the rank of the process that pickled this, and of how many
         # In shared memory: workers that persist see the epoch that the training process sets.
         self._epoch = torch.zeros((), dtype=torch.int64)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
@@ -58,9 +59,15 @@ class IterableView(IterableDataset[Any]):
         """Have the next iteration read in the order of this epoch, in workers that persist as well."""
         self._epoch.fill_(whole("epoch", epoch, 0))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A spawned worker is in no process group: it reads a part of the share of the rank that spawned it."""
+        return {**self.__dict__, "_sent_by": rank_and_world_size(None, None)}
+
     def _of_rank(self, order: Ints) -> Ints:
         """Return this rank's part of the order."""
         rank, world_size = rank_and_world_size(None, None)
+        if world_size == 1 and get_worker_info() is not None and self._sent_by is not None:
+            rank, world_size = self._sent_by
         if self._drop_last:
             order = order[: len(order) // world_size * world_size]
         return np.array_split(order, world_size)[rank]

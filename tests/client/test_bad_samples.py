@@ -248,6 +248,24 @@ def test_all_ranks_have_as_many_whole_batches_whoever_has_the_bad_samples(make: 
     assert len(flat(read(merged))) <= SAMPLES - 80, "in another world size nothing is owed"
 
 
+@pytest.mark.parametrize(("world_size", "drop_last"), [(2, False), (2, True), (1, True)])
+def test_batches_that_only_repeat_good_samples_are_handed_out_and_replayed(
+    make: Make, own: Files, tmp_path: Path, world_size: int, drop_last: bool
+) -> None:
+    """Half of the samples are bad, so the last batches of a rank have nothing else."""
+    ds = make(
+        Decode(tuple(own.opened().key(row) for row in range(0, SAMPLES, 2))), fields=["image", "label", "__key__"]
+    )
+    more = {"world_size": world_size, "drop_last": drop_last}
+    for rank in range(world_size):
+        ledger = str(tmp_path / f"ledger-{world_size}-{drop_last}")
+        made = loader(ds, 5, on_error="replace", errors_max=SAMPLES, rank=rank, ledger=ledger, **more)
+        batches = read(made)
+        assert {len(batch) for batch in batches} == {5}
+        assert len(batches) == SAMPLES // world_size // 5
+        assert read(loader(ds, 5, rank=rank, replay=ledger, **more)) == batches
+
+
 def test_what_is_random_in_a_replacement_follows_from_its_sample(make: Make, bad: tuple[str, ...]) -> None:
     def draw(sample: dict[str, Any]) -> Any:
         return Decode(bad)(sample), float(torch.rand(()))

@@ -244,3 +244,24 @@ def test_only_shards_of_what_was_drawn_are_needed(numbers: Dataset) -> None:
     assert not epoch.left.any()
     order.abandon(epoch)
     order.close()
+
+
+@pytest.mark.parametrize("kind", [Shuffles, Counts, Endless])
+def test_a_state_can_be_that_of_some_batches_ago(numbers: Dataset, kind: type[Any]) -> None:
+    """A stock loader draws before the loop asks, and the Trainer then saves what was trained."""
+    order = BatchSampler(numbers, 10, sampler=kind())
+    batches = iter(order)
+    drawn = [next(batches) for _ in range(4)]
+    states = [order.state_dict(batches=count) for count in (2, 3)]
+    order.close()
+    for state, trained in zip(states, (2, 3), strict=True):
+        resumed = BatchSampler(numbers, 10, sampler=kind())
+        resumed.load_state_dict(state)
+        rest = iter(resumed)
+        again = [next(rest) for _ in range(4 - trained)]
+        if kind is Shuffles:  # another order, of the same samples
+            left = set(itertools.chain(*again, *rest))
+            assert left == set(range(SAMPLES)) - set(itertools.chain(*drawn[:trained]))
+        else:
+            assert again == drawn[trained:]
+        resumed.close()

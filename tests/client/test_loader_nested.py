@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import RandomSampler
+from torch.utils.data import RandomSampler, Sampler
 
 from quiver.substitution import permutation
-from quiver_client import BatchSampler, DataLoader, Dataset
+from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
 from tests.support.data import Files
 from tests.support.residency import alive, scripted
 from tests.support.waiting import until
@@ -184,6 +184,87 @@ def test_the_ledger_of_passes_within_passes_replays(keys: Dataset, tmp_path: Pat
     for epoch in (0, 1):
         assert read(keys, again) == got[epoch]
     again.close()
+
+
+class Backwards(Sampler[int]):
+    """A sampler that is read while the loop runs."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(SAMPLES - 1, -1, -1))
+
+
+def test_a_pass_that_was_put_aside_goes_on_drawing_from_a_lazy_sampler(keys: Dataset) -> None:
+    order = BatchSampler(keys, 16, sampler=Backwards())
+    outer = order.begin()
+    inner = order.begin()
+    drawn = [order.draw(each) for each in (outer, inner, outer)]
+    assert [each.rows.tolist() for each in drawn if each is not None] == [
+        ALL[:-17:-1],
+        ALL[:-17:-1],
+        ALL[-17:-33:-1],
+    ]
+    order.close()
+
+
+def test_the_state_stays_that_of_the_outer_loop_over_a_lazy_sampler(keys: Dataset) -> None:
+    loader = DataLoader(keys, 16, sampler=Backwards())
+    outer = iter(loader)
+    next(outer), next(outer)
+    before = loader.state_dict()
+    inner = iter(loader)
+    next(inner)
+    assert loader.state_dict() == before
+    inner.close()
+    outer.close()
+    loader.close()
+
+
+def test_what_a_state_left_of_a_sampler_is_kept_while_an_inner_loop_reads_all_of_it(keys: Dataset) -> None:
+    halves = []
+    for rank in range(2):
+        half = DataLoader(keys, 16, sampler=ALL[rank::2], rank=rank, world_size=2)
+        next(iter(half))
+        halves.append(half.state_dict())
+        half.close()
+    loader = DataLoader(keys, 16, sampler=ALL)
+    loader.load_state_dict(merge_states(halves))
+    outer = iter(loader)
+    next(outer), next(outer)
+    before = loader.state_dict()
+    inner = iter(loader)
+    next(inner)
+    assert loader.state_dict() == before
+    assert "rest" in before
+    inner.close()
+    outer.close()
+    loader.close()
+
+
+def test_a_replayed_pass_that_was_put_aside_keeps_the_sizes_of_the_ledger(keys: Dataset, tmp_path: Path) -> None:
+    ledger = str(tmp_path / "ledger")
+    recorded = DataLoader(
+        Dataset(keys._opened.path, f"file://{tmp_path}/cache?capacity=1GiB", fields=["__key__"], transform=_odd),
+        16,
+        shuffle=True,
+        ledger=ledger,
+        on_error="skip",
+        errors_max=SAMPLES,
+        collate_fn=list,
+    )
+    sizes = [len(batch) for batch in recorded]
+    recorded.close()
+    recorded.dataset.close()  # type: ignore[attr-defined]
+    assert sizes[0] != 16
+    order = BatchSampler(keys, 16, replay=ledger)
+    outer, _ = order.begin(), order.begin()
+    assert [len(each.rows) for each in iter(lambda: order.draw(outer), None) if each] == sizes
+    order.close()
+
+
+def _odd(sample: dict[str, Any]) -> Any:
+    if int(sample["__key__"][2:6]) % 2:
+        raise ValueError("odd")
+    return sample["__key__"]
 
 
 def test_a_copy_of_a_loaders_attributes_has_its_methods(keys: Dataset) -> None:

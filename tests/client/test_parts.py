@@ -477,6 +477,15 @@ def test_a_stream_gives_each_sample_once_over_workers_and_ranks(
     assert sorted(got) == sorted(first)
 
 
+def test_spawned_workers_read_the_share_of_their_rank(people: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They inherit no process group, and there may be no variables that say which rank it is."""
+    stream = people[:30].iterable()
+    monkeypatch.setattr("quiver_client.iterable.rank_and_world_size", lambda *_: (1, 3))
+    loader = torch.utils.data.DataLoader(stream, batch_size=5, num_workers=2, multiprocessing_context="spawn")
+    got = [id_ for batch in loader for id_ in batch["id"].tolist()]
+    assert sorted(got) == sorted(ids(people[10:20]))
+
+
 def test_workers_that_persist_see_the_epoch_of_a_stream(people: Dataset) -> None:
     stream = people[:40].iterable(shuffle=True)
     loader = torch.utils.data.DataLoader(stream, batch_size=40, num_workers=1, persistent_workers=True)

@@ -88,7 +88,8 @@ def _load(order: OrderSampler, folder: Path, epoch: int) -> None:
     if order.handed_out or not file.is_file():
         return
     state = torch.load(file, weights_only=True)
-    if state["epoch"] == epoch:
+    # The parts of a mixture go on where they were at the end of the epoch before.
+    if state["epoch"] == epoch or ("parts" in state and state["epoch"] == epoch - 1):
         order.load_state_dict(state)
         order.set_epoch(epoch)
     elif state["epoch"] != epoch - 1:

@@ -165,6 +165,9 @@ class Epoch:
     is_known = True
     """Whether all its samples are known when it begins."""
 
+    has_all = False
+    """Whether it is of a user's sampler that gave each sample of the dataset once."""
+
     def __init__(
         self,
         epoch: int,
@@ -187,6 +190,7 @@ class Epoch:
         self.has_skipped = False  # a later batch was consumed first: this one raised, or came out of order
         self._entries = np.flatnonzero(~self.consumed)
         self._replayed: list[tuple[int, Ints]] = []  # batches to come: samples to draw, and those to repeat
+        self._repeating = 0  # samples of those batches of them that only repeat others
         self._keeps_size = False
         self._holds_last = False
         self._asked = 0  # how often the loop asked for a batch of this pass
@@ -197,7 +201,13 @@ class Epoch:
         if replayed is not None:
             known, sizes = _entries_of(share, self._entries, replayed.rows, replayed.sizes)
             if replayed.sizes is not None:
-                self._replayed = [(size, each) for size, each in zip(sizes, replayed.repeated, strict=True) if size]
+                each_batch = zip(sizes, replayed.sizes, replayed.repeated, strict=True)
+                self._replayed = [
+                    (size, repeated)
+                    for at, (size, recorded, repeated) in enumerate(each_batch)
+                    if size or (not recorded and len(repeated) and at >= batches)
+                ]
+                self._repeating = sum(len(repeated) for size, repeated in self._replayed if not size)
             is_lost = np.isin(share, replayed.lost)
             self.consumed |= is_lost
             left = np.isin(self._entries, known, invert=True) & ~is_lost[self._entries]
@@ -216,7 +226,7 @@ class Epoch:
     @property
     def pending(self) -> int:
         """Entries not drawn yet, and samples to be repeated in place of bad ones."""
-        return len(self.order) + self.owed
+        return len(self.order) + self.owed + self._repeating
 
     @property
     def finished(self) -> bool:
@@ -276,6 +286,8 @@ class Epoch:
         self._fetching[number] = shards
         self._unread += np.bincount(shards, minlength=self._shard_count)
         repeated = self._replayed.pop(0)[1] if self._replayed else None
+        if repeated is not None and not len(entries):
+            self._repeating -= len(repeated)
         rows = self._rows[entries]
         return Drawn(number, rows if repeated is None else np.concatenate([rows, repeated]), early)
 
@@ -384,16 +396,23 @@ class Epoch:
 
         Raises ``ValueError`` if that is more than ``RECENT_BATCHES`` batches ago.
         """
-        back = self.batches - batches
-        if back > len(self._recent):
-            raise ValueError(f"batches: the state can be that of {len(self._recent)} batches ago, not of {back}")
-        undone = list(self._recent)[len(self._recent) - back :]
+        undone = self._since(batches)
         earlier = copy.copy(self)
         earlier.batches, earlier.consumed = batches, self.consumed.copy()
         earlier._in_flight = self._in_flight | dict(undone)
         for _, entries in undone:
             earlier.consumed[self._entries[entries]] = False
         return earlier
+
+    def rows_since(self, batches: int) -> Ints:
+        """Return the samples that were consumed after so many batches."""
+        return np.concatenate([self._rows[:0], *(self._rows[entries] for _, entries in self._since(batches))])
+
+    def _since(self, batches: int) -> list[tuple[int, Ints]]:
+        back = self.batches - batches
+        if back > len(self._recent):
+            raise ValueError(f"batches: the state can be that of {len(self._recent)} batches ago, not of {back}")
+        return list(self._recent)[len(self._recent) - back :]
 
 
 def _entries_of(share: Ints, pending: Ints, rows: Ints, sizes: list[int] | None = None) -> tuple[Ints, list[int]]:

@@ -65,8 +65,8 @@ class LabelWatch:
             self._judge_seen()
 
     def seen(self, rows: Ints) -> None:
-        """Count a batch of these samples ``(batch,)`` that was handed out."""
-        if self.is_idle:
+        """Count a batch of these samples ``(batch,)`` that was handed out; none if it repeats others alone."""
+        if self.is_idle or not len(rows):
             return
         expected = self._shares * len(rows)
         counts = np.bincount(self._labels[rows], minlength=len(self._shares))

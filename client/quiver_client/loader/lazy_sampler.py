@@ -2,7 +2,9 @@
 
 So a sampler may be infinite, may have no length, and may decide by what happened between two batches, a loss for
 instance. It is never read further than the batches that are fetched ahead, and without any lock that the training loop
-takes: it may wait for the loop. What such a pass needs of the cache is what was drawn and not read yet.
+takes: it may wait for the loop. Only to replace a bad sample does the loop itself read it (``add_pending``): a sampler
+that waits for the loop would then wait for itself, and needs ``on_error="raise"``. What such a pass needs of the cache
+is what was drawn and not read yet.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import copy
 import logging
 import operator
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any, Final
 
@@ -19,7 +22,7 @@ import numpy as np
 
 from quiver import forks
 from quiver.substitution import Ints, Mask, View
-from quiver_client.loader.epoch import Drawn, Epoch, ShardLayout
+from quiver_client.loader.epoch import RECENT_BATCHES, Drawn, Epoch, ShardLayout
 
 log = logging.getLogger("quiver_client")
 
@@ -104,6 +107,7 @@ class LazyEpoch(Epoch):
         self._flying: dict[int, Ints] = {}
         self._snapshots: dict[int, Any] = {}
         self._snapshot = self._snapped()
+        self._before: deque[Any] = deque(maxlen=RECENT_BATCHES)  # snapshots before each of the ``_recent``
         self.samples_given_out = 0  # samples
 
     @property
@@ -122,10 +126,7 @@ class LazyEpoch(Epoch):
     def prepare(self, count: int) -> None:
         """Read the next batch from the sampler."""
         with self._reading:
-            if len(self._buffer) < count:
-                self._buffer += self._reader.read(count - len(self._buffer))
-                if self._reader.is_at_its_length:
-                    self._buffer += self._reader.read(1)  # there is none: now it is known to have ended
+            self._fill(count)
             if self._reader.is_exhausted and self._drop_last and len(self._buffer) < count:
                 self._buffer = []
 
@@ -138,6 +139,8 @@ class LazyEpoch(Epoch):
         return list(dict.fromkeys(self._layout.shard_of[np.array(self._buffer[:samples], np.int64)].tolist()))
 
     def choose(self, count: int, view: View | None, lookahead: int | None) -> Ints | None:
+        if len(self._buffer) < count and not self._reader.is_exhausted:
+            return None  # another batch took some in place of bad ones: it is to be prepared again
         return np.arange(min(count, len(self._buffer)))
 
     def draw(self, entries: Ints) -> Drawn:
@@ -161,13 +164,20 @@ class LazyEpoch(Epoch):
         self.fetched(number)
         self.has_skipped |= any(earlier < number for earlier in self._flying)
         rows = self._flying.pop(number)
+        self._before.append(self._snapshot)
         self._snapshot = self._snapshots.pop(number)
         self.batches += 1
+        self._recent.append((number, rows))
+        self.handed_out += 1
         self.samples_given_out += len(rows)
         return rows
 
     def add_pending(self, number: int, count: int) -> tuple[Ints, list[int]]:
-        self.prepare(count)
+        if self._reading.acquire(timeout=READ_OUT_SECONDS):  # else the sampler waits for the loop, which waits here
+            try:
+                self._fill(count)
+            finally:
+                self._reading.release()
         rows = np.array(self._buffer[:count], np.int64)
         del self._buffer[:count]
         self._flying[number] = np.concatenate([self._flying[number], rows])
@@ -175,6 +185,13 @@ class LazyEpoch(Epoch):
 
     def is_held(self, batch_size: int) -> bool:
         return False
+
+    def _fill(self, count: int) -> None:
+        """Read until so many samples can be drawn. Called with ``_reading``."""
+        if len(self._buffer) < count:
+            self._buffer += self._reader.read(count - len(self._buffer))
+            if self._reader.is_at_its_length:
+                self._buffer += self._reader.read(1)  # there is none: now it is known to have ended
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
@@ -195,6 +212,19 @@ class LazyEpoch(Epoch):
             self._reading.release()
         flying = [self._flying[number] for number in sorted(self._flying)]
         return np.concatenate([*flying, np.array(self._buffer, np.int64)])
+
+    def as_of(self, batches: int) -> LazyEpoch:
+        undone = self._since(batches)
+        earlier = copy.copy(self)
+        earlier.batches = batches
+        earlier._flying = dict(undone) | self._flying
+        earlier.samples_given_out -= sum(len(rows) for _, rows in undone)
+        if undone:
+            earlier._snapshot = self._before[-len(undone)]
+        return earlier
+
+    def rows_since(self, batches: int) -> Ints:
+        return np.concatenate([np.zeros(0, np.int64), *(rows for _, rows in self._since(batches))])
 
     def _snapped(self) -> Any | None:
         stateful = self._reader.stateful

@@ -323,6 +323,7 @@ class Passes:
         if known < len(share):
             log.warning("replay: of epoch %d the ledger has %d of %d samples", number, known, len(share))
         epoch = Epoch(number, share, self.layout, own=own, batches=batches, replayed=replayed)
+        epoch.has_all = self.user is not None and self.user.has_all
         if self.keeps_size:
             epoch.keep_size(resume.get("owed", 0) if resume is not None else 0)
         return epoch
@@ -359,7 +360,7 @@ class Passes:
             return now
         epoch = of.epoch.as_of(batches - of.before)
         consumed = of.consumed.copy()
-        consumed[of.epoch.share[of.epoch.consumed & ~epoch.consumed]] = False
+        consumed[of.epoch.rows_since(batches - of.before)] = False
         return replace(of, epoch=epoch, consumed=consumed)
 
     @property

@@ -41,9 +41,7 @@ from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers.rebuilding import rebuildable
-from quiver_client.loader.trainers.wrappers import (
-    share_of,
-)
+from quiver_client.loader.trainers.wrappers import share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
@@ -489,7 +487,7 @@ class BatchSampler(OrderSampler):
             return None
         batch_size = self.deal.batch_size
         if epoch in self._aside:  # drawn ahead, as nothing is reported for it: it does not wait for the cache
-            return epoch.order.plain(min(batch_size, epoch.pending))
+            return epoch.choose(batch_size, None, None)
         view = self._consumer.view if self.substitute else None
         entries = epoch.choose(batch_size, view, self._lookahead)
         if entries is not None or view is None:

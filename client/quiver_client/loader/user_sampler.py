@@ -35,8 +35,6 @@ from quiver_client.loader.state import State, of_sampler, rest_of, unpack
 log = logging.getLogger("quiver_client")
 
 FIXED: Final = (list, tuple, range, np.ndarray, SequentialSampler)  # give the same order each time
-
-
 WHOLE: Final = (*FIXED, DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
@@ -46,7 +44,7 @@ class UserSampler:
     def __init__(self, sampler: Iterable[int], samples: int) -> None:
         self.sampler: Any = sampler
         self._samples = samples
-        self._has_all = False  # it gave each sample once in this epoch
+        self.has_all = False  # it gave each sample once when it was read last
         self._has_given = False  # it gave samples in some epoch
         self._left_at: int | None = None  # the epoch that the loader set; another value was set by the user
 
@@ -91,7 +89,7 @@ class UserSampler:
         """Return the samples of an epoch, in order: those that a state lists as left, or else all that are not done."""
         rest = rest_of(resume) if resume is not None else None
         if rest is not None:
-            self._has_all = False
+            self.has_all = False
             return rest
         if self.is_lazy and done.all():
             return np.zeros(0, np.int64)  # the state of an epoch's end; the sampler may be endless
@@ -99,7 +97,7 @@ class UserSampler:
         self._check_given(epoch, len(rows))
         if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self._samples:
             raise ValueError(f"sampler: it gives indices outside the dataset's {self._samples} samples")
-        self._has_all = self._is_whole(rows)
+        self.has_all = self._is_whole(rows)
         return rows[~done[rows]]
 
     def lazy(self, epoch: int, done: Mask, resume: State | None, layout: ShardLayout, deal: Deal) -> LazyEpoch | None:
@@ -138,7 +136,7 @@ class UserSampler:
         if isinstance(epoch, LazyEpoch):
             return self._lazy_state(state, epoch)
         left = epoch.share[~epoch.consumed]
-        return of_sampler(state, None if self._has_all or not len(left) else left)
+        return of_sampler(state, None if epoch.has_all or not len(left) else left)
 
     def _lazy_state(self, state: State, epoch: LazyEpoch) -> State:
         if epoch.finished:

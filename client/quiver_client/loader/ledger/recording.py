@@ -90,6 +90,8 @@ class Recorder:
         """Forget a pass that no loop reads any more."""
         self._drawn.pop(epoch, None)
         self._written.pop(epoch, None)
+        for number in [number for of, number in self._plain if of is epoch]:
+            del self._plain[epoch, number]
 
     def drawn(self, epoch: Epoch, number: int, entries: Ints) -> None:
         """Remember a batch that is about to be drawn."""
@@ -147,6 +149,7 @@ class Recorder:
         self._path = self._writer = None
         self._drawn.clear()
         self._written.clear()
+        self._plain.clear()
 
 
 class Replay:
