@@ -68,16 +68,16 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     whose ranks do. Rank and world size follow from either; one rank of each group decides (docs/replicas.md).
     ``on_error``: what to do about a sample whose ``transform`` raises, or that the origin has lost: ``"raise"`` the
     error; ``"skip"`` the sample, so that its batch is shorter; or ``"replace"`` it by another pending sample, so that
-    batches stay whole. Each is named in the log and counted as consumed. Where nothing is pending a good sample is
-    repeated if there are several ranks, or with ``drop_last``. ``errors_max``: how many bad samples an epoch may have,
-    or which fraction of the rank's samples; by default one in a thousand and at least one. Beyond it a ``RuntimeError``
-    names them all (docs/transforms.md).
+    batches stay whole (but the last ones, where a ``sampler`` is read while the loop runs). Each is named in the log
+    and counted as consumed. Where nothing is pending a good sample is repeated if there are several ranks, or with
+    ``drop_last``. ``errors_max``: how many bad samples an epoch may have, or which fraction of the rank's samples; by
+    default one in a thousand and at least one. Beyond it a ``RuntimeError`` names them all (docs/transforms.md).
     ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
     ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
 
     Several loops may iterate one loader at once, to validate within an epoch for instance: each iterator hands out a
-    whole pass, and ``state_dict`` is that of the outer loop. A warning is logged, once, if the loop waits for data more
-    than a tenth of its time.
+    whole pass, and ``state_dict`` is that of the outer loop (a ``Mix`` has one pass at a time). A warning is logged,
+    once, if the loop waits for data more than a tenth of its time.
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
