@@ -214,16 +214,64 @@ def test_lists_that_one_address_sends_crowd_out_no_other_address() -> None:
     orders = Orders(entries_max=100)
 
     def put(name: str, entries: int, client: str) -> list[bytes] | None:
-        return orders.put(name.encode(), FixedOrder(name.encode(), np.zeros(entries, np.int32), client))
+        return orders.put(name.encode(), FixedOrder(A, name.encode(), np.zeros(entries, np.int32), client))
 
     assert put("a", 60, "hostile") == []
     assert put("b", 40, "hostile") == []
     assert put("c", 1, "hostile") is None
     assert put("d", 30, "honest") == [b"a"], "the longest of who has most"
     assert put("e", 100, "honest") is None
-    assert orders.get(b"d", b"d") is not None
-    assert orders.get(b"d", b"another") is None
+    assert orders.get(b"d", A, b"d") is not None
+    assert orders.get(b"d", A, b"another") is None
+    assert orders.get(b"d", B, b"d") is None
     assert orders.entries <= 100
+
+
+def test_a_list_that_is_refused_costs_nobody_theirs() -> None:
+    orders = Orders(entries_max=100)
+    assert orders.put(b"a", FixedOrder(A, b"a", np.zeros(60, np.int32), "one")) == []
+    assert orders.put(b"b", FixedOrder(A, b"b", np.zeros(30, np.int32), "two")) == []
+    assert orders.put(b"c", FixedOrder(A, b"c", np.zeros(55, np.int32), "two")) is None
+    assert orders.get(b"a", A, b"a") is not None
+    assert orders.entries == 90
+
+
+@pytest.mark.fault("S12")
+def test_a_list_of_one_dataset_is_not_taken_for_a_list_of_another_one() -> None:
+    needs, consumer = board(8), (1).to_bytes(16, "big")
+    reads(needs, whole(6, 7))
+    small = np.ones(2, bool)
+    needs.add_dataset(B, as_rows(map(shard, (100, 101))), np.full(2, 4.0), ~small, small)
+    left = np.full(2, FULL, np.uint8)
+    needs.report(B, ConsumerReport(consumer, left, 1.0, 0.0, 60.0, ordered=True, order=bytes([1]) * 16), 0.0)
+    assert needs.wants_order(consumer)
+    assert not needs.is_planned(B)
+    assert fetched(needs, free=100.0) == []
+
+
+def test_a_dataset_is_planned_while_the_uses_of_all_its_consumers_are_known() -> None:
+    needs = board(4)
+    needs.orders = Orders(entries_max=12)
+    reads(needs, whole(0, 1), 1)
+    reads(needs, [2], 2)
+    assert needs.is_planned(A)
+    needs.leave((2).to_bytes(16, "big"))
+    assert needs.is_planned(A)
+    left = np.full(4, FULL, np.uint8)
+    needs.report(A, ConsumerReport(bytes(16), left, 1.0, 0.0, 60.0), 0.0)
+    assert not needs.is_planned(A)
+    needs.leave(bytes(16))
+    assert needs.is_planned(A)
+    needs.report(
+        A,
+        ConsumerReport(bytes(16), left, 1.0, 0.0, 60.0, order=b"z" * 16, uses=np.zeros(6, np.int32)),
+        0.0,
+        client="two",
+    )
+    assert needs.wants_order((1).to_bytes(16, "big")), "the list of whoever has most was dropped"
+    assert not needs.is_planned(A)
+    reads(needs, [3], 1)
+    assert needs.is_planned(A)
 
 
 # -- beside what any policy would need --------------------------------------------------------------------------------
