@@ -31,6 +31,7 @@ SLOTS_MAX: Final = 1 << 20  # with more shards known, nothing is planned
 LEAST_SECONDS: Final = 0.05
 ENTRY_SECONDS: Final = 20 * 20e-9
 CELL_SECONDS: Final = 20 * 30e-9
+CONSUMER_SECONDS: Final = 20 * 25e-6
 PAYS_BACK: Final = 0.9  # of a shard's bytes, that fetching it must save: a whole shard is one read, its samples many
 STEPS_FIRST: Final = 24  # of bisection, to find the price,
 STEPS_LATER: Final = 4  # and to follow it,
@@ -116,7 +117,8 @@ class FutureCache:
         self._of = of
         entries = min(sum(len(it.order.shards) for it in consumers if it.order is not None), TABLE_ENTRIES_MAX)
         cells = min(HORIZONS_MAX * len(shards.sizes), CELLS_MAX)
-        self._until = now + LEAST_SECONDS + ENTRY_SECONDS * entries + CELL_SECONDS * cells
+        seconds = LEAST_SECONDS + ENTRY_SECONDS * entries + CELL_SECONDS * cells + CONSUMER_SECONDS * len(consumers)
+        self._until = now + seconds
         return self._future
 
 
@@ -203,7 +205,8 @@ class _Uses:
     def of(cls, dataset: DatasetNeeds, it: Consumer, now: float, entries_max: int) -> _Uses:
         assert it.order is not None
         shards = it.order.shards
-        mean_bytes = float(dataset.sample_bytes[shards].mean()) if len(shards) else 1.0
+        ahead = shards[it.report.order_at : it.report.order_at + entries_max]
+        mean_bytes = float(dataset.sample_bytes[ahead].mean()) if len(ahead) else 1.0
         rate = max(it.report.rate or dataset.shard_bytes, 1.0) / max(mean_bytes, 1.0)
         at = min(it.report.order_at + int(rate * (now - it.reported_at)), len(shards))
         return cls(dataset.slots[shards[at : at + entries_max]], rate)
