@@ -254,9 +254,11 @@ class Needs:
         of.known -= gone.order is not None
 
     def wants_order(self, consumer: bytes) -> bool:
-        """Whether a consumer named a list of its uses to come that is not known here, so that it should send it."""
+        """Whether a consumer should send the list of its uses to come: it is not known here, and there is room."""
         it = self.consumers.get(consumer)
-        return it is not None and bool(it.report.order) and it.order is None
+        if it is None or not it.report.order or it.order is not None:
+            return False
+        return self.orders.has_room_for(consumer, it.report.order)
 
     def _order(self, dataset: Digest, report: ConsumerReport, client: str) -> FixedOrder | None:
         """Return the list of uses that a report names, if it is known or comes with it."""

@@ -41,6 +41,7 @@ class Orders:
     def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
         self._entries_max = entries_max
         self._orders: dict[bytes, FixedOrder] = {}
+        self._without: dict[bytes, tuple[bytes, int]] = {}  # by consumer, the list that had no room, and its entries
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -59,7 +60,7 @@ class Orders:
 
         ``None``: it is refused, and the consumer has none.
         """
-        self._orders.pop(consumer, None)
+        self.drop(consumer)
         kept = dict(self._orders)  # who is refused costs nobody a list
         entries = sum(len(it.shards) for it in kept.values()) + len(order.shards)
         lost: list[bytes] = []
@@ -69,13 +70,22 @@ class Orders:
                 taken[it.client] += len(it.shards)
             client, _ = taken.most_common(1)[0]
             if client == order.client:
+                self._without[consumer] = order.identifier, len(order.shards)
                 return None
             lost.append(max((len(it.shards), name) for name, it in kept.items() if it.client == client)[1])
             entries -= len(kept.pop(lost[-1]).shards)
+        for name in lost:
+            self._without[name] = self._orders[name].identifier, len(self._orders[name].shards)
         self._orders = kept
         self._orders[consumer] = order
         return lost
 
+    def has_room_for(self, consumer: bytes, identifier: bytes) -> bool:
+        """Whether it is of use to ask for a list: not if there was no room for it, and still is not."""
+        of, entries = self._without.get(consumer, (b"", 0))
+        return of != identifier or self.entries + entries <= self._entries_max
+
     def drop(self, consumer: bytes) -> None:
         """Forget a consumer's list."""
         self._orders.pop(consumer, None)
+        self._without.pop(consumer, None)

@@ -236,6 +236,23 @@ def test_a_list_that_is_refused_costs_nobody_theirs() -> None:
     assert orders.entries == 90
 
 
+def test_nobody_is_asked_for_a_list_again_before_there_is_room_for_it() -> None:
+    needs = board(4)
+    needs.orders = Orders(entries_max=12)
+    first, second = (number.to_bytes(16, "big") for number in (1, 2))
+    reads(needs, whole(0, 1), 1)
+    reads(needs, whole(2, 3), 2)
+    assert not needs.wants_order(second), "the list was refused"
+    left = np.full(4, FULL, np.uint8)
+    needs.report(A, ConsumerReport(second, left, 1.0, 0.0, 60.0, order=bytes([3]) * 16), 0.0)
+    assert needs.wants_order(second), "another list"
+    reads(needs, whole(2, 3), 2)
+    needs.leave(first)
+    assert needs.wants_order(second)
+    reads(needs, whole(2, 3), 2)
+    assert needs.is_planned(A)
+
+
 @pytest.mark.fault("S12")
 def test_a_list_of_one_dataset_is_not_taken_for_a_list_of_another_one() -> None:
     needs, consumer = board(8), (1).to_bytes(16, "big")
@@ -268,8 +285,7 @@ def test_a_dataset_is_planned_while_the_uses_of_all_its_consumers_are_known() ->
         0.0,
         client="two",
     )
-    assert needs.wants_order((1).to_bytes(16, "big")), "the list of whoever has most was dropped"
-    assert not needs.is_planned(A)
+    assert not needs.is_planned(A), "the list of whoever has most was dropped"
     reads(needs, [3], 1)
     assert needs.is_planned(A)
 
