@@ -23,6 +23,9 @@ from quiver.lookup import DigestRows
 from quiver.residency.consumers import Consumer, DatasetNeeds, Floats, Ints, Mask
 
 HORIZONS_MAX: Final = 48
+ALIKE: Final = 4.0  # times as long as the shortest: then spans count as alike
+SHORTEST_SECONDS: Final = 1.0  # of a span that counts: reports are about as far apart
+LONGEST_SECONDS: Final = 1e6  # twelve days
 CELLS_MAX: Final = 1 << 20  # horizons times shards: 8 MiB
 PRICED_MAX: Final = 4096  # shards that the price is found by: these are as good as all
 TABLE_ENTRIES_MAX: Final = 1 << 20  # uses of all consumers that are looked at: the next ones of each
@@ -135,7 +138,7 @@ def _table(
 ) -> _Table:
     entries_max = TABLE_ENTRIES_MAX // len(consumers)
     uses = [_Uses.of(datasets[it.dataset], it, now, entries_max) for it in consumers]
-    horizons = _horizons(max(it.seconds for it in uses), fill_seconds, max(CELLS_MAX // max(slots, 1), 2))
+    horizons = _horizons([it.seconds for it in uses], fill_seconds, max(CELLS_MAX // max(slots, 1), 2))
     use_bytes, in_plan = np.zeros(slots), np.zeros(slots, bool)
     for it in {it.dataset: datasets[it.dataset] for it in consumers}.values():
         use_bytes[it.slots] = it.sample_bytes
@@ -212,12 +215,20 @@ class _Uses:
         return cls(dataset.slots[shards[at : at + entries_max]], rate)
 
 
-def _horizons(span_seconds: float, fill_seconds: float, count_max: int) -> Floats:
-    """Return some horizons from ``fill_seconds`` on, closely at first, and at least two."""
-    span_seconds = max(span_seconds - fill_seconds, 1e-6)
-    near = np.geomspace(span_seconds / 512, span_seconds / 16, HORIZONS_MAX // 3)
-    far = np.linspace(span_seconds / 16, span_seconds, HORIZONS_MAX - len(near))
-    several = np.concatenate([near, far[1:]])[::-1]
+def _horizons(spans: Sequence[float], fill_seconds: float, count_max: int) -> Floats:
+    """Return some horizons from ``fill_seconds`` on, closely at first, and at least two.
+
+    ``spans``: the seconds until the last use of each consumer. Where they differ much, a slow consumer, or a hostile
+    one, must not move the first horizon beyond the uses of a fast one.
+    """
+    longest = max(max(spans) - fill_seconds, 1e-6)
+    shortest = max(min((it for it in spans if it > 0), default=0.0) - fill_seconds, SHORTEST_SECONDS)
+    if longest > ALIKE * shortest:
+        several = np.geomspace(shortest / 64, max(min(longest, LONGEST_SECONDS), shortest), HORIZONS_MAX - 1)[::-1]
+    else:
+        near = np.geomspace(longest / 512, longest / 16, HORIZONS_MAX // 3)
+        far = np.linspace(longest / 16, longest, HORIZONS_MAX - len(near))
+        several = np.concatenate([near, far[1:]])[::-1]
     several = several[:: -(-len(several) // max(count_max - 1, 1))][::-1]
     horizons: Floats = fill_seconds + np.concatenate([[0.0], several])
     return horizons

@@ -97,6 +97,14 @@ def test_of_whole_uses_what_is_used_last_is_evicted_and_never_for_what_is_used_l
             assert uses.index(victim) > uses.index(fetch), "what is read before it would be missed first"
 
 
+def test_a_slow_consumer_does_not_blur_the_uses_of_a_fast_one() -> None:
+    needs = board(4000, held=[1, 2])
+    reads(needs, whole(0, 2, *range(3, 40), 1), rate=100.0)
+    assert [numbers(it.evict) for it in fetched(needs)] == [[1]]
+    reads(needs, list(range(40, 4000)), 2, rate=1.0)
+    assert [numbers(it.evict) for it in fetched(needs)] == [[1]]
+
+
 def test_a_shard_of_which_too_little_will_be_read_is_not_fetched() -> None:
     """Its samples are read by themselves: fetching it would cost more than it saves."""
     needs = board(4, held=[0])
