@@ -19,9 +19,8 @@ from torch.utils.data import DistributedSampler
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
+from quiver_client.loader import arguments, draw_wait
 from quiver_client.loader import consumer as consumer_module
-from quiver_client.loader import draw_wait
-from quiver_client.loader import arguments
 from tests.support.data import Files, make_files
 from tests.support.residency import Rack, alive, scripted, still, told
 from tests.support.waiting import until
