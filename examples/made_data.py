@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +35,17 @@ def make(folder: Path) -> None:
 
 
 def made() -> Path:
-    """Return a folder with the dataset; the first process makes it, in a temporary folder unless one is named."""
-    folder = Path(os.environ.get(VARIABLE) or tempfile.mkdtemp(prefix="quiver-example-"))
+    """Return a folder with the dataset; the first process makes it, in a temporary folder unless one is named.
+
+    The processes of one torchrun share a folder that is named after the run.
+    """
+    run, named = os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get(VARIABLE)
+    if run and not named:
+        named = f"{tempfile.gettempdir()}/quiver-example-{run}"
+    folder = Path(named or tempfile.mkdtemp(prefix="quiver-example-"))
     os.environ[VARIABLE] = str(folder)
+    while run and os.environ.get("RANK", "0") != "0" and not (folder / "line.quiver").exists():
+        time.sleep(0.1)
     if not (folder / "line.quiver").exists():
         make(folder)
     return folder

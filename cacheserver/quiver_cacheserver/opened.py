@@ -18,8 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.manifest import Manifest
 from quiver.residency.eviction import IDLE_SECONDS
+from quiver_cacheserver.names import name_in
 
 U8 = npt.NDArray[np.uint8]
 Mask = npt.NDArray[np.bool_]
@@ -48,10 +50,11 @@ class OpenManifests:
             self._open.move_to_end(name)
         return manifest
 
-    def use_of(self, shards: Sequence[Digest]) -> None:
-        """Record that a reader uses shards of one dataset, without naming the dataset."""
+    def use_of(self, shards: Sequence[Digest], domain: Domain = SINGLE) -> None:
+        """Record that a reader uses shards of one dataset of its domain, without naming the dataset."""
         for name, manifest in list(self._open.items()):
-            if any(shard in manifest.shard_numbers for shard in shards[:SHARDS_LOOKED_UP]):
+            is_of_domain = name == name_in(domain, manifest.digest)
+            if is_of_domain and any(shard in manifest.shard_numbers for shard in shards[:SHARDS_LOOKED_UP]):
                 self._use(name)
 
     def add(self, name: Digest, manifest: Manifest) -> None:

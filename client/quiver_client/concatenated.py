@@ -43,6 +43,8 @@ class Concatenated(ConcatDataset[Any], Readable):
         for each in datasets:
             if isinstance(each, torch.utils.data.IterableDataset) or not hasattr(each, "__len__"):
                 raise ValueError(f"Concatenated: {type(each).__name__} is no map-style dataset with a length")
+            if getattr(each, "is_mixture", False):
+                raise ValueError("Concatenated: the weights of a Mix would be lost; give what is added as a part of it")
         super().__init__(datasets)
         self._rows: Rows | None = None
 

@@ -7,6 +7,7 @@ it (``quiver_client.loader.mix.sampler``), part by part: every part keeps its ow
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -34,6 +35,13 @@ from quiver_client.selection import Columns, Ints
 EPOCHS: Final = ("longest", "shortest")
 PARTS_MAX: Final = 1024  # each reports its needs by a thread of its own
 
+log = logging.getLogger("quiver_client")
+
+UNWEIGHTED: Final = (
+    "mix: its weights do not apply, since nothing draws by them: an index is that of a sample, in the parts one after"
+    " another. Read it by quiver_client.DataLoader, or give another loader batch_sampler=BatchSampler(mix, batch_size)"
+)
+
 
 class Mix(Readable):
     """Datasets drawn in proportion to weights: ``DataLoader(Mix({"web": web, "code": code}, weights={...}), ...)``.
@@ -52,6 +60,8 @@ class Mix(Readable):
     ``mix[i]`` is a sample as its part returns it, with the part's transform applied. Raises ``ValueError`` naming the
     argument that is wrong.
     """
+
+    is_mixture = True
 
     def __init__(  # noqa: PLR0913 - each is a property of the mixture
         self,
@@ -79,7 +89,11 @@ class Mix(Readable):
         self.guided = Guided.of(guided)
         if part_field is not None and (not isinstance(part_field, str) or not part_field):
             raise ValueError(f"part_field={part_field!r}: give the name of a field, '__part__' for instance")
+        for name, part in self.parts.items():
+            if part_field is not None and part_field in getattr(part, "fields", ()):
+                raise ValueError(f"part_field={part_field!r}: part {name!r} has a field of that name; give another one")
         self._part_field = part_field
+        self.is_ordered = False  # some order applies the weights
         self._all = Concatenated(self.parts.values())
         self._counts: Counter[tuple[str, str]] = Counter()
         self._reports: list[tuple[str, float]] = []
@@ -89,10 +103,16 @@ class Mix(Readable):
         return len(self._all)
 
     def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
+        return self._read([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples at ``indices``: of each part one plan, and one request per peer."""
+        if not self.is_ordered:
+            self.is_ordered = True
+            log.warning(UNWEIGHTED)
+        return self._read(indices)
+
+    def _read(self, indices: Sequence[int]) -> list[Any]:
         samples = self._all.__getitems__(indices)
         if self._part_field is None:
             return samples

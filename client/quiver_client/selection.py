@@ -136,7 +136,9 @@ def rows_in(values: npt.NDArray[Any], count: int) -> Ints:
         return np.empty(0, np.int64)
     if values.dtype.kind == "O" and values.ndim == 1 and all(isinstance(row, int) for row in values.tolist()):
         raise IndexError(f"indices out of range for {count} samples")  # integers beyond 64 bits
-    if values.dtype.kind not in "iu" or values.ndim != 1:
+    if values.ndim != 1:
+        raise TypeError("an index is one integer or a slice; for several samples write dataset.select([...])")
+    if values.dtype.kind not in "iu":
         raise TypeError(f"indices must be integers, not {values.dtype}")
     if values.dtype.kind == "u":
         values = np.minimum(values, np.uint64(count))  # past the end stays past the end and does not turn negative

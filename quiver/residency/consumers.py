@@ -32,7 +32,12 @@ class DatasetNeeds:
     sample_bytes: Floats  # of each shard, on average
     key: int = 0  # the number of its domain's key
     consumers: int = 0
-    is_planned: bool = False  # all uses to come are known of each of them
+    known: int = 0  # of the consumers: those all of whose uses to come are known
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether all uses to come are known of each consumer, and there is one."""
+        return 0 < self.consumers <= self.known
 
 
 class Group(NamedTuple):

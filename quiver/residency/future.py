@@ -23,6 +23,9 @@ from quiver.lookup import DigestRows
 from quiver.residency.consumers import Consumer, DatasetNeeds, Floats, Ints, Mask
 
 HORIZONS_MAX: Final = 48
+ALIKE: Final = 4.0  # times as long as the shortest: then spans count as alike
+SHORTEST_SECONDS: Final = 1.0  # of a span that counts: reports are about as far apart
+LONGEST_SECONDS: Final = 1e6  # twelve days
 CELLS_MAX: Final = 1 << 20  # horizons times shards: 8 MiB
 PRICED_MAX: Final = 4096  # shards that the price is found by: these are as good as all
 TABLE_ENTRIES_MAX: Final = 1 << 20  # uses of all consumers that are looked at: the next ones of each
@@ -31,6 +34,7 @@ SLOTS_MAX: Final = 1 << 20  # with more shards known, nothing is planned
 LEAST_SECONDS: Final = 0.05
 ENTRY_SECONDS: Final = 20 * 20e-9
 CELL_SECONDS: Final = 20 * 30e-9
+CONSUMER_SECONDS: Final = 20 * 25e-6
 PAYS_BACK: Final = 0.9  # of a shard's bytes, that fetching it must save: a whole shard is one read, its samples many
 STEPS_FIRST: Final = 24  # of bisection, to find the price,
 STEPS_LATER: Final = 4  # and to follow it,
@@ -116,7 +120,8 @@ class FutureCache:
         self._of = of
         entries = min(sum(len(it.order.shards) for it in consumers if it.order is not None), TABLE_ENTRIES_MAX)
         cells = min(HORIZONS_MAX * len(shards.sizes), CELLS_MAX)
-        self._until = now + LEAST_SECONDS + ENTRY_SECONDS * entries + CELL_SECONDS * cells
+        seconds = LEAST_SECONDS + ENTRY_SECONDS * entries + CELL_SECONDS * cells + CONSUMER_SECONDS * len(consumers)
+        self._until = now + seconds
         return self._future
 
 
@@ -133,7 +138,7 @@ def _table(
 ) -> _Table:
     entries_max = TABLE_ENTRIES_MAX // len(consumers)
     uses = [_Uses.of(datasets[it.dataset], it, now, entries_max) for it in consumers]
-    horizons = _horizons(max(it.seconds for it in uses), fill_seconds, max(CELLS_MAX // max(slots, 1), 2))
+    horizons = _horizons([it.seconds for it in uses], fill_seconds, max(CELLS_MAX // max(slots, 1), 2))
     use_bytes, in_plan = np.zeros(slots), np.zeros(slots, bool)
     for it in {it.dataset: datasets[it.dataset] for it in consumers}.values():
         use_bytes[it.slots] = it.sample_bytes
@@ -203,18 +208,27 @@ class _Uses:
     def of(cls, dataset: DatasetNeeds, it: Consumer, now: float, entries_max: int) -> _Uses:
         assert it.order is not None
         shards = it.order.shards
-        mean_bytes = float(dataset.sample_bytes[shards].mean()) if len(shards) else 1.0
+        ahead = shards[it.report.order_at : it.report.order_at + entries_max]
+        mean_bytes = float(dataset.sample_bytes[ahead].mean()) if len(ahead) else 1.0
         rate = max(it.report.rate or dataset.shard_bytes, 1.0) / max(mean_bytes, 1.0)
         at = min(it.report.order_at + int(rate * (now - it.reported_at)), len(shards))
         return cls(dataset.slots[shards[at : at + entries_max]], rate)
 
 
-def _horizons(span_seconds: float, fill_seconds: float, count_max: int) -> Floats:
-    """Return some horizons from ``fill_seconds`` on, closely at first, and at least two."""
-    span_seconds = max(span_seconds - fill_seconds, 1e-6)
-    near = np.geomspace(span_seconds / 512, span_seconds / 16, HORIZONS_MAX // 3)
-    far = np.linspace(span_seconds / 16, span_seconds, HORIZONS_MAX - len(near))
-    several = np.concatenate([near, far[1:]])[::-1]
+def _horizons(spans: Sequence[float], fill_seconds: float, count_max: int) -> Floats:
+    """Return some horizons from ``fill_seconds`` on, closely at first, and at least two.
+
+    ``spans``: the seconds until the last use of each consumer. Where they differ much, a slow consumer, or a hostile
+    one, must not move the first horizon beyond the uses of a fast one.
+    """
+    longest = max(max(spans) - fill_seconds, 1e-6)
+    shortest = max(min((it for it in spans if it > 0), default=0.0) - fill_seconds, SHORTEST_SECONDS)
+    if longest > ALIKE * shortest:
+        several = np.geomspace(shortest / 64, max(min(longest, LONGEST_SECONDS), shortest), HORIZONS_MAX - 1)[::-1]
+    else:
+        near = np.geomspace(longest / 512, longest / 16, HORIZONS_MAX // 3)
+        far = np.linspace(longest / 16, longest, HORIZONS_MAX - len(near))
+        several = np.concatenate([near, far[1:]])[::-1]
     several = several[:: -(-len(several) // max(count_max - 1, 1))][::-1]
     horizons: Floats = fill_seconds + np.concatenate([[0.0], several])
     return horizons

@@ -228,19 +228,18 @@ class Needs:
         of = Group(report.consumer if group is None else group, dataset)
         pending = report.left > 0
         before = self.consumers.get(report.consumer)
-        order = self._order(report, client)
+        order = self._order(dataset, report, client)
         report = replace(report, uses=None)
         new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon, order)
         self.consumers[report.consumer] = new
         it.consumers += 1
+        it.known += order is not None
         # Count the new report before removing the last one: in between no thread may see a needed shard as not needed.
         self._recount(of, report.consumer, new)
         if before is not None:
             if before.group != of:
                 self._recount(before.group, before.name, None)
-            self.datasets[before.dataset].consumers -= 1
-            self._mark_planned(before.dataset)
-        self._mark_planned(dataset)
+            self._uncount(before)
         return True
 
     def is_planned(self, dataset: Digest) -> bool:
@@ -248,29 +247,34 @@ class Needs:
         it = self.datasets.get(dataset)
         return it is not None and it.is_planned
 
-    def _mark_planned(self, dataset: Digest) -> None:
-        of = [it.order is not None for it in self.consumers.values() if it.dataset == dataset]
-        self.datasets[dataset].is_planned = bool(of) and all(of)
+    def _uncount(self, gone: Consumer) -> None:
+        """Count a consumer, or its last report, no longer among those of its dataset."""
+        of = self.datasets[gone.dataset]
+        of.consumers -= 1
+        of.known -= gone.order is not None
 
     def wants_order(self, consumer: bytes) -> bool:
-        """Whether a consumer named a list of its uses to come that is not known here, so that it should send it."""
+        """Whether a consumer should send the list of its uses to come: it is not known here, and there is room."""
         it = self.consumers.get(consumer)
-        return it is not None and bool(it.report.order) and it.order is None
+        if it is None or not it.report.order or it.order is not None:
+            return False
+        return self.orders.has_room_for(consumer, it.report.order)
 
-    def _order(self, report: ConsumerReport, client: str) -> FixedOrder | None:
+    def _order(self, dataset: Digest, report: ConsumerReport, client: str) -> FixedOrder | None:
         """Return the list of uses that a report names, if it is known or comes with it."""
         if not report.order:
             self.orders.drop(report.consumer)
             return None
-        known = self.orders.get(report.consumer, report.order)
+        known = self.orders.get(report.consumer, dataset, report.order)
         if known is not None or report.uses is None:
             return known
-        order = FixedOrder(report.order, report.uses, client)
+        order = FixedOrder(dataset, report.order, report.uses, client)
         lost = self.orders.put(report.consumer, order)
         for name in lost or ():
-            if name in self.consumers:
-                self.consumers[name].order = None
-                self._mark_planned(self.consumers[name].dataset)
+            loser = self.consumers.get(name)
+            if loser is not None and loser.order is not None:
+                loser.order = None
+                self.datasets[loser.dataset].known -= 1
         return order if lost is not None else None
 
     def leave(self, consumer: bytes) -> None:
@@ -288,8 +292,7 @@ class Needs:
         self.orders.drop(consumer)
         if gone is not None:
             self._recount(gone.group, consumer, None)
-            self.datasets[gone.dataset].consumers -= 1
-            self._mark_planned(gone.dataset)
+            self._uncount(gone)
 
     def _recount(self, group: Group, consumer: bytes, now: Consumer | None) -> None:
         """Count a group's needs with a consumer's new report, or without it."""

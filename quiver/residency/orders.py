@@ -18,6 +18,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver.digest import Digest
+
 ORDER_ID_BYTES: Final = 16
 ORDER_ENTRIES_MAX: Final = 1 << 20  # of one list: a consumer sends the next part when it has read half of it
 ENTRIES_MAX: Final = 1 << 24  # of all lists: 4 bytes each, 64 MiB
@@ -25,8 +27,9 @@ ENTRIES_MAX: Final = 1 << 24  # of all lists: 4 bytes each, 64 MiB
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FixedOrder:
-    """A list of uses. ``shards`` ``(n,)``: the number of the shard that each of the next samples lies in."""
+    """A list of uses. ``shards`` ``(n,)``: for each of the next samples, the number of its shard in ``dataset``."""
 
+    dataset: Digest
     identifier: bytes
     shards: npt.NDArray[np.int32]
     client: str = ""
@@ -38,6 +41,7 @@ class Orders:
     def __init__(self, entries_max: int = ENTRIES_MAX) -> None:
         self._entries_max = entries_max
         self._orders: dict[bytes, FixedOrder] = {}
+        self._without: dict[bytes, tuple[bytes, int]] = {}  # by consumer, the list that had no room, and its entries
 
     def __len__(self) -> int:
         return len(self._orders)
@@ -46,30 +50,42 @@ class Orders:
     def entries(self) -> int:
         return sum(len(it.shards) for it in self._orders.values())
 
-    def get(self, consumer: bytes, identifier: bytes) -> FixedOrder | None:
-        """Return a consumer's list, if it is the one of this identifier."""
+    def get(self, consumer: bytes, dataset: Digest, identifier: bytes) -> FixedOrder | None:
+        """Return a consumer's list, if it is the one of this identifier. Another dataset may have fewer shards."""
         found = self._orders.get(consumer)
-        return found if found is not None and found.identifier == identifier else None
+        return found if found is not None and (found.dataset, found.identifier) == (dataset, identifier) else None
 
     def put(self, consumer: bytes, order: FixedOrder) -> list[bytes] | None:
         """Keep a consumer's list, which replaces its last one; return the consumers that lose theirs for it.
 
         ``None``: it is refused, and the consumer has none.
         """
-        self._orders.pop(consumer, None)
+        self.drop(consumer)
+        kept = dict(self._orders)  # who is refused costs nobody a list
+        entries = sum(len(it.shards) for it in kept.values()) + len(order.shards)
         lost: list[bytes] = []
-        while self.entries + len(order.shards) > self._entries_max:
+        while entries > self._entries_max:
             taken: Counter[str] = Counter({order.client: len(order.shards)})
-            for it in self._orders.values():
+            for it in kept.values():
                 taken[it.client] += len(it.shards)
             client, _ = taken.most_common(1)[0]
             if client == order.client:
+                self._without[consumer] = order.identifier, len(order.shards)
                 return None
-            lost.append(max((len(it.shards), name) for name, it in self._orders.items() if it.client == client)[1])
-            del self._orders[lost[-1]]
+            lost.append(max((len(it.shards), name) for name, it in kept.items() if it.client == client)[1])
+            entries -= len(kept.pop(lost[-1]).shards)
+        for name in lost:
+            self._without[name] = self._orders[name].identifier, len(self._orders[name].shards)
+        self._orders = kept
         self._orders[consumer] = order
         return lost
+
+    def has_room_for(self, consumer: bytes, identifier: bytes) -> bool:
+        """Whether it is of use to ask for a list: not if there was no room for it, and still is not."""
+        of, entries = self._without.get(consumer, (b"", 0))
+        return of != identifier or self.entries + entries <= self._entries_max
 
     def drop(self, consumer: bytes) -> None:
         """Forget a consumer's list."""
         self._orders.pop(consumer, None)
+        self._without.pop(consumer, None)

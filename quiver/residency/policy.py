@@ -163,8 +163,8 @@ class _Round:
         consumers = [needs.consumers[name] for name in future.names if name in needs.consumers]
         may_fetch = {it.name for it in consumers if self._is_heard(it) and situation.only in (None, it.name)}
         absent, datasets = np.zeros(len(needs.sizes), bool), list[tuple[Digest, Mask]]()
-        for name in {it.dataset for it in consumers} - situation.left_out:
-            if not self._has_its_share(name):
+        for name in dict.fromkeys(it.dataset for it in consumers):
+            if name not in situation.left_out and not self._has_its_share(name):
                 slots = needs.datasets[name].slots
                 its = np.zeros(len(absent), bool)
                 its[slots[self._absent(name, self._present[slots])]] = True

@@ -19,9 +19,8 @@ from torch.utils.data import DistributedSampler
 
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset
-from quiver_client.loader import arguments as arguments_module
+from quiver_client.loader import arguments, draw_wait
 from quiver_client.loader import consumer as consumer_module
-from quiver_client.loader import draw_wait
 from tests.support.data import Files, make_files
 from tests.support.residency import Rack, alive, scripted, still, told
 from tests.support.waiting import until
@@ -482,7 +481,7 @@ def test_every_loader_of_a_job_is_a_separate_consumer(
     ds = dataset(other.manifest, f"file://{tmp_path}/cache?capacity=1GiB")
 
     def names() -> list[bytes]:
-        monkeypatch.setattr(arguments_module, "_made", Counter())  # as in a process that has just begun
+        monkeypatch.setattr(arguments, "_made", Counter())  # as in a process that has just begun
         made = [BatchSampler(ds, 1, job="j", rank=rank, world_size=2) for ds in (keys, ds) for rank in (0, 1)]
         made.append(BatchSampler(keys, 9, seed=9, job="j", rank=0, world_size=2))  # to validate, for instance
         return [order._consumer_name for order in made]

@@ -16,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quiver_client import BatchSampler, DataLoader, Dataset, Guided, Mix, merge_states
+from quiver_client import BatchSampler, Concatenated, DataLoader, Dataset, Guided, Mix, merge_states
 from quiver_client.loader.epoch import ShardLayout
 from quiver_client.loader.mix import mixed_pass as mix_pass_module
 from quiver_client.loader.mix.schedule import Schedule
@@ -726,7 +726,7 @@ def test_states_that_do_not_fit_are_refused(parts: dict[str, Dataset]) -> None:
         order_of("a", "b", rank=0, world_size=2).load_state_dict(ranks[1])
     for wrong, message in (
         ([ranks[0]], "ranks \\[0\\] given"),
-        ([ranks[0], ranks[0]], "ranks \\[0, 0\\] given"),
+        ([ranks[0], ranks[0]], "ranks \\[0\\] given"),
         ([ranks[0], {**ranks[1], "seed": 7}], "of different runs: seed"),
         ([ranks[0], BatchSampler(parts["a"], 4).state_dict()], "not of a Mix"),
     ):
@@ -749,3 +749,23 @@ def test_the_schedule_is_shown_in_the_state(parts: dict[str, Dataset]) -> None:
     schedule = Schedule.fresh((1, 2, 3))
     assert deficits == list(schedule.after(schedule.counts(10)).deficits)
     loader.close()
+
+
+def test_a_mix_that_nothing_draws_by_its_weights_says_so(
+    parts: dict[str, Dataset], caplog: pytest.LogCaptureFixture
+) -> None:
+    mix = Mix(parts, weights=dict.fromkeys(parts, 1))
+    assert mix[0]
+    assert "weights do not apply" not in caplog.text
+    mix.__getitems__([0, 1])
+    mix.__getitems__([2, 3])
+    assert caplog.text.count("weights do not apply") == 1
+    drawn = Mix(parts)
+    BatchSampler(drawn, 4)
+    caplog.clear()
+    drawn.__getitems__([0, 1])
+    assert "weights do not apply" not in caplog.text
+    with pytest.raises(ValueError, match="weights of a Mix would be lost"):
+        Concatenated([mix, next(iter(parts.values()))])
+    with pytest.raises(ValueError, match=r"^part_field='__key__'"):
+        Mix(parts, part_field="__key__")

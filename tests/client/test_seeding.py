@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
@@ -181,6 +182,38 @@ def test_a_loop_that_draws_beside_a_transform_that_does_not_costs_a_few_samples_
     assert sum(len(batch) for batch in reading) == SAMPLES
     reading.close()
     assert len(made) == SAMPLES, "it restores what it drew, so nothing changed"
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_transform_may_read_another_loader_and_a_loop_keeps_its_sequence(make: Make, draws: bool) -> None:
+    inner = DataLoader(make(own_draws if not draws else global_draws), batch_size=50)
+    seen: list[float] = []
+
+    def reads_another(sample: dict[str, Any]) -> Any:
+        before = random.random() if draws else 0.0
+        count = sum(len(keys) for keys, *_ in inner)
+        return sample["__key__"], before, random.random() if draws else 0.0, count
+
+    made = make(reads_another)
+    few = made.select(range(24))
+    random.seed(7)
+    expected = [random.random() for _ in range(3)]
+    random.seed(7)
+    with contextlib.closing(DataLoader(few, batch_size=8, seed=3)) as outer, contextlib.closing(inner):
+        first = {}
+        for keys, *values, counts in outer:
+            seen.append(random.random())
+            assert set(counts.tolist()) == {SAMPLES}
+            first.update(zip(keys, zip(*(each.tolist() for each in values), strict=True), strict=True))
+    assert seen == expected
+    assert len(first) == 24
+    if draws:
+        assert len({value for pair in first.values() for value in pair}) == 48
+    with contextlib.closing(DataLoader(few, batch_size=8, seed=3, prefetch_factor=1)) as again:
+        for keys, *values, _ in again:
+            assert {key: first[key] for key in keys} == dict(
+                zip(keys, zip(*(each.tolist() for each in values), strict=True), strict=True)
+            )
 
 
 def test_the_generators_of_accelerators_are_left_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

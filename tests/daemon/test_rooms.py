@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from quiver.digest import Digest
+from quiver.domain import domain_named
 from quiver.errors import Changed, OverCapacity
 from quiver.manifest import Manifest
 from quiver.residency import ConsumerReport, Decision
@@ -214,6 +215,13 @@ def test_readers_of_mapped_files_hold_a_lease_as_well(even: Files, other: Manife
     node.manifests.opened.use_of([manifest.shard_digest(2)])
     with pytest.raises(OverCapacity):
         node.filler.fill(other.shard_digest(0), other)
+
+
+def test_what_readers_of_another_domain_use_renews_no_lease(even: Files, other: Manifest, node: Node) -> None:
+    manifest = even.opened()
+    read_before(node, manifest, 6.0)
+    node.manifests.opened.use_of([manifest.shard_digest(2)], domain_named("another"))
+    node.filler.fill(other.shard_digest(0), other)
 
 
 def test_what_two_datasets_share_is_in_use_while_one_of_them_is_read(even: Files, other: Manifest, node: Node) -> None:

@@ -97,6 +97,14 @@ def test_of_whole_uses_what_is_used_last_is_evicted_and_never_for_what_is_used_l
             assert uses.index(victim) > uses.index(fetch), "what is read before it would be missed first"
 
 
+def test_a_slow_consumer_does_not_blur_the_uses_of_a_fast_one() -> None:
+    needs = board(4000, held=[1, 2])
+    reads(needs, whole(0, 2, *range(3, 40), 1), rate=100.0)
+    assert [numbers(it.evict) for it in fetched(needs)] == [[1]]
+    reads(needs, list(range(40, 4000)), 2, rate=1.0)
+    assert [numbers(it.evict) for it in fetched(needs)] == [[1]]
+
+
 def test_a_shard_of_which_too_little_will_be_read_is_not_fetched() -> None:
     """Its samples are read by themselves: fetching it would cost more than it saves."""
     needs = board(4, held=[0])
@@ -214,16 +222,80 @@ def test_lists_that_one_address_sends_crowd_out_no_other_address() -> None:
     orders = Orders(entries_max=100)
 
     def put(name: str, entries: int, client: str) -> list[bytes] | None:
-        return orders.put(name.encode(), FixedOrder(name.encode(), np.zeros(entries, np.int32), client))
+        return orders.put(name.encode(), FixedOrder(A, name.encode(), np.zeros(entries, np.int32), client))
 
     assert put("a", 60, "hostile") == []
     assert put("b", 40, "hostile") == []
     assert put("c", 1, "hostile") is None
     assert put("d", 30, "honest") == [b"a"], "the longest of who has most"
     assert put("e", 100, "honest") is None
-    assert orders.get(b"d", b"d") is not None
-    assert orders.get(b"d", b"another") is None
+    assert orders.get(b"d", A, b"d") is not None
+    assert orders.get(b"d", A, b"another") is None
+    assert orders.get(b"d", B, b"d") is None
     assert orders.entries <= 100
+
+
+def test_a_list_that_is_refused_costs_nobody_theirs() -> None:
+    orders = Orders(entries_max=100)
+    assert orders.put(b"a", FixedOrder(A, b"a", np.zeros(60, np.int32), "one")) == []
+    assert orders.put(b"b", FixedOrder(A, b"b", np.zeros(30, np.int32), "two")) == []
+    assert orders.put(b"c", FixedOrder(A, b"c", np.zeros(55, np.int32), "two")) is None
+    assert orders.get(b"a", A, b"a") is not None
+    assert orders.entries == 90
+
+
+def test_nobody_is_asked_for_a_list_again_before_there_is_room_for_it() -> None:
+    needs = board(4)
+    needs.orders = Orders(entries_max=12)
+    first, second = (number.to_bytes(16, "big") for number in (1, 2))
+    reads(needs, whole(0, 1), 1)
+    reads(needs, whole(2, 3), 2)
+    assert not needs.wants_order(second), "the list was refused"
+    left = np.full(4, FULL, np.uint8)
+    needs.report(A, ConsumerReport(second, left, 1.0, 0.0, 60.0, order=bytes([3]) * 16), 0.0)
+    assert needs.wants_order(second), "another list"
+    reads(needs, whole(2, 3), 2)
+    needs.leave(first)
+    assert needs.wants_order(second)
+    reads(needs, whole(2, 3), 2)
+    assert needs.is_planned(A)
+
+
+@pytest.mark.fault("S12")
+def test_a_list_of_one_dataset_is_not_taken_for_a_list_of_another_one() -> None:
+    needs, consumer = board(8), (1).to_bytes(16, "big")
+    reads(needs, whole(6, 7))
+    small = np.ones(2, bool)
+    needs.add_dataset(B, as_rows(map(shard, (100, 101))), np.full(2, 4.0), ~small, small)
+    left = np.full(2, FULL, np.uint8)
+    needs.report(B, ConsumerReport(consumer, left, 1.0, 0.0, 60.0, ordered=True, order=bytes([1]) * 16), 0.0)
+    assert needs.wants_order(consumer)
+    assert not needs.is_planned(B)
+    assert fetched(needs, free=100.0) == []
+
+
+def test_a_dataset_is_planned_while_the_uses_of_all_its_consumers_are_known() -> None:
+    needs = board(4)
+    needs.orders = Orders(entries_max=12)
+    reads(needs, whole(0, 1), 1)
+    reads(needs, [2], 2)
+    assert needs.is_planned(A)
+    needs.leave((2).to_bytes(16, "big"))
+    assert needs.is_planned(A)
+    left = np.full(4, FULL, np.uint8)
+    needs.report(A, ConsumerReport(bytes(16), left, 1.0, 0.0, 60.0), 0.0)
+    assert not needs.is_planned(A)
+    needs.leave(bytes(16))
+    assert needs.is_planned(A)
+    needs.report(
+        A,
+        ConsumerReport(bytes(16), left, 1.0, 0.0, 60.0, order=b"z" * 16, uses=np.zeros(6, np.int32)),
+        0.0,
+        client="two",
+    )
+    assert not needs.is_planned(A), "the list of whoever has most was dropped"
+    reads(needs, [3], 1)
+    assert needs.is_planned(A)
 
 
 # -- beside what any policy would need --------------------------------------------------------------------------------

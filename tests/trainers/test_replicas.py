@@ -302,3 +302,16 @@ for number in range(1000):
     assert number < SAMPLES // 4
     assert said.startswith("Unavailable: rank 0, the leader of rank 1: it is gone, and its group cannot go on")
     assert json.loads(follower.lines()[-2]) == json.loads(leader.lines()[-1])[:number]
+
+
+def test_a_loader_that_is_dropped_in_all_ranks_after_the_same_batch_gives_all_of_them_that_batch(ranks: Ranks) -> None:
+    text = """
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+def look():
+    return rows(next(iter(DataLoader(dataset, 16, shuffle=True, mesh=mesh, timeout=60))))
+if rank == 1:
+    time.sleep(0.5)  # the leader has dropped its loader by then
+looked = [look(), look()]
+"""
+    leader, follower = ranks(text + "answer(looked)\n", 2).answers()
+    assert leader == follower

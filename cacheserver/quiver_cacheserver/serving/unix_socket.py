@@ -298,7 +298,7 @@ class Handoff:
             held = [self._is_held(entry, domain) for entry in request.entries]
             if request.flags & USED:
                 read = [entry.digest for entry, here in zip(request.entries, held, strict=True) if here]
-                await loop.run_in_executor(self._threads, self._touch, read)  # it takes the inventory's lock
+                await loop.run_in_executor(self._threads, self._touch, read, domain)  # it takes the inventory's lock
             return held_answer(held), []
         tried = [entry.digest if node.at_hand(entry.digest, domain) else None for entry in request.entries]
         editions = [self._edition(digest) for digest in tried]  # before: a file that takes its place is a newer one
@@ -321,10 +321,10 @@ class Handoff:
     def _edition(self, digest: Digest | None) -> int:
         return self._node.inventory.edition(digest) if digest is not None else 0
 
-    def _touch(self, digests: Sequence[Digest]) -> None:
+    def _touch(self, digests: Sequence[Digest], domain: Domain) -> None:
         for digest in digests:
             self._node.inventory.touched(Kind.SHARD, digest)
-        self._node.manifests.opened.use_of(digests)
+        self._node.manifests.opened.use_of(digests, domain)
 
     def _open(self, digests: Sequence[Digest | None]) -> list[OpenFile | None]:
         files: list[OpenFile | None] = []

@@ -47,8 +47,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     files) are stacked into one tensor ``(batch, *shape)``, without a Python step per sample.
 
     All arguments of torch's are accepted. With ``num_workers=0`` threads of this process fetch, transform and collate
-    ``prefetch_factor`` batches ahead (2 if not given); a random ``transform`` then shares the global generators with
-    the training loop. Each pass is one epoch and the next pass the next one, whether or not ``set_epoch`` is called.
+    ``prefetch_factor`` batches ahead (2 if not given). What a random ``transform`` draws for a sample follows from
+    (seed, epoch, sample), in threads and in workers (docs/transforms.md). Each pass is one epoch and the next pass the
+    next one, whether or not ``set_epoch`` is called.
 
     ``substitute``: draw resident samples first and the others later in the same epoch, each exactly once; ``False``:
     the order is the seeded permutation, bit for bit. Without ``shuffle`` or with a ``sampler`` the order is fixed, too.

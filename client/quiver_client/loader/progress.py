@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver import forks
 from quiver.rate import Rate
 from quiver.substitution import Mask
 from quiver_client.loader.consumer import Read
@@ -31,7 +31,7 @@ VARIABLE: Final = "QUIVER_PROGRESS"  # 0: show none
 SHOWN_SECONDS: Final = 0.5  # between two lines
 FIRST_SECONDS: Final = 2.0  # before the first one: what is filled within that needs none
 CLEAR: Final = "\r\x1b[2K"
-_lock = threading.Lock()
+_lock = forks.lock()
 _showing: weakref.WeakSet[Any] = weakref.WeakSet()  # the line of this process: one at a time
 
 

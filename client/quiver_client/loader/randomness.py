@@ -58,6 +58,31 @@ class _Generators:
                 self._changed.notify_all()
 
     @contextmanager
+    def given_up(self) -> Iterator[None]:
+        """Give up what this thread has of the lock, and have it again at the end."""
+        me, shares = threading.get_ident(), int(getattr(self._mine, "shares", 0))
+        depth = self._depth if self._alone == me else 0
+        is_counted = bool(shares) and not depth
+        with self._changed:
+            self._sharing -= is_counted
+            if depth:
+                self._alone, self._depth = None, 0
+            self._changed.notify_all()
+        self._mine.shares = 0
+        try:
+            yield
+        finally:
+            self._mine.shares = shares
+            with self._changed:
+                self._waiting += bool(depth)
+                while (self._alone is not None and (depth or is_counted)) or (depth and self._sharing):
+                    self._changed.wait()
+                self._waiting -= bool(depth)
+                self._sharing += is_counted
+                if depth:
+                    self._alone, self._depth = me, depth
+
+    @contextmanager
     def alone(self) -> Iterator[None]:
         me = threading.get_ident()
         if getattr(self._mine, "shares", 0) and self._alone != me:
@@ -84,15 +109,33 @@ class _Generators:
 
 
 _generators = _Generators()
+_taken = threading.local()  # ``turns``: those that this thread has, the first one first
 
 
 def _in_child() -> None:
     """Start over in a forked child: threads that had the generators are not in it."""
-    global _generators  # noqa: PLW0603
-    _generators = _Generators()
+    global _generators, _taken
+    _generators, _taken = _Generators(), threading.local()
 
 
 os.register_at_fork(after_in_child=_in_child)
+
+
+@contextmanager
+def lent() -> Iterator[None]:
+    """Wait for other threads here: they may use the generators meanwhile.
+
+    A transform may read another loader, whose threads need the generators that the transform's own thread has.
+    """
+    turns: list[Turn] = getattr(_taken, "turns", [])
+    for turn in reversed(turns):
+        turn.step_aside()
+    try:
+        with _generators.given_up():
+            yield
+    finally:
+        for turn in turns:
+            turn.step_back()
 
 
 class Turn:
@@ -103,6 +146,7 @@ class Turn:
         self._confirm = confirm  # whether to find out if the samples draw
         self._own: Globals | None = None  # the program's states
         self._seeded: Globals | None = None
+        self._aside: Globals | None = None  # the sample's states, while its thread waits for others
         self._held = _generators.alone()
         self._since = 0.0
 
@@ -115,6 +159,7 @@ class Turn:
             self._held = _generators.alone()
             self._held.__enter__()
             self._own, self._since = Globals.now(), time.monotonic()
+            _taken.turns = [*getattr(_taken, "turns", []), self]
         seed_globals(seed)
         self._seeded = Globals.now() if self._confirm and not self.has_drawn else None
 
@@ -129,7 +174,21 @@ class Turn:
         own, self._own = self._own, None
         if own is not None:
             own.restore()
+            _taken.turns = [turn for turn in getattr(_taken, "turns", []) if turn is not self]
             self._held.__exit__(None, None, None)
+
+    def step_aside(self) -> None:
+        """Put back the states that the program has until ``step_back``."""
+        assert self._own is not None
+        self._aside = Globals.now()
+        self._own.restore()
+
+    def step_back(self) -> None:
+        """Go on with the sample."""
+        assert self._aside is not None
+        self._own = Globals.now()
+        self._aside.restore()
+        self._aside = None
 
     def _see(self) -> None:
         if self._seeded is not None and self._own is not None:

@@ -18,6 +18,7 @@ from typing import Any, Final
 from quiver_client import process_exit
 from quiver_client.loader.epoch import Drawn
 from quiver_client.loader.order import BatchOrder, OrderPass
+from quiver_client.loader.randomness import lent
 from quiver_client.loader.source import ThreadedSource
 from quiver_client.thread_pool import ThreadPool
 
@@ -42,7 +43,8 @@ class ThreadedBatches:
 
     def __next__(self) -> tuple[int, Any]:
         self._source.asked()
-        number, future = self._prefetcher.queue.get()
+        with lent():
+            number, future = self._prefetcher.queue.get()
         if future is None:
             self.close()
             raise StopIteration
@@ -50,7 +52,9 @@ class ThreadedBatches:
             self.close()
             raise future
         self._prefetcher.slots.release()
-        if self._timeout and not wait([future], self._timeout).done:
+        with lent():
+            is_done = bool(wait([future], self._timeout).done)
+        if not is_done:
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds")
         try:
             return number, self._source.received(future.result())
@@ -63,7 +67,8 @@ class ThreadedBatches:
         """Stop drawing and fetching, and ``wait`` for the batches in flight."""
         self._prefetcher.stop()
         if wait:
-            self._prefetcher.join()
+            with lent():
+                self._prefetcher.join()
 
 
 class _Prefetcher:

@@ -8,12 +8,13 @@ once, so their seconds are compared with one another, and not with the loop's.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
+
+from quiver import forks
 
 log = logging.getLogger("quiver_client")
 
@@ -86,7 +87,7 @@ class LoopWatch:
 
     def __init__(self, order: Any, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._order, self._workers, self._clock = order, workers, clock
-        self._lock = threading.Lock()
+        self._lock = forks.lock()
         self._last: float | None = None  # when the loop received its last batch
         self._loop = self._waited = self._fetched = 0.0
         self._batches = 0

@@ -35,13 +35,18 @@ from quiver_client.loader.mix.state import VERSION, MixState, PartState
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
-from quiver_client.loader.sampler import DISPLACED, SOON_BATCHES, BatchSampler
+from quiver_client.loader.sampler import SOON_BATCHES, BatchSampler
 from quiver_client.loader.state import State
 from quiver_client.loader.trainers.wrappers import share_of
 from quiver_client.mix import Mix
 from quiver_client.placement import Leaf
 
 log = logging.getLogger("quiver_client")
+
+DISPLACED = (
+    "this pass was ended by another one over the same Mix, or by a state that was loaded: a loader over a Mix is"
+    " iterated by one loop at a time. Make a loader for each loop"
+)
 
 UNSUPPORTED = {
     "ledger": "a mixture has one order per part; record each part by a loader of its own",
@@ -99,6 +104,7 @@ class MixBatchSampler(BatchSampler):
         Sampler.__init__(self)
         mix: Mix = dataset
         self.mix = self.samples = mix
+        mix.is_ordered = True
         group = group_of(mesh, replicate, rank, world_size)
         if group is not None:
             rank, world_size = group.rank, group.world_size

@@ -15,6 +15,7 @@ from typing import Any, Final, Protocol
 
 from quiver import forks
 from quiver.errors import BadRequest, Misconfigured, Unavailable
+from quiver_client import process_exit
 from quiver_client.loader.epoch import Deal
 from quiver_client.loader.replicas.agreement import Facts, GroupAgreement
 from quiver_client.loader.replicas.follower import FollowerStream
@@ -217,8 +218,10 @@ class Leader(Member):
         return bool(self._log.unsent) and not self._log.missing and not self._patience.is_exhausted
 
     def stop(self) -> None:
-        if self._stream is not None:
-            self._stream.stop()
+        # The loader was dropped. Its followers may not have connected yet, or be some batches behind; and whoever drops
+        # it, the garbage collector perhaps, must not wait for them.
+        if self._stream is not None and not self._stream.is_closed:
+            process_exit.start(self.close, "quiver-replicas-end")
 
     def _left(self, opened: _Open, *, at_end: bool) -> None:
         if self._stream is not None:
