@@ -137,7 +137,7 @@ def rows_in(values: npt.NDArray[Any], count: int) -> Ints:
     if values.dtype.kind == "O" and values.ndim == 1 and all(isinstance(row, int) for row in values.tolist()):
         raise IndexError(f"indices out of range for {count} samples")  # integers beyond 64 bits
     if values.ndim != 1:
-        raise TypeError("an index is one integer or a slice; for several samples write dataset.select([...])")
+        raise TypeError("indices must be integers, one at a time, or slices; for several write dataset.select([...])")
     if values.dtype.kind not in "iu":
         raise TypeError(f"indices must be integers, not {values.dtype}")
     if values.dtype.kind == "u":

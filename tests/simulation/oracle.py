@@ -86,7 +86,8 @@ class Oracle:
             violated("decisions", f"{daemon} fetches {shard.short}, which nobody needs")
         for name in decision.starving:
             it = self._reports.get((daemon, name))
-            if it is None or shard not in it.needs:
+            needs_it = it is not None and shard in it.needs
+            if not needs_it and not _will_be_used(needs, decision, name):
                 violated("eviction", f"{daemon} evicts needed shards for a consumer that does not need {shard.short}")
             self._forced[daemon, name] += 1
             if self._forced[daemon, name] > FORCED_MAX:
@@ -136,12 +137,15 @@ class Oracle:
                 violated("promise 1", f"{job} was given wrong bytes of sample {row}")
 
 
-def _will_be_used(needs: Needs, decision: Decision) -> bool:
-    """Whether a consumer whose uses to come are known has a use of the shard left, in the next epoch for instance."""
+def _will_be_used(needs: Needs, decision: Decision, consumer: bytes | None = None) -> bool:
+    """Whether a consumer whose uses to come are known has a use of the shard left, in the next epoch for instance.
+
+    ``consumer``: this one; ``None``: any.
+    """
     slot = needs.shards.get(decision.shard)
     slots = needs.datasets[decision.dataset].slots
     return any(
         bool((slots[it.order.shards[it.report.order_at :]] == slot).any())
         for it in needs.consumers.values()
-        if it.order is not None and it.dataset == decision.dataset
+        if it.order is not None and it.dataset == decision.dataset and consumer in (None, it.name)
     )
