@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.scripts import Script
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -40,8 +39,7 @@ os._exit(0)
 )
 @pytest.mark.timeout(300)
 def test_an_example_reads_each_sample_once_per_epoch(tmp_path: Path, name: str, ranks: int, said: list[str]) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-        port = listening.getsockname()[1]
+    port = free_port()
     started = [
         Script(RUN, [EXAMPLES / f"{name}.py", tmp_path, rank, ranks, port], tmp_path / f"{rank}.log")
         for rank in range(ranks)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.data import Files
+from tests.support.ports import free_port
 from tests.support.scripts import Script
 
 Ranks = Callable[..., list[Any]]
@@ -48,8 +47,7 @@ def ranks(files: Files, tmp_path: Path) -> Iterator[Ranks]:
     started: list[Script] = []
 
     def run(text: str, count: int = 2, seconds: float = 280) -> list[Any]:
-        with closing(socket.create_server(("127.0.0.1", 0))) as listening:
-            port = listening.getsockname()[1]
+        port = free_port()
         cache = f"file://{tmp_path}/cache?capacity=1GiB"
         mine = [
             Script(BEGIN + text, [rank, port, files.manifest, cache, tmp_path], tmp_path / f"{len(started)}-{rank}.log")

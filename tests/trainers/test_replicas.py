@@ -9,15 +9,14 @@ import itertools
 import json
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
-from socket import create_server
 from typing import Any
 
 import pytest
 
 from tests.support.daemon import rack_of
 from tests.support.data import Files, make_files, random_files
+from tests.support.ports import free_port
 from tests.support.scripts import Script
 from tests.support.waiting import until
 
@@ -94,8 +93,7 @@ def ranks(scarce: tuple[Files, str], tmp_path: Path) -> Iterator[Ranks]:
     started: list[Script] = []
 
     def run(text: str, count: int = 4, end: str = END) -> Run:
-        with closing(create_server(("127.0.0.1", 0))) as listening:
-            port = listening.getsockname()[1]
+        port = free_port()
         files, cache = scarce
         mine = [
             Script(
