@@ -1,4 +1,4 @@
-"""A line on a terminal while the dataset is brought into the cache for the first time: what comes, how far, how long.
+"""A line on a terminal while the dataset is filled into the cache for the first time: how fast, how far, how long.
 
     imagenet: origin 312 MB/s, 41 %, 2 min
 
