@@ -19,7 +19,7 @@ from quiver.residency.leases import CONSUMERS_MAX, Lease, Leases
 from quiver.residency.needs import Needs
 from quiver.residency.origin_estimate import OriginEstimate, OriginEstimator
 from quiver.residency.policy import Situation, decide
-from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, rounded_up
+from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, Measured, rounded_up
 
 __all__ = [
     "CONSUMERS_MAX",
@@ -31,6 +31,7 @@ __all__ = [
     "Decision",
     "Lease",
     "Leases",
+    "Measured",
     "Needs",
     "OnBehalf",
     "OriginEstimate",

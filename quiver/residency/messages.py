@@ -19,9 +19,10 @@ from msgspec import Meta
 
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
+from quiver.identity import NAME_BYTES_MAX, Identity, check_name
 from quiver.malformed import MALFORMED
 from quiver.residency.orders import ORDER_ENTRIES_MAX, ORDER_ID_BYTES
-from quiver.residency.report import CONSUMER_BYTES, ConsumerReport
+from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, Measured
 
 NEEDS_TYPE: Final = "application/vnd.quiver.needs"
 SHARDS_MAX: Final = 1 << 24
@@ -29,7 +30,7 @@ SOON_MAX: Final = 4096
 UPLOADS_MAX: Final = 64
 LEASE_SECONDS_MAX: Final = 60.0
 PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # incompressible data becomes a little longer
-_FIELDS_BYTES_MAX: Final = 512  # a message without its lists and its array
+_FIELDS_BYTES_MAX: Final = 512 + 4 * NAME_BYTES_MAX  # a message without its lists and its array
 _NUMBER_BYTES_MAX: Final = 5
 PACKED_USES_BYTES_MAX: Final = 4 * ORDER_ENTRIES_MAX + (ORDER_ENTRIES_MAX >> 6) + 64
 REPORT_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * SOON_MAX + PACKED_BYTES_MAX + PACKED_USES_BYTES_MAX
@@ -37,6 +38,7 @@ ANSWER_BYTES_MAX: Final = _FIELDS_BYTES_MAX + _NUMBER_BYTES_MAX * UPLOADS_MAX + 
 
 _Number = Annotated[int, Meta(ge=0, lt=SHARDS_MAX)]
 _Count = Annotated[int, Meta(ge=0, le=SHARDS_MAX)]
+_Name = Annotated[str, Meta(max_length=NAME_BYTES_MAX)]
 _Packed = Annotated[bytes, Meta(max_length=PACKED_BYTES_MAX)]
 
 
@@ -63,6 +65,13 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     order_at: Annotated[int, Meta(ge=0, le=ORDER_ENTRIES_MAX)] = 0
     uses_count: Annotated[int, Meta(ge=0, le=ORDER_ENTRIES_MAX)] = 0
     uses: Annotated[bytes, Meta(max_length=PACKED_USES_BYTES_MAX)] = b""
+    job: _Name = ""
+    group: _Name = ""
+    tenant: _Name = ""
+    dataset_name: _Name = ""
+    throughput: float = 0.0
+    waited: float = 0.0
+    attained_bytes: float = 0.0
 
 
 class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
@@ -114,6 +123,13 @@ class NeedsReport:
                 order_at=report.order_at,
                 uses_count=len(report.uses) if report.uses is not None else 0,
                 uses=zlib.compress(report.uses.astype("<u4").tobytes(), 1) if report.uses is not None else b"",
+                job=report.identity.job,
+                group=report.identity.group,
+                tenant=report.identity.tenant,
+                dataset_name=report.dataset_name,
+                throughput=report.measured.throughput,
+                waited=report.measured.waited,
+                attained_bytes=report.measured.attained_bytes,
             )
         )
 
@@ -144,6 +160,9 @@ class NeedsReport:
             order=message.order,
             order_at=message.order_at,
             uses=_uses(message),
+            identity=Identity(message.job, message.group, message.tenant),
+            dataset_name=message.dataset_name,
+            measured=Measured(message.throughput, message.waited, message.attained_bytes),
         )
         return cls(Digest(message.manifest), report, message.leaving)
 
@@ -189,6 +208,13 @@ def _report_message(body: Bytes) -> _ReportMessage:
         raise BadRequest(f"malformed report of needs: {error}") from error
     if not (0 <= message.rate < 1e15 and abs(message.ahead_bytes) < 1e18):  # NaN is neither
         raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")
+    if not (0 <= message.throughput < 1e15 and 0 <= message.waited <= 1 and 0 <= message.attained_bytes < 1e21):
+        raise BadRequest("malformed report of needs: what the consumer measured of itself is not possible")
+    try:
+        for what in ("job", "group", "tenant", "dataset_name"):
+            check_name(what, getattr(message, what))
+    except ValueError as error:
+        raise BadRequest(f"malformed report of needs: {error}") from error
     if not 0 <= message.lease_seconds < 1e9:
         raise BadRequest("malformed report of needs: its lease is not a number of seconds")
     _check_numbers(message.soon, message.shards)

@@ -8,15 +8,34 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from quiver.identity import NOBODY, Identity
+
 CONSUMER_BYTES: Final = 16
 FULL: Final = 255  # "all of the shard" in a report
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a consumer measured of itself.
+
+    ``throughput``: bytes per second that it read lately, waiting included. ``waited``: the share of that time in which
+    it waited for data, 0 to 1. ``attained_bytes``: what it has read since its job began.
+    """
+
+    throughput: float = 0.0
+    waited: float = 0.0
+    attained_bytes: float = 0.0
+
+
+NOT_MEASURED: Final = Measured()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConsumerReport:
     """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up.
 
-    ``order`` identifies a list of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
+    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``order`` identifies a list
+    of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
     """
 
     consumer: bytes
@@ -29,6 +48,9 @@ class ConsumerReport:
     order: bytes = b""  # 16 bytes; empty: the uses to come are not known
     order_at: int = 0
     uses: npt.NDArray[np.int32] | None = None  # (n,): shards in the order of their use
+    identity: Identity = NOBODY
+    dataset_name: str = ""
+    measured: Measured = NOT_MEASURED
 
 
 def rounded_up(left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
