@@ -21,7 +21,7 @@ from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
 from quiver.store import Store
-from quiver_client import process_exit
+from quiver_client import process_exit, read_clock
 from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.embedded.fetching import FolderNeeds
@@ -78,6 +78,9 @@ class Session:
             self.tiers = (self._embedded(cache), direct)
         else:
             self.tiers = (*self._rack(cache.urls, introduce, direct), direct)
+        self._clock_of = {name: at for at, name in enumerate(read_clock.TIERS)}
+        if isinstance(cache, EmbeddedCache):
+            self._clock_of["host"] = read_clock.EMBEDDED
         process_exit.call_at_exit(self.stop_waiting, process_exit.Phase.LOOPS)
         process_exit.call_at_exit(self.close, process_exit.Phase.SESSIONS)
 
@@ -126,7 +129,8 @@ class Session:
         them while ``patience`` lasts.
         """
         batch = Batch(plan, self._verify, self._replace)
-        self._complete(batch)
+        with read_clock.reading():
+            self._complete(batch)
         self.stats.add("samples", len(plan))
         return batch
 
@@ -137,15 +141,16 @@ class Session:
         """
         batch = Batch(plan, self._verify, self._replace)
         lost: dict[int, Changed] = {}
-        try:
-            self._complete(batch)
-        except Changed:
-            batch.check()
-            for at in batch.not_verified().tolist():
-                try:
-                    batch.adopt_verified(at, self.read(alone(at)))
-                except Changed as error:
-                    lost[at] = error
+        with read_clock.reading():
+            try:
+                self._complete(batch)
+            except Changed:
+                batch.check()
+                for at in batch.not_verified().tolist():
+                    try:
+                        batch.adopt_verified(at, self.read(alone(at)))
+                    except Changed as error:
+                        lost[at] = error
         self.stats.add("samples", len(plan) - len(lost))
         return batch, lost
 
@@ -174,11 +179,14 @@ class Session:
             before = batch.verified.copy()
             begun = time.monotonic()
             self._ask(tier, batch)
-            self.stats.spent(tier.name, time.monotonic() - begun)
+            seconds = time.monotonic() - begun
+            self.stats.spent(tier.name, seconds)
             arrived = np.flatnonzero(batch.verified & ~before)
+            size_bytes = batch.bytes_at(arrived)
+            read_clock.count(self._clock_of[tier.name], seconds, size_bytes)
             self.stats.add(f"samples_{tier.name}", len(arrived))
             if tier.name != "origin":  # the origin's bytes are counted where they are read
-                self.stats.add(f"bytes_{tier.name}", batch.bytes_at(arrived))
+                self.stats.add(f"bytes_{tier.name}", size_bytes)
             if batch.verified.all():
                 return
         why = f"{self._described(batch)} could not be read"

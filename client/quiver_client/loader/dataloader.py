@@ -18,16 +18,18 @@ from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
 from quiver_client.loader.loop_pass import Batches, LoopPass
+from quiver_client.loader.making import Making
 from quiver_client.loader.order import OrderPass
 from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
-from quiver_client.loader.threads import ThreadedBatches
+from quiver_client.loader.threads import FETCHERS, ThreadedBatches
 from quiver_client.loader.trainers.injected import SeenBatches, order_of
 from quiver_client.loader.trainers.loops import is_counter, reads_one_ahead
 from quiver_client.loader.trainers.own_methods import own_methods
 from quiver_client.loader.trainers.wrappers import GradientSync, Prepared, Reader, warn_of_repeats
+from quiver_client.loader.turns import Turns
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
@@ -203,6 +205,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._passing: list[weakref.ref[LoopPass]] = []
         self._seen = SeenBatches(batch_sampler)
         self._watch = LoopWatch(order, num_workers)
+        self._making = Making(num_workers, min(self._ahead, FETCHERS))
+        self._source.rows = self._making.rows
         self._progress = progress
         self._line: ProgressLine | None = None
         is_wanted(progress, 0)
@@ -262,7 +266,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
-            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
+            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched, self._making)
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
         if self._on_error.is_tolerant:
             self._errors.begin(samples)
@@ -272,7 +276,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         sync = GradientSync(self, self._prepared)
         passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
-        passing.tell(self._watch, self._seen, self._show_progress())
+        passing.tell(self._watch, self._seen, self._show_progress(), Turns(self._making))
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
 

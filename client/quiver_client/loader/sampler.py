@@ -31,6 +31,7 @@ from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.ledger.amendments import Amendment
 from quiver_client.loader.ledger.recording import open_recording
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
 from quiver_client.loader.merged_state import unpacked
 from quiver_client.loader.order_sampler import OrderSampler
 from quiver_client.loader.passes import OpenPass, Passes
@@ -40,7 +41,7 @@ from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
-from quiver_client.loader.state import State
+from quiver_client.loader.state import State, counted
 from quiver_client.loader.trainers.rebuilding import rebuildable
 from quiver_client.loader.trainers.wrappers import share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
@@ -265,6 +266,9 @@ class BatchSampler(OrderSampler):
             epoch = passes.begin(self._replay)
             self._aside.put(opened)
             self._become_current(epoch)
+            if passes.resumed_from is not None:
+                read_before = epoch.number * self.deal.share_samples
+                self._consumer.resume(read_before + counted(passes.resumed_from) * self.deal.batch_size)
             passes.rank.warn_of_replicas(is_fixed=not self.substitute)
         try:
             if self._agreement is not None:
@@ -371,15 +375,15 @@ class BatchSampler(OrderSampler):
         self._leaves[0].count("skipped", len(failed) - len(added))
         return np.concatenate([rows, repeated])
 
-    def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
-        """The training loop received a batch, after waiting for it."""
+    def consumed(self, epoch: Epoch, number: int, turn: LoopTurn = NOT_TIMED) -> None:
+        """The training loop received a batch."""
         with self._lock:
             self._role.consumed(epoch, number)
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
             epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
-            self._consumer.consumed(rows, waited_seconds)
+            self._consumer.consumed(rows, turn)
             if self.is_current(epoch):
                 self._passes.consumed(rows)
                 self._is_read_through = epoch.finished

@@ -27,6 +27,7 @@ from quiver_client.identity import identity_of
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
 from quiver_client.loader.mix.agreement import MixAgreement
 from quiver_client.loader.mix.guided import Losses
 from quiver_client.loader.mix.mixed_pass import MixedPart, MixPass
@@ -360,8 +361,8 @@ class MixBatchSampler(BatchSampler):
                 for part, taken in epoch.in_flight[number].taken:
                     part.passes.fetched(taken)
 
-    def consumed(self, epoch: Any, number: int, waited_seconds: float = 0.0) -> None:
-        """The training loop received a batch, after waiting for it."""
+    def consumed(self, epoch: Any, number: int, turn: LoopTurn = NOT_TIMED) -> None:
+        """The training loop received a batch."""
         with self._lock:
             self._role.consumed(epoch, number)
             batch = epoch.in_flight.pop(number)
@@ -369,7 +370,7 @@ class MixBatchSampler(BatchSampler):
                 return
             self._take_reports()
             for part, taken in batch.taken:
-                part.consume(taken, waited_seconds)
+                part.consume(taken, turn)
             self._handed_out, self._has_begun = batch.after, True
             self._steps += 1
             at = self._at
