@@ -378,6 +378,12 @@ def header_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
     [
         ({"format": FORMAT_VERSION + 1}, "newer"),
         ({"format": FORMAT_VERSION + 1, "fields": [], "extra": 1}, "newer"),
+        ({"format": 4, "name": "a\nb"}, "name"),
+        ({"format": 4, "name": "x" * 129}, "name"),
+        ({"format": 4, "name": "\u202egpj.tac"}, "name"),
+        ({"format": 4, "name": " a"}, "name"),
+        ({"format": 4, "name": 7}, "header"),
+        ({"format": 3, "name": "a"}, "format 3"),
         ({"format": 0}, "not read any more"),
         ({"format": "1"}, "header"),
         ({"format": None}, "header"),
