@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,6 @@ from hypothesis import strategies as st
 from quiver.errors import BadRequest
 from quiver.identity import NAME_BYTES_MAX, Identity, check_name
 from quiver.introduction import READER_BYTES, TEXT_BYTES_MAX, Introduction
-from quiver.malformed import MALFORMED
 
 ID = "ab" * READER_BYTES
 
@@ -64,7 +65,5 @@ def test_a_malformed_header_is_refused(text: str) -> None:
 
 @given(st.text(max_size=200))
 def test_no_header_raises_anything_else(text: str) -> None:
-    try:
+    with contextlib.suppress(BadRequest):
         Introduction.parse(text)
-    except BadRequest as error:
-        assert not isinstance(error, MALFORMED)
