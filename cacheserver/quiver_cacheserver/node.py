@@ -27,6 +27,7 @@ from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.transport.tls import Credentials
 from quiver.wire import NodeStatus, RangeStatus
 from quiver_cacheserver.access.control import Access
+from quiver_cacheserver.allocation import Allocator
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
@@ -97,6 +98,7 @@ class Node:
         self.shard_memory = ShardMemory(FILL_THREADS)
         sources = Sources(self.peers, self.origins, self.counters, self.shard_memory)
         self.filler = Filler(sources, self.rooms, self.verification, self.disk, self.admitted)
+        self.allocator = Allocator()
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
