@@ -24,14 +24,7 @@ class Charges:
 
     def __init__(self, instance: Instance) -> None:
         self._left: list[float] = instance.quota.tolist()
-        payers: list[set[int] | None] = [set() for _ in instance.names]
-        for dataset, tenant in zip(instance.dataset.tolist(), instance.tenant.tolist(), strict=True):
-            known = payers[dataset]
-            if np.isinf(instance.quota[tenant]):
-                payers[dataset] = None
-            elif known is not None:
-                known.add(tenant)
-        self._payers = [tuple(sorted(known)) if known else None for known in payers]
+        self._payers = instance.payers
         self._paid: dict[int, dict[int, float]] = {}  # of datasets with several payers: dataset -> tenant -> bytes
         for dataset in np.flatnonzero(instance.pinned).tolist():
             self.take(dataset, float(instance.pinned[dataset]))

@@ -41,8 +41,9 @@ def equal_cache(instance: Instance) -> Floats:
     return instance.pinned + np.minimum(total(dataset, slices, len(room)), room)
 
 
-def equal_rates(instance: Instance, cached: Floats, limit: Floats) -> Floats:
-    """Return the rate of each reader where ``cached`` bytes are held and each origin's bandwidth is split.
+def equal_rates(instance: Instance, cached: Floats, limit: Floats, *, part: float = 1.0) -> Floats:
+    """Return the rate of each reader where ``cached`` bytes are held and ``part`` of each origin's bandwidth is
+    split.
 
     ``limit``: the rate that each can use, possibly infinite; the result is infinite where nothing else limits it.
     """
@@ -59,9 +60,10 @@ def equal_rates(instance: Instance, cached: Floats, limit: Floats) -> Floats:
         used = np.minimum(needed, level[origin] * weight)
         return total(origin, used, len(level))
 
-    ample = total(origin, needed, len(instance.origins)) <= instance.bandwidth
-    top = np.where(ample, 0.0, np.divide(instance.bandwidth, lightest, where=~ample, out=np.zeros_like(lightest)))
-    level = np.where(ample, np.inf, _highest(lambda level: load(level) <= instance.bandwidth, top))
+    bandwidth = instance.bandwidth * part
+    ample = total(origin, needed, len(instance.origins)) <= bandwidth
+    top = np.where(ample, 0.0, np.divide(bandwidth, lightest, where=~ample, out=np.zeros_like(lightest)))
+    level = np.where(ample, np.inf, _highest(lambda level: load(level) <= bandwidth, top))
     given = level[origin] * weight
     speed = np.divide(given, missing, out=np.full_like(given, np.inf), where=(missing > 0) & (given < needed))
     return np.minimum(limit, speed[instance.stream])

@@ -15,7 +15,7 @@ import numpy as np
 from quiver.allocation.instance import Floats, Instance
 from quiver.allocation.knapsack import Cover, cover
 
-_HALVINGS: Final = 60
+_HALVINGS: Final = 44  # to a ten-trillionth of full speed
 _ROUNDS_MAX: Final = 32  # each stops at least one origin; the rest of the way is found without moving cached bytes
 _ROUNDING: Final = 1e-9  # the equal split itself, recomputed as the fewest bytes, may come out as much too large
 _JUMP: Final = 1e-6  # of the capacity: more than this between two rates that differ by rounding is a jump

@@ -104,6 +104,18 @@ class Instance:
     def reader_origin(self) -> Indices:
         return self.origin[self.dataset]
 
+    @cached_property
+    def payers(self) -> tuple[tuple[int, ...] | None, ...]:
+        """Return the tenants that each dataset may be charged to; None: it is not charged."""
+        payers: list[set[int] | None] = [set() for _ in self.names]
+        for dataset, tenant in zip(self.dataset.tolist(), self.tenant.tolist(), strict=True):
+            known = payers[dataset]
+            if np.isinf(self.quota[tenant]):
+                payers[dataset] = None
+            elif known is not None:
+                known.add(tenant)
+        return tuple(tuple(sorted(known)) if known else None for known in payers)
+
     def fastest(self, x: Floats) -> Floats:
         """Return the rate of each stream: that of its fastest reader."""
         return np.maximum.reduceat(x, self.stream_start) if len(x) else x

@@ -34,8 +34,8 @@ class Cover:
 def cover(instance: Instance, demand: Floats, *, even: bool = True) -> Cover:
     """Return the fewest bytes to cache so that every origin carries what is left of ``demand``.
 
-    With quotas and several origins it may take more bytes than the fewest: origins then compete for quotas as well, and
-    are served in the order of what their bytes save. ``even=False`` leaves equals unequal, which is faster.
+    With quotas and several origins it may take more bytes than the fewest: origins then compete for quotas as well,
+    and are served in the order of what their bytes save. ``even=False`` leaves equals unequal, which is faster.
     """
     room = instance.sizes - instance.pinned
     density = _density(instance, demand)
@@ -106,22 +106,23 @@ def _even_out(density: Floats, room: Floats, taken: Floats, origin: Indices | No
 
 def _cover_within_quotas(instance: Instance, density: Floats, room: Floats, short: Floats) -> tuple[Floats, Floats]:
     charges = Charges(instance)
-    taken = np.zeros_like(room)
+    taken = [0.0] * len(room)
     left = np.maximum(short, 0.0).tolist()
+    saved, rooms, origins = density.tolist(), room.tolist(), instance.origin.tolist()
     for dataset in np.argsort(-density, kind="stable").tolist():
-        origin = int(instance.origin[dataset])
-        saved = float(density[dataset])
-        if left[origin] > 0 and saved > 0:
-            taken[dataset] = charges.take(dataset, min(float(room[dataset]), left[origin] / saved))
-            left[origin] -= taken[dataset] * saved
-    scale = np.maximum(short, 0.0)
-    uncovered = np.maximum(np.array(left), 0.0)
-    return taken, np.where(uncovered > scale * _SAME, uncovered, 0.0)
+        wanted = left[origins[dataset]]
+        if wanted > 0 and saved[dataset] > 0:
+            taken[dataset] = charges.take(dataset, min(rooms[dataset], wanted / saved[dataset]))
+            left[origins[dataset]] = wanted - taken[dataset] * saved[dataset]
+    uncovered = np.array(left)
+    return np.array(taken), np.where(uncovered > np.maximum(short, 0.0) * _SAME, uncovered, 0.0)
 
 
 def _spread_within_quotas(charges: Charges, room: Floats, order: Indices, free: float) -> Floats:
     taken = np.zeros_like(room)
     for dataset in order.tolist():
+        if free <= 0:
+            break
         taken[dataset] = charges.take(dataset, min(float(room[dataset]), free))
         free = max(free - float(taken[dataset]), 0.0)
     return taken

@@ -53,8 +53,8 @@ class DatasetDemand:
 class Problem:
     """Everything that an allocation depends on. Names of datasets are unique.
 
-    A daemon that solves for its slice scales all by the same factor: capacity, sizes, rates of readers and of origins,
-    attained bytes, quotas. Shares then come out scaled by that factor.
+    A daemon that solves for its slice scales all by the same factor: capacity, sizes, rates of readers and of
+    origins, attained bytes, quotas. Shares then come out scaled by that factor.
 
     ``origin_rates``: bytes per second, by origin; one that is missing is not known to be a limit. ``weights`` and
     ``quotas`` (bytes of the cache, at most) are by tenant; a missing weight is 1, a missing quota is the capacity.
