@@ -31,6 +31,7 @@ from quiver_cacheserver.allocation import Allocator
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.disk_health import DiskHealth
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.names import name_in
@@ -42,6 +43,7 @@ from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
 from quiver_cacheserver.residency.filler import Admission, Filler
 from quiver_cacheserver.residency.fills import Fills
+from quiver_cacheserver.residency.readers import OwnShare, Readers
 from quiver_cacheserver.residency.reports import Reports
 from quiver_cacheserver.residency.rooms import Rooms
 from quiver_cacheserver.residency.uploads import Uploads
@@ -92,7 +94,9 @@ class Node:
         # Where callers need tokens, only a certificate shows that one is a daemon.
         self.peers = RackPeers(registry, name, url, tls, asks=tls is not None or not self.access.requires_tokens)
         self.origins = Origins(origins, partial(self.counters.add, "origin_read_bytes"))
-        self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets)
+        self.dataset_names = DatasetNames()
+        self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets, self.dataset_names)
+        self.readers = Readers(self._needs, self.dataset_names, OwnShare(registry, opened, name))
         uploads = Uploads(self._needs.commitments)
         self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure)
         self.shard_memory = ShardMemory(FILL_THREADS)
@@ -101,7 +105,7 @@ class Node:
         self.allocator = Allocator()
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
-        self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
+        self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
 
     @property
     def shard_count(self) -> int:
