@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import pkgutil
 import signal
 import sys
 import tempfile
@@ -30,6 +33,24 @@ def chosen(names: tuple[str, ...]) -> list[Case]:
     return [it for it in CASES if not names or it.name in names or it.row in names]
 
 
+def import_before_forks() -> None:
+    """Import what ranks need, once: some twenty forked processes share it, and start in a moment."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+
+    torch.set_num_threads(1)
+    with contextlib.suppress(ImportError):
+        importlib.import_module("pandas")  # pyarrow imports it where it is installed
+    import quiver
+    import quiver_client
+
+    for package in (quiver, quiver_client):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not {"cli", "integrations"}.intersection(found.name.split(".")):
+                with contextlib.suppress(ImportError):  # of what an extra installs, or of native code
+                    importlib.import_module(found.name)
+
+
 @click.command(help=bench.allocation.__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case, or row of the table; repeatable.")
 @click.option("--policy", "policies", multiple=True, help="Only this policy; repeatable. [default: those of the case]")
@@ -39,19 +60,16 @@ def chosen(names: tuple[str, ...]) -> list[Case]:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=OUT, show_default="bench/results")
 def main(names: tuple[str, ...], policies: tuple[str, ...], rounds: int, pace: float, quick: bool, out: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds the stack, which ends servers and removes folders
-    os.environ["OMP_NUM_THREADS"] = "1"
-    import torch
-
-    torch.set_num_threads(1)
-    import quiver_client.loader.dataloader  # noqa: F401 - before the forks, so that the ranks share it
-
+    import_before_forks()
     console = Console(width=120)
     cases = [it.quick() if quick else it.at_pace(pace) for it in chosen(names)]
     with tempfile.TemporaryDirectory(prefix="quiver-allocation-") as folder, origin(Path(folder)) as served:
         for case in cases:
             indexed = prepare(case.sources, Path(folder), served)
             asked = [it for it in policies or case.policies if it == NO_POLICY or "--policy" in daemon_flags()]
-            runs = [(policy, run(case, policy, indexed, served, Path(folder))) for _ in range(rounds) for policy in asked]
+            runs = [
+                (policy, run(case, policy, indexed, served, Path(folder))) for _ in range(rounds) for policy in asked
+            ]
             rows = [Row(case, policy, tuple(it for name, it in runs if name == policy)) for policy in asked]
             for row in rows:
                 show(row, console)

@@ -43,9 +43,7 @@ def problem_of(case: Case) -> Problem:
             Reader(name=name, rate=max(map(case.need, jobs)), tenant=jobs[0].tenant, ordered=jobs[0].ordered)
             for name, jobs in grouped.items()
         )
-        datasets.append(
-            DatasetDemand(name=source.name, size_bytes=source.size_bytes, origin=ORIGIN, readers=readers)
-        )
+        datasets.append(DatasetDemand(name=source.name, size_bytes=source.size_bytes, origin=ORIGIN, readers=readers))
     return Problem(
         capacity_bytes=case.capacity_bytes,
         datasets=tuple(datasets),

@@ -97,7 +97,9 @@ def _prepared(source: Source, folder: Path, origin: Origin) -> Indexed:
     payload = len(opened) * source.sample_bytes
     tar_bytes = (origin.folder / f"{name}.tar").stat().st_size
     digests = frozenset(str(digest) for digest in opened.shard_numbers)  # as files are named
-    return Indexed(source.name, manifest, len(opened), int(sizes.sum()), len(sizes), tar_bytes / payload, digests, f"{name}.tar")
+    return Indexed(
+        source.name, manifest, len(opened), int(sizes.sum()), len(sizes), tar_bytes / payload, digests, f"{name}.tar"
+    )
 
 
 def _index(url: str, manifest: Path, shard_bytes: int) -> None:
