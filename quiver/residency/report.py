@@ -37,8 +37,8 @@ class ConsumerReport:
     ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``order`` identifies a list
     of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
 
-    ``hold``: nobody reads yet. What is listed is kept for a job that will resume here, and not fetched, until a consumer
-    begins that needs nothing else of the dataset, or the lease expires.
+    ``hold``: nobody reads yet. What is listed is kept for a job that will resume here, and not fetched, until a
+    consumer begins that needs nothing else of the dataset, or the lease expires.
     """
 
     consumer: bytes

@@ -1,4 +1,4 @@
-"""What is held for a job that will resume: needed though nobody reads it, never fetched, and released as the job begins."""
+"""What is held for a job that will resume: needed though nobody reads it, never fetched, released as the job begins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from quiver.residency import Needs, Shelf, Situation, StoredFile, decide
 from quiver.residency.messages import HOLD_SECONDS_MAX, LEASE_SECONDS_MAX, NeedsReport
-from tests.kernel.test_needs_policy import A, FAST, board, report, shard
+from tests.kernel.test_needs_policy import FAST, A, board, report, shard
 
 HOLD, JOB, OTHER = 1, 2, 3
 
