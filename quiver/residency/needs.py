@@ -234,6 +234,7 @@ class Needs:
         new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon, order)
         self.consumers[report.consumer] = new
         it.consumers += 1
+        it.holds += report.hold
         it.known += order is not None
         # Count the new report before removing the last one: in between no thread may see a needed shard as not needed.
         self._recount(of, report.consumer, new)
@@ -241,10 +242,24 @@ class Needs:
             if before.group != of:
                 self._recount(before.group, before.name, None)
             self._uncount(before)
+        elif new.is_reading:
+            self._end_holds(new)
         return True
 
+    def _end_holds(self, new: Consumer) -> None:
+        """End the holds for the sake of a consumer that begins, if it needs nothing beyond them: it resumes that job.
+
+        From now on it says itself what it needs. Else what it has read would be kept until the hold expires.
+        """
+        if not self.datasets[new.dataset].holds:
+            return
+        holds = [it for it in self.consumers.values() if it.report.hold and it.dataset == new.dataset]
+        for hold in holds:
+            if not (new.pending & ~hold.pending).any():
+                self.leave(hold.name)
+
     def is_planned(self, dataset: Digest) -> bool:
-        """Whether all uses to come are known of each consumer of a dataset, and there is one."""
+        """Whether all uses to come are known of each consumer that reads a dataset, and there is one."""
         it = self.datasets.get(dataset)
         return it is not None and it.is_planned
 
@@ -252,6 +267,7 @@ class Needs:
         """Count a consumer, or its last report, no longer among those of its dataset."""
         of = self.datasets[gone.dataset]
         of.consumers -= 1
+        of.holds -= gone.report.hold
         of.known -= gone.order is not None
 
     def wants_order(self, consumer: bytes) -> bool:
