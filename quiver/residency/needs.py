@@ -71,6 +71,17 @@ class Shown(NamedTuple):
         needed: npt.NDArray[np.int8] = np.where(has_say, self.counts[slots] > 0, -1).max(axis=1).astype(np.int8)
         return needed
 
+    def counted(self, files: U8) -> tuple[Ints, Mask]:
+        """Return how many groups need each file ``(n, 32)``, and whether anybody reports on it: as ``needed`` does."""
+        if not len(self.counts):
+            return np.zeros(len(files), np.int64), np.zeros(len(files), bool)
+        slots = self.slots_of(files)
+        has_say = slots >= 0
+        has_say[:, 1:] &= self.held[slots[:, 1:]]
+        counts: Ints = np.where(has_say, self.counts[slots], 0).sum(axis=1).astype(np.int64)
+        known: Mask = np.any(has_say, axis=1)
+        return counts, known
+
 
 class Needs:
     """All consumers that report here, and the shards of their datasets, each by its *slot*.
