@@ -100,7 +100,9 @@ def at_hand(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer | None:
     if files.count(None) > read_from.count(None):
         return None
     node.holders.read(asked.shards, turn.client)
-    return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+    answer = _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+    node.count_read(asked.manifest, turn.caller.scope, turn.caller.tenant, answer.size_bytes)
+    return answer
 
 
 def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
@@ -109,7 +111,7 @@ def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     """Fill what is missing, for as long as the reader waits for it, and answer."""
-    wanted, may_fill, domain = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope
+    wanted, may_fill, domain, named = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope, asked.manifest
     if not may_fill:
         asked = replace(asked, manifest=None)  # without which nothing is filled
     if asked.flags & RECHECK and allows(turn.caller, READ_RECHECKS):
@@ -136,7 +138,9 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     if asked.manifest is not None:
         node.read_by(turn.client, [asked.manifest], domain)
     async with node.slices.turn() if len(wanted) > SLICE else contextlib.nullcontext():
-        return _answer(node, asked, files, statuses)
+        answer = _answer(node, asked, files, statuses)
+    node.count_read(named, domain, turn.caller.tenant, answer.size_bytes)
+    return answer
 
 
 def _open_here(node: Node, asked: ReadRequest, turn: Turn) -> tuple[list[Digest | None], list[OpenFile | None]]:
