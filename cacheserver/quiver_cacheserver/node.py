@@ -44,6 +44,7 @@ from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
 from quiver_cacheserver.residency.filler import Admission, Filler
 from quiver_cacheserver.residency.fills import Fills
+from quiver_cacheserver.residency.readers import OwnShare, Readers
 from quiver_cacheserver.residency.reports import Reports
 from quiver_cacheserver.residency.rooms import Rooms
 from quiver_cacheserver.residency.uploads import Uploads
@@ -92,13 +93,14 @@ class Node:
         self.verification = Verification(store, self.disk_threads, self.counters, self.budgets)
         self.pins = Pins(store)
         self.usage = Usage()
-        self.dataset_names = DatasetNames()
         self.rooms = Rooms(store, self._needs, opened, self.budgets, self.counters, self.pins)
         self.holders = self.rooms.holders
         # Where callers need tokens, only a certificate shows that one is a daemon.
         self.peers = RackPeers(registry, name, url, tls, asks=tls is not None or not self.access.requires_tokens)
         self.origins = Origins(origins, partial(self.counters.add, "origin_read_bytes"))
-        self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets)
+        self.dataset_names = DatasetNames()
+        self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets, self.dataset_names)
+        self.readers = Readers(self._needs, self.dataset_names, OwnShare(registry, opened, name))
         uploads = Uploads(self._needs.commitments)
         self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure)
         self.shard_memory = ShardMemory(FILL_THREADS)
@@ -106,7 +108,7 @@ class Node:
         self.filler = Filler(sources, self.rooms, self.verification, self.disk, self.admitted)
         datasets = self.datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
-        self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
+        self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
 
     @property
     def shard_count(self) -> int:

@@ -50,6 +50,10 @@ class OpenManifests:
             self._open.move_to_end(name)
         return manifest
 
+    def peek(self, name: Digest) -> Manifest | None:
+        """Return the manifest if it is open, without counting that as a use."""
+        return self._open.get(name)
+
     def use_of(self, shards: Sequence[Digest], domain: Domain = SINGLE) -> None:
         """Record that a reader uses shards of one dataset of its domain, without naming the dataset."""
         for name, manifest in list(self._open.items()):

@@ -34,8 +34,9 @@ NOT_MEASURED: Final = Measured()
 class ConsumerReport:
     """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up.
 
-    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``order`` identifies a list
-    of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
+    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``reader``: who reads for it
+    (``quiver.introduction``), empty for unknown. ``order`` identifies a list of all uses to come, of which ``order_at``
+    are done; ``uses`` is that list, if sent.
     """
 
     consumer: bytes
@@ -51,6 +52,7 @@ class ConsumerReport:
     identity: Identity = NOBODY
     dataset_name: str = ""
     measured: Measured = NOT_MEASURED
+    reader: bytes = b""
 
 
 def rounded_up(left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:

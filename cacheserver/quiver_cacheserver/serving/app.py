@@ -198,7 +198,7 @@ async def _take_report(node: Node, request: web.Request) -> web.Response:
     client = caller.budget
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
-            answer = await node.reports.take(body, client, caller.scope)
+            answer = await node.reports.take(body, client, caller.scope, tenant=caller.tenant)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:
