@@ -94,10 +94,10 @@ class DatasetsView(msgspec.Struct, frozen=True):
 
 
 class ReaderView(msgspec.Struct, frozen=True):
-    """What an allocation was told of a reader: a group of jobs that counts once."""
+    """What an allocation was told of a reader: a group of jobs that counts once. ``rate``: ``None`` if unlimited."""
 
     name: Text
-    rate: float = 0.0
+    rate: float | None = 0.0
     tenant: Text = ""
     ordered: bool = False
     attained_bytes: float = 0.0
@@ -116,13 +116,14 @@ class ShareView(msgspec.Struct, frozen=True):
     origin_rate: float | None = None
     reason: Text = ""
     pinned: bool = False
+    resident_bytes: float | None = None
 
 
 class AllocationView(msgspec.Struct, frozen=True):
-    """``GET /v1/allocation``: the last problem that this daemon solved for its slice of the rack, and the answer.
+    """``GET /v1/allocation``: the last problem that this daemon solved, of the whole rack, and the answer.
 
-    ``policy``: empty while there is none. ``capacity_bytes``: what the datasets here share. ``origin_rates`` by origin,
-    ``weights`` and ``quotas`` by tenant, as ``quiver.allocation.Problem`` has them.
+    ``policy``: empty if it allocates nothing, or nothing yet. ``capacity_bytes``: what the datasets here share.
+    ``origin_rates`` by origin, ``weights`` and ``quotas`` by tenant, as ``quiver.allocation.Problem`` has them.
     """
 
     node: Text

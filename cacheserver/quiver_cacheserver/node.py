@@ -28,6 +28,7 @@ from quiver.transport.tls import Credentials
 from quiver.wire import NodeStatus, RangeStatus
 from quiver_cacheserver.access.caller import tenant_of
 from quiver_cacheserver.access.control import Access
+from quiver_cacheserver.allocation import Allocator
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
@@ -106,7 +107,8 @@ class Node:
         self.shard_memory = ShardMemory(FILL_THREADS)
         sources = Sources(self.peers, self.origins, self.counters, self.shard_memory)
         self.filler = Filler(sources, self.rooms, self.verification, self.disk, self.admitted)
-        datasets = self.datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
+        self.allocator = Allocator()
+        datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
 
@@ -120,6 +122,11 @@ class Node:
         return self._needs
 
     @property
+    def datasets(self) -> Datasets:
+        """The datasets that consumers report on. Belongs to the event loop."""
+        return self._datasets
+
+    @property
     def consumers(self) -> int:
         """How many consumers' needs are known."""
         return len(self._needs)
@@ -129,7 +136,7 @@ class Node:
         await self.decider.run(lambda: self.state == "up")
 
     def close(self) -> None:
-        self.datasets.close()
+        self._datasets.close()
         self.fills.close()
         self.origins.close()  # before the threads: fills that wait for an origin end with it
         self.fill_threads.shutdown(cancel_futures=True)

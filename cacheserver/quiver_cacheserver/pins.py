@@ -143,7 +143,7 @@ class Pins:
         return mask
 
     def within_limit(self, files: U8, sizes: npt.NDArray[np.int64]) -> Mask:
-        """As ``among``, for all files that are held; no more than the limit: the capacity may be a smaller one by now."""
+        """As ``among``, for all files that are held; no more than the limit, as the capacity may be smaller now."""
         mask = self.among(files)
         if mask.any():
             mask &= np.cumsum(np.where(mask, sizes, 0)) <= self._limit_bytes

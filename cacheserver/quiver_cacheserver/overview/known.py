@@ -59,7 +59,7 @@ class Look:
 
 
 class KnownDatasets:
-    """``look`` belongs to the event loop, as does what it returns."""
+    """``look`` belongs to the event loop, as does ``last``, what it returned last."""
 
     def __init__(
         self,
@@ -76,22 +76,22 @@ class KnownDatasets:
         self._read = read
         self._facts: dict[Digest, Facts] = {}  # replaced by the thread of one look at a time
         self._unreadable: set[Digest] = set()
-        self._last = Look(float("-inf"))
+        self.last = Look(float("-inf"))
         self._looking = asyncio.Lock()
 
     async def look(self, *, anew: bool = False) -> Look:
         """Return what is known and held. ``anew``: as of now, not of a moment ago."""
-        if not anew and self._last.is_fresh(time.monotonic()):
-            return self._last
+        if not anew and self.last.is_fresh(time.monotonic()):
+            return self.last
         async with self._looking:
-            if anew or not self._last.is_fresh(time.monotonic()):
+            if anew or not self.last.is_fresh(time.monotonic()):
                 before = set(self._facts)
                 loop = asyncio.get_running_loop()
-                self._last = await loop.run_in_executor(None, partial(self._look, dict(self._reported())))
-                for domain, manifest in self._last.datasets:
+                self.last = await loop.run_in_executor(None, partial(self._look, dict(self._reported())))
+                for domain, manifest in self.last.datasets:
                     if manifest not in before:
                         self._read(manifest, domain, self._facts[manifest].name)
-            return self._last
+            return self.last
 
     def _look(self, reported: Mapping[Key, Manifest]) -> Look:
         """In a thread."""

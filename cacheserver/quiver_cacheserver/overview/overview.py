@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from quiver.allocation import DatasetDemand
 from quiver.digest import Digest
@@ -28,7 +28,7 @@ from quiver.overview import (
     TierBytes,
 )
 from quiver_cacheserver.access.caller import Caller
-from quiver_cacheserver.names import consumer_in
+from quiver_cacheserver.names import consumer_in, name_in
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.overview import removal, shares
 from quiver_cacheserver.overview.ids import dataset_id, rank_id
@@ -139,14 +139,16 @@ class Overview:
 
     def allocation(self, caller: Caller) -> AllocationView:
         """Return the last allocation of this daemon's slice of the rack."""
-        node = self._node
-        solved = self._solved
-        if solved is None:
+        node, solved = self._node, self._node.allocator.current
+        if solved.policy is None or not solved.made_at:
             return AllocationView(node.name)
+        keys = self._keys(solved.names)
 
         def shown(it: DatasetDemand) -> shares.Shown | None:
-            key = self._keys().get(it.name)
-            if key is None or caller.sees not in (None, key[0]):
+            key = keys.get(it.name)
+            if key is None:
+                return shares.Shown("", it.name) if caller.sees is None else None
+            if caller.sees not in (None, key[0]):
                 return None
             return shares.Shown(dataset_id(key[1], key[0]), node.dataset_names.shown(key[1], key[0]))
 
@@ -226,9 +228,11 @@ class Overview:
     def _named(self, manifest: Digest, domain: Domain, name: str) -> None:
         self._node.dataset_names.heard(manifest, domain, own=name)
 
-    def _keys(self) -> dict[str, Key]:
-        """Return the datasets of problems, by the name that they have there."""
-        return {name.hex(): (it.domain, it.manifest.digest) for name, it in self._node.datasets.items()}
+    def _keys(self, names: Mapping[Digest, str]) -> dict[str, Key]:
+        """Return the datasets of a problem, by the name that they have there. ``names``: as ``Solved`` has them."""
+        keys: dict[Digest, Key] = {name_in(*key): key for key in self._known.last.datasets}
+        keys |= {name: (it.domain, it.manifest.digest) for name, it in self._node.datasets.items()}
+        return {shown: keys[name] for name, shown in names.items() if name in keys}
 
     def _is_in_use(self, it: Known, used: set[Digest]) -> bool:
         is_read = it.manifest in used or (it.domain, it.manifest) in self._reported()
@@ -248,19 +252,18 @@ class Overview:
     def _own_share(self) -> float:
         """Return the part of a dataset that this daemon owns, of all copies together."""
         ring = self._node.registry.ring
+        return min(self._weight() * max(min(ring.replicas, len(ring.owning)), 1), 1.0)
+
+    def _weight(self) -> float:
+        """Return this daemon's part of the rack."""
+        ring = self._node.registry.ring
         weights = {ring.members[at].id: ring.members[at].weight for at in ring.owning}
-        copies = min(ring.replicas, max(len(weights), 1))
-        total = sum(weights.values())
-        return min(copies * weights.get(self._node.name, 0.0) / total, 1.0) if total > 0 else 1.0
+        own = weights.get(self._node.registry.own.id, 0.0)
+        return own / sum(weights.values()) if own else 1.0  # one that drains owns nothing; what it has may be pinned
 
     def _quota_bytes(self, tenant: str) -> float | None:
-        solved = self._solved
-        return solved.problem.quotas.get(tenant) if solved is not None and tenant else None
-
-    @property
-    def _solved(self) -> Any:
-        allocator = getattr(self._node, "allocator", None)
-        return allocator.current if allocator is not None else None
+        quota_bytes = self._node.allocator.current.problem.quotas.get(tenant) if tenant else None
+        return None if quota_bytes is None else quota_bytes * self._weight()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._node.disk_threads, work)

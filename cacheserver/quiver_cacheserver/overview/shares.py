@@ -45,7 +45,7 @@ def view(
         origin_rates={
             origin: rate if is_whole else min(sum(_rate(it) for it in shares if it.origin == origin), rate)
             for origin, rate in problem.origin_rates.items()
-            if is_whole or any(it.origin == origin for it in shares)
+            if math.isfinite(rate) and (is_whole or any(it.origin == origin for it in shares))
         },
         weights={tenant: it for tenant, it in problem.weights.items() if is_whole or tenant in tenants},
         quotas={tenant: it for tenant, it in problem.quotas.items() if is_whole or tenant in tenants},
@@ -63,7 +63,7 @@ def _share(it: DatasetDemand, named: Shown, allocation: Allocation) -> ShareView
         readers=[
             ReaderView(
                 name=reader.name,
-                rate=reader.rate,
+                rate=reader.rate if math.isfinite(reader.rate) else None,
                 tenant=reader.tenant,
                 ordered=reader.ordered,
                 attained_bytes=reader.attained_bytes,
@@ -75,6 +75,7 @@ def _share(it: DatasetDemand, named: Shown, allocation: Allocation) -> ShareView
         origin_rate=share.origin_rate if share is not None and math.isfinite(share.origin_rate) else None,
         reason=share.reason[:400] if share is not None else "",
         pinned=it.pinned,
+        resident_bytes=it.resident_bytes,
     )
 
 
