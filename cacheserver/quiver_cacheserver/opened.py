@@ -61,6 +61,13 @@ class OpenManifests:
             if is_of_domain and any(shard in manifest.shard_numbers for shard in shards[:SHARDS_LOOKED_UP]):
                 self._use(name)
 
+    def manifest_of(self, shard: Digest, domain: Domain = SINGLE) -> Digest | None:
+        """Return the digest of the last used manifest of the domain that has a shard; ``None`` if none is open."""
+        for name, manifest in reversed(list(self._open.items())):
+            if shard in manifest.shard_numbers and name == name_in(domain, manifest.digest):
+                return manifest.digest
+        return None
+
     def add(self, name: Digest, manifest: Manifest) -> None:
         self._open[name] = manifest
         self._used[name] = time.monotonic()

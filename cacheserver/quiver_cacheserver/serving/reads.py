@@ -110,7 +110,7 @@ def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     """Fill what is missing, for as long as the reader waits for it, and answer."""
-    wanted, may_fill, domain = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope
+    wanted, may_fill, domain, sent = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope, asked
     if not may_fill:
         asked = replace(asked, manifest=None)  # without which nothing is filled
     if asked.flags & RECHECK and allows(turn.caller, READ_RECHECKS):
@@ -137,7 +137,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     if asked.manifest is not None:
         node.read_by(turn.client, [asked.manifest], domain)
     async with node.slices.turn() if len(wanted) > SLICE else contextlib.nullcontext():
-        return _counted(node, asked, turn, _answer(node, asked, files, statuses))
+        return _counted(node, sent, turn, _answer(node, asked, files, statuses))
 
 
 def _open_here(node: Node, asked: ReadRequest, turn: Turn) -> tuple[list[Digest | None], list[OpenFile | None]]:
@@ -211,7 +211,10 @@ def _counted(node: Node, asked: ReadRequest, turn: Turn, answer: ReadAnswer) -> 
 
     What only daemons ask of one another is nobody's reading.
     """
-    if asked.manifest is not None and not turn.caller.is_member:
+    if turn.caller.is_member:
+        return answer
+    node.count_read(asked.manifest, turn.caller.scope, turn.by.identity.tenant, answer.size_bytes)
+    if asked.manifest is not None:
         elsewhere = np.isin(answer.statuses, READ_ELSEWHERE) if answer.statuses.any() else None
         missed = 0 if elsewhere is None else int(asked.ranges["length"][elsewhere].sum())
         node.readers.read(turn.by, asked.manifest, answer.size_bytes + missed, time.monotonic())
