@@ -13,6 +13,7 @@ import pytest
 from tests.chaos.fault_report import FaultReport
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files
+from tests.support.threads import leave_out_earlier
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -62,6 +63,12 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
     yield
     logging.getLogger("quiver_client").setLevel(logging.NOTSET)  # the commands that tests run in-process set it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_threads() -> None:
+    """A file's tests look only at threads that they started themselves."""
+    leave_out_earlier()
 
 
 @pytest.fixture

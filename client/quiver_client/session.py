@@ -15,6 +15,7 @@ import numpy as np
 
 from quiver import forks
 from quiver.errors import Changed, Misconfigured, NotFound, QuiverError, Unavailable
+from quiver.introduction import Introduction
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
@@ -25,6 +26,7 @@ from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.embedded.fetching import FolderNeeds
 from quiver_client.embedded.tier import EmbeddedTier, check_capacity
+from quiver_client.identity import IntroducedNeeds
 from quiver_client.imports import import_ahead
 from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.origin_patience import OriginPatience, patience_seconds
@@ -49,16 +51,19 @@ class Session:
         verify: Verify,
         *,
         introduce: bool,
+        introduction: Introduction | None = None,
         on_wrong: Callable[[str, Batch, Positions], None] = lambda tier, batch, bad: None,
     ) -> None:
         """Compose the tiers: the cache, if there is one, and the origin.
 
         ``introduce``: the user just made the dataset, so a rack of which no daemon answers raises ``Unavailable``.
+        ``introduction``: what to say of this process to daemons, and with reports of needs.
         ``on_wrong`` is called with the samples of a tier that had wrong bytes, before they are fetched again.
         """
         import_ahead(manifest)
         self.manifest = manifest
         self.stats = Stats()
+        self._introduction = introduction
         self._verify = verify
         self._lock = forks.lock()
         self._opened_origin: SampleOrigin | None = None
@@ -94,7 +99,7 @@ class Session:
         return tier
 
     def _rack(self, urls: tuple[str, ...], introduce: bool, direct: Tier) -> tuple[Tier, Tier]:
-        members = Members(self.manifest, urls, self.stats)
+        members = Members(self.manifest, urls, self.stats, self._introduction)
         if introduce:
             with contextlib.ExitStack() as undo:
                 undo.callback(members.close)
@@ -229,7 +234,8 @@ class Session:
 
     def needs(self) -> NeedsChannel | None:
         """Return a new channel to report needs on; ``None`` if there is no cache."""
-        return self._needs() if self._needs is not None else None
+        channel, said = self._needs() if self._needs is not None else None, self._introduction
+        return IntroducedNeeds(channel, said) if channel is not None and said is not None else channel
 
     def origin(self) -> SampleOrigin:
         """Return the origin, opened on first use: a job that hits the cache never connects to it."""

@@ -20,6 +20,7 @@ from msgspec import Meta
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.identity import NAME_BYTES_MAX, Identity, check_name
+from quiver.introduction import READER_BYTES
 from quiver.malformed import MALFORMED
 from quiver.residency.orders import ORDER_ENTRIES_MAX, ORDER_ID_BYTES
 from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, Measured
@@ -75,6 +76,7 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     probe_series: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
     probed_hits: float = 0.0
     probed_misses: float = 0.0
+    reader: Annotated[bytes, Meta(max_length=READER_BYTES)] = b""
 
 
 class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
@@ -137,6 +139,7 @@ class NeedsReport:
                 probe_series=report.measured.probe_series,
                 probed_hits=report.measured.probed_hits,
                 probed_misses=report.measured.probed_misses,
+                reader=report.reader,
             )
         )
 
@@ -177,6 +180,7 @@ class NeedsReport:
                 message.probed_hits,
                 message.probed_misses,
             ),
+            reader=message.reader,
         )
         return cls(Digest(message.manifest), report, message.leaving)
 

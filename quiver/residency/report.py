@@ -39,8 +39,9 @@ NOT_MEASURED: Final = Measured()
 class ConsumerReport:
     """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up.
 
-    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``order`` identifies a list
-    of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
+    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``reader``: who reads for it
+    (``quiver.introduction``), empty for unknown. ``order`` identifies a list of all uses to come, of which ``order_at``
+    are done; ``uses`` is that list, if sent.
     """
 
     consumer: bytes
@@ -56,6 +57,7 @@ class ConsumerReport:
     identity: Identity = NOBODY
     dataset_name: str = ""
     measured: Measured = NOT_MEASURED
+    reader: bytes = b""
 
     @property
     def pace(self) -> float:

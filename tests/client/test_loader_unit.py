@@ -19,7 +19,8 @@ from quiver_client.loader.draw_wait import PATIENCE_SECONDS, PATIENCE_SECONDS_MI
 from quiver_client.loader.epoch import Drawn, Epoch, ShardLayout, _entries_of
 from quiver_client.loader.loop_rate import NOT_TIMED, LoopRate, LoopTurn
 from quiver_client.loader.threads import ThreadedBatches
-from tests.support.residency import Clock, alive
+from tests.support.residency import Clock
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 # -- LoopRate ---------------------------------------------------------------------------------------------------------
