@@ -20,7 +20,7 @@ from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
-from quiver.store import Store
+from quiver.store import FolderInventory, Store
 from quiver_client import process_exit, read_clock
 from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
@@ -71,6 +71,8 @@ class Session:
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
         self._needs: Callable[[], NeedsChannel] | None = None
+        self.members: Members | None = None  # of the rack, if the cache is one
+        self.store: Store[FolderInventory] | None = None  # of the folder, if it is one
         self._cache: Cache  # the tier that fills shards
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
@@ -87,7 +89,7 @@ class Session:
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         root = Path(cache.root).expanduser()
         check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is created there
-        store = Store.open(root, cache.capacity_bytes, shared=True)
+        self.store = store = Store.open(root, cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
         self._cache = tier
         store.trim()
@@ -99,7 +101,7 @@ class Session:
         return tier
 
     def _rack(self, urls: tuple[str, ...], introduce: bool, direct: Tier) -> tuple[Tier, Tier]:
-        members = Members(self.manifest, urls, self.stats, self._introduction)
+        self.members = members = Members(self.manifest, urls, self.stats, self._introduction)
         if introduce:
             with contextlib.ExitStack() as undo:
                 undo.callback(members.close)

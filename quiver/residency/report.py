@@ -42,6 +42,9 @@ class ConsumerReport:
     ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``reader``: who reads for it
     (``quiver.introduction``), empty for unknown. ``order`` identifies a list of all uses to come, of which ``order_at``
     are done; ``uses`` is that list, if sent.
+
+    ``hold``: nobody reads yet. What is listed is kept for a job that will resume here, and not fetched, until a
+    consumer begins that needs nothing else of the dataset, or the lease expires.
     """
 
     consumer: bytes
@@ -58,6 +61,7 @@ class ConsumerReport:
     dataset_name: str = ""
     measured: Measured = NOT_MEASURED
     reader: bytes = b""
+    hold: bool = False
 
     @property
     def pace(self) -> float:

@@ -14,6 +14,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from quiver.identity import NOBODY, Identity
 from quiver.residency import ConsumerReport, Measured, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.draw_wait import DrawWait
@@ -81,6 +82,7 @@ class CacheConsumer:
         self._pauses = LoopPauses()
         self._series, self._probed = 0, Probed()
         self._name = b""
+        self._identity = NOBODY
         self.on_view: Callable[[Read, Mask], None] | None = None  # told of what is resident, before each report
         self._reporter: NeedsReporter | None = None
 
@@ -89,9 +91,9 @@ class CacheConsumer:
         """What is resident, by the last answer."""
         return self._reporter.view if self._reporter is not None else None
 
-    def begin(self, name: bytes) -> None:
-        """A pass begins; ``name`` tells this consumer from all others. Locked."""
-        self._name = name
+    def begin(self, name: bytes, identity: Identity = NOBODY) -> None:
+        """A pass begins; ``name`` tells this consumer from all others, ``identity`` says whose it is. Locked."""
+        self._name, self._identity = name, identity
         self._rate.pause()
         self._pauses.begin(time.monotonic())
 
@@ -200,6 +202,7 @@ class CacheConsumer:
             order=known.identifier,
             order_at=known.at,
             uses=known.shards,
+            identity=self._identity,
             measured=Measured(
                 speed.throughput,
                 speed.waited,

@@ -66,7 +66,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
     or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does. ``job``: a name that is the
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
-    old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
+    old lease to expire. ``group``: a name that the trials of a sweep share: in the cache they count as one. ``tenant``:
+    who is charged, where the cache needs no tokens; a token's tenant counts before it. Operators see all three; by
+    default they are ``$QUIVER_JOB``, ``$QUIVER_GROUP`` and ``$QUIVER_TENANT``, and the job's name else its launcher's
+    (docs/identity.md). ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
     ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
     …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
@@ -117,6 +120,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
+        group: str | None = None,
+        tenant: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
         mesh: Any = None,
@@ -154,6 +159,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 rank=rank,
                 world_size=world_size,
                 job=job,
+                group=group,
+                tenant=tenant,
                 ledger=ledger,
                 replay=replay,
                 sampler=sampler,

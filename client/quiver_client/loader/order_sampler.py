@@ -19,7 +19,7 @@ from quiver_client import read_clock
 from quiver_client.loader.epoch import Deal, Drawn
 from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
 from quiver_client.loader.merged_state import merged_state, packed, trainers_state
-from quiver_client.loader.state import State
+from quiver_client.loader.state import State, marked
 from quiver_client.loader.trainers.wrappers import (
     Reader,
     flattens_states,
@@ -116,7 +116,7 @@ class OrderSampler(Sampler[list[int]]):
         return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
         draws batches before the training loop asks for them.
         """
-        own = partial(self._state, batches)
+        own = partial(self._marked_state, batches)
         if merged:
             return merged_state(own, *self._ranks)
         asking = sys._getframe(1)
@@ -161,6 +161,9 @@ class OrderSampler(Sampler[list[int]]):
     def abandon(self, epoch: Any) -> None: ...
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _marked_state(self, batches: int | None) -> State:
+        return marked(self._state(batches), in_order=not self.substitute)
 
     @abstractmethod
     def _state(self, batches: int | None) -> State:

@@ -21,6 +21,7 @@ from quiver import forks
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
+from quiver_client.identity import identity_of
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
@@ -87,6 +88,8 @@ class BatchSampler(OrderSampler):
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
+        group: str | None = None,
+        tenant: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
@@ -101,10 +104,11 @@ class BatchSampler(OrderSampler):
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
-        group = group_of(mesh, replicate, rank, world_size)
-        if group is not None:
-            rank, world_size = group.rank, group.world_size
-        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
+        replicas = group_of(mesh, replicate, rank, world_size)
+        if replicas is not None:
+            rank, world_size = replicas.rank, replicas.world_size
+        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=replicas is not None)
+        self._whose = identity_of(job, group, tenant)
         self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
@@ -127,9 +131,9 @@ class BatchSampler(OrderSampler):
         self._lookahead = lookahead_of(lookahead)
         self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._role = role_of(group, identity, self.deal, substitute=self.substitute, timeout=timeout)
+        self._role = role_of(replicas, identity, self.deal, substitute=self.substitute, timeout=timeout)
         is_compared = self._role.leads and not settled.is_whole
-        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=group is not None)
+        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=replicas is not None)
         self._agreement = compared if is_compared else None
         self._finalizer = weakref.finalize(self, self._role.stop)
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
@@ -476,7 +480,7 @@ class BatchSampler(OrderSampler):
 
     def _become_current(self, epoch: Epoch) -> None:
         self._wait.cancel()
-        self._consumer.begin(self._consumer_name)
+        self._consumer.begin(self._consumer_name, self._whose)
         self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
 
     def _go_on(self, opened: OpenPass | None) -> None:
