@@ -24,6 +24,12 @@ COMMANDS: Final = {
     "verify": "Read and hash everything again, through a cache.",
     "warm": "Fill a dataset into a cache before it is needed.",
     "status": "Say how a cache is doing.",
+    "jobs": "Show who reads from a rack, how fast, and how long it waits.",
+    "datasets": "Show what a rack holds of each dataset, and who reads it.",
+    "explain": "Say why a job is as fast as it is, and what more cache would change.",
+    "pin": "Keep a dataset in the cache.",
+    "unpin": "Let a dataset be evicted again.",
+    "evict": "Remove a dataset from the cache.",
     "tls": "Make certificates for a rack.",
     "token": "Make keys and sign tokens for a shared rack.",
 }
