@@ -13,7 +13,7 @@ Imports run one way, from the formats outward:
   much of the cache each dataset gets), ``substitution``, ``shuffles`` (the order of a block shuffle), ``health`` (whom
   to avoid)
 - input and output: ``store``, ``origin``; ``source`` and ``fill``, which obtain a verified shard
-- the protocol: ``wire``, ``transport``, ``peer``
+- the protocol: ``wire``, ``handover`` (what a drain says), ``transport``, ``peer``
 
 ``quiver_client`` and ``quiver_cacheserver`` both import this package and never one another.
 """

@@ -16,6 +16,7 @@ import numpy as np
 from quiver.digest import Bytes, Digest
 from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
+from quiver.handover import DrainRequest, DrainStatus, HandoverAnswer, HandoverRequest
 from quiver.introduction import HEADER as INTRODUCTION
 from quiver.overview import AllocationView, DatasetRequest, DatasetsView, EvictAnswer, JobsView, PinAnswer
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
@@ -196,6 +197,38 @@ class PeerClient:
         if len(answer.seen) != wanted:
             raise Corrupt(f"an answer about {len(answer.seen)} shards where {wanted} belong", self.name)
         return answer
+
+    def handover(self, request: HandoverRequest, attempt: Attempt) -> HandoverAnswer:
+        """Ask which of these files the peer holds, or have it fetch those that it does not from the giver."""
+        count = len(request.shards) + len(request.manifests)
+        told = self._http.within(attempt).request(
+            *("POST", "/v1/handover", request.encode(), MSGPACK_TYPE),
+            answer_bytes_max=count + STATUSES_BYTES_SLACK,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        try:
+            return HandoverAnswer.decode(told.data, request)
+        except BadRequest as error:
+            raise Corrupt(str(error), self.name) from error
+
+    def drain(self, request: DrainRequest) -> DrainStatus:
+        """Have the daemon leave placement and hand over what it holds; it goes on serving. Raises ``NotFound`` if old.
+
+        A drain that is under way gets the new deadline.
+        """
+        return self._drain_status("POST", request.encode())
+
+    def drain_status(self) -> DrainStatus:
+        return self._drain_status("GET")
+
+    def undrain(self) -> DrainStatus:
+        """Have the daemon own shards again. A handover that is under way ends."""
+        return self._drain_status("DELETE")
+
+    def _drain_status(self, method: str, body: bytes = b"") -> DrainStatus:
+        answer = self._http.request(method, "/v1/drain", body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX)
+        status: DrainStatus = decode_json(answer.data, DrainStatus, f"the state of the drain that {self.url} answered")
+        return status
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard that is resident at the peer, which does not fill it. ``ShardSource``."""

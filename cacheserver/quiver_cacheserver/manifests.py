@@ -16,6 +16,7 @@ from quiver.domain import SINGLE, Domain
 from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
+from quiver.peer import PeerClient
 from quiver.store import Kind, OpenFile
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
@@ -112,16 +113,24 @@ class Manifests:
             pass
         for peer in self._peers.manifest_holders(digest, domain):
             try:
-                data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
-                with self._rooms.reserve(Kind.MANIFEST, digest, len(data), domain=domain) as writing:
-                    writing.write(data)
-                    writing.commit()
-                return self._from_disk(digest, domain)
+                return self._fetched(peer, digest, domain)
             except NotFound:
                 continue
             except QuiverError as error:
                 self._peers.failed(peer, error)
         return None
+
+    def take_over(self, digest: Digest, giver: PeerClient, domain: Domain = SINGLE) -> None:
+        """In a thread: fetch a manifest that a draining daemon hands over. Raises why that failed."""
+        self._fetched(giver, digest, domain)
+        self.uploaded(digest, "", domain)
+
+    def _fetched(self, peer: PeerClient, digest: Digest, domain: Domain) -> Manifest:
+        data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
+        with self._rooms.reserve(Kind.MANIFEST, digest, len(data), domain=domain) as writing:
+            writing.write(data)
+            writing.commit()
+        return self._from_disk(digest, domain)
 
     def _from_disk(self, digest: Digest, domain: Domain) -> Manifest:
         self.open_file(digest, domain)  # raises NotFound, and counts as a use

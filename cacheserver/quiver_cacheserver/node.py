@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from quiver.digest import Digest
 from quiver.domain import SINGLE, Domain
@@ -34,6 +34,9 @@ from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.disk_health import DiskHealth
+from quiver_cacheserver.draining.drain import Drain
+from quiver_cacheserver.draining.giver import Giver
+from quiver_cacheserver.draining.receiver import Receiver
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
@@ -74,7 +77,6 @@ class Node:
         """``access``: by default every caller may do everything. ``tls``: to speak with clients and other daemons."""
         name, url = registry.own.id, registry.own.url
         self.name, self.url, self.version = name, url, version
-        self.state: str = "up"
         self.store = store
         self.inventory = store.inventory
         self.registry = registry
@@ -111,6 +113,13 @@ class Node:
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
+        self.receiver = Receiver(self._needs, self.rooms, self.peers, self.filler, self.manifests, self.fills)
+        giver = Giver(registry, name, self.peers, self.rooms, self._needs, self.counters)
+        self.drain = Drain(name, registry, giver)
+
+    @property
+    def state(self) -> Literal["up", "draining"]:
+        return self.drain.state
 
     @property
     def shard_count(self) -> int:
@@ -138,6 +147,7 @@ class Node:
     def close(self) -> None:
         self._datasets.close()
         self.fills.close()
+        self.receiver.close()
         self.origins.close()  # before the threads: fills that wait for an origin end with it
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
@@ -152,7 +162,7 @@ class Node:
             url=self.url,
             rack=self.registry.ring.rack,
             version=self.version,
-            state="draining" if self.state == "draining" else "up",
+            state=self.state,
             resident_bytes=inventory.resident_bytes(),  # without the lock, which a slow disk may hold
             capacity_bytes=self.store.capacity_bytes,
             shards=inventory.count(Kind.SHARD),

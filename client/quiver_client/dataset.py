@@ -252,6 +252,10 @@ class Dataset(Readable):
         """Return a new channel that reports needs and returns what is resident; ``None`` without a cache."""
         return self._open().needs()
 
+    def session(self) -> Session:
+        """Return what this process has open for the dataset."""
+        return self._open()
+
     def close(self) -> None:
         """Close sockets, threads and maps. They open again when the dataset is used again."""
         with self._lock:

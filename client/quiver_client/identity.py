@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import socket
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -60,7 +61,7 @@ def launcher_job(env: Environment) -> str:
     """Return the job's name by its launcher; "" if none has a usable one.
 
     The first that is set and can be shown. A scheduler's id comes before torchrun's, which is random where torchrun
-    runs by itself, and both before a pod's, which names one of a job's pods where nothing else is known.
+    runs by itself, and both before a pod's, which may be one of several pods of a job.
     """
     for found in (finder(env) for finder in _LAUNCHERS):
         try:
@@ -86,14 +87,28 @@ def _torchrun(env: Environment) -> str:
 
 
 def _pod(env: Environment) -> str:
-    """The name of the pod without what tells it from the other pods of its job, as far as that is known."""
     if "KUBERNETES_SERVICE_HOST" not in env:
         return ""
-    pod = env.get("POD_NAME", "") or env.get("HOSTNAME", "")
-    index = env.get("JOB_COMPLETION_INDEX", "")
-    if index.isdecimal():  # of an indexed Job: the host is called <job>-<index>, the pod <job>-<index>-<five letters>
+    return env.get("POD_NAME", "") or env.get("HOSTNAME", "")
+
+
+def _job_of_pod(env: Environment) -> str:
+    """The name of the pod without what tells it from the other pods of its job; "" where that is not known."""
+    pod, index = _pod(env), env.get("JOB_COMPLETION_INDEX", "")
+    if index.isascii() and index.isdecimal():
+        # of an indexed Job: the host is called <job>-<index>, the pod <job>-<index>-<five letters>
         return re.sub(rf"-{index}(?:-[a-z0-9]{{5}})?$", "", pod)
-    return _REPLICA.sub("", pod)
+    job = _REPLICA.sub("", pod)
+    return job if job != pod else ""
+
+
+def _rendezvous(env: Environment) -> str:
+    """Where the ranks of torch.distributed meet: of two jobs that run at a time no two meet at the same port."""
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if not (address and port and env.get("RANK")):
+        return ""
+    is_here = address.lower() in ("localhost", "::1") or address.startswith("127.")
+    return f"{socket.gethostname() if is_here else address}:{port}"
 
 
 def _variable(name: str) -> Callable[[Environment], str]:
@@ -110,6 +125,8 @@ _LAUNCHERS: Final[tuple[Callable[[Environment], str], ...]] = (
     _variable("JOBSET_NAME"),  # Kubernetes: JobSet, and Kubeflow's trainer, which makes one
     _variable("PYTORCHJOB_NAME"),
     _torchrun,
+    _job_of_pod,
+    _rendezvous,
     _pod,
 )
 

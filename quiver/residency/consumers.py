@@ -32,12 +32,13 @@ class DatasetNeeds:
     sample_bytes: Floats  # of each shard, on average
     key: int = 0  # the number of its domain's key
     consumers: int = 0
-    known: int = 0  # of the consumers: those all of whose uses to come are known
+    holds: int = 0  # of the consumers: those that only hold what another one will read
+    known: int = 0  # of the others: those all of whose uses to come are known
 
     @property
     def is_planned(self) -> bool:
-        """Whether all uses to come are known of each consumer, and there is one."""
-        return 0 < self.consumers <= self.known
+        """Whether all uses to come are known of each consumer that reads, and there is one."""
+        return 0 < self.consumers - self.holds <= self.known
 
 
 class Group(NamedTuple):
@@ -66,6 +67,11 @@ class Consumer:
     @property
     def dataset(self) -> Digest:
         return self.group.dataset
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has something left to read, and is no hold: those need what they list, and nothing is fetched."""
+        return not self.report.hold and bool(self.pending.any())
 
 
 class Members:

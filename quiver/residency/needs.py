@@ -71,6 +71,17 @@ class Shown(NamedTuple):
         needed: npt.NDArray[np.int8] = np.where(has_say, self.counts[slots] > 0, -1).max(axis=1).astype(np.int8)
         return needed
 
+    def counted(self, files: U8) -> tuple[Ints, Mask]:
+        """Return how many groups need each file ``(n, 32)``, and whether anybody reports on it: as ``needed`` does."""
+        if not len(self.counts):
+            return np.zeros(len(files), np.int64), np.zeros(len(files), bool)
+        slots = self.slots_of(files)
+        has_say = slots >= 0
+        has_say[:, 1:] &= self.held[slots[:, 1:]]
+        counts: Ints = np.where(has_say, self.counts[slots], 0).sum(axis=1).astype(np.int64)
+        known: Mask = np.any(has_say, axis=1)
+        return counts, known
+
 
 class Needs:
     """All consumers that report here, and the shards of their datasets, each by its *slot*.
@@ -234,6 +245,7 @@ class Needs:
         new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon, order)
         self.consumers[report.consumer] = new
         it.consumers += 1
+        it.holds += report.hold
         it.known += order is not None
         # Count the new report before removing the last one: in between no thread may see a needed shard as not needed.
         self._recount(of, report.consumer, new)
@@ -241,10 +253,24 @@ class Needs:
             if before.group != of:
                 self._recount(before.group, before.name, None)
             self._uncount(before)
+        elif new.is_reading:
+            self._end_holds(new)
         return True
 
+    def _end_holds(self, new: Consumer) -> None:
+        """End the holds for the sake of a consumer that begins, if it needs nothing beyond them: it resumes that job.
+
+        From now on it says itself what it needs. Else what it has read would be kept until the hold expires.
+        """
+        if not self.datasets[new.dataset].holds:
+            return
+        holds = [it for it in self.consumers.values() if it.report.hold and it.dataset == new.dataset]
+        for hold in holds:
+            if not (new.pending & ~hold.pending).any():
+                self.leave(hold.name)
+
     def is_planned(self, dataset: Digest) -> bool:
-        """Whether all uses to come are known of each consumer of a dataset, and there is one."""
+        """Whether all uses to come are known of each consumer that reads a dataset, and there is one."""
         it = self.datasets.get(dataset)
         return it is not None and it.is_planned
 
@@ -252,6 +278,7 @@ class Needs:
         """Count a consumer, or its last report, no longer among those of its dataset."""
         of = self.datasets[gone.dataset]
         of.consumers -= 1
+        of.holds -= gone.report.hold
         of.known -= gone.order is not None
 
     def wants_order(self, consumer: bytes) -> bool:

@@ -295,7 +295,7 @@ class _Round:
         """
         needs = self._needs
         spared = np.zeros(len(needs.sizes), bool)
-        reading = [it for it in needs.consumers.values() if it.pending.any()]
+        reading = [it for it in needs.consumers.values() if it.is_reading]
         for it in reading if len(reading) > 1 else ():
             slots = needs.datasets[it.dataset].slots
             runway = self._runway(it, self._present[slots], it.pending)
@@ -327,7 +327,7 @@ class _Round:
     def _hungry(self) -> tuple[list[_Hungry], list[tuple[int, Digest]]]:
         """Return the consumers that need a fetch now, and the slots that those with a fixed order need next."""
         needs, situation = self._needs, self._situation
-        reading = [it for it in needs.consumers.values() if it.pending.any()]
+        reading = [it for it in needs.consumers.values() if it.is_reading]
         fastest = max((it.report.rate for it in reading if self._is_heard(it)), default=0.0)
         here = {name: self._present[it.slots] for name, it in needs.datasets.items()}
         absent = {name: self._absent(name, here[name]) for name in needs.datasets}

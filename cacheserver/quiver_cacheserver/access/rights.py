@@ -43,6 +43,11 @@ RIGHTS: Final[Mapping[str, Right | None]] = MappingProxyType(
         "POST /v1/forgo": Right.FILL,
         "POST /v1/recheck": Right.READ,
         "POST /v1/needs": Right.FILL,  # it makes the daemon fetch and evict
+        # leaving the rack
+        "POST /v1/handover": Right.OPERATE,  # of daemons, which are members; it makes the daemon fetch and evict
+        "POST /v1/drain": Right.OPERATE,
+        "GET /v1/drain": Right.OPERATE,
+        "DELETE /v1/drain": Right.OPERATE,
         # the daemon itself
         "GET /v1/ring": Right.READ,
         "GET /v1/status": Right.OPERATE,

@@ -77,7 +77,7 @@ class Reports:
         before = self._needs.leases.get(report.consumer)
         if not self._needs.report(name, report, now, client=client):
             return _empty(NeedsStatus.FULL)
-        if before is not None:
+        if before is not None and not report.hold:
             self._decider.estimator.reported(now - before.reported_at)
         uploads = self._decider.choose_uploads(name, report, client)
         seen, wanted = self._needs.seen_by(report.consumer), self._needs.wants_order(report.consumer)

@@ -24,6 +24,7 @@ from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.overview.overview import Overview
 from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
+from quiver_cacheserver.serving.draining import Draining
 from quiver_cacheserver.serving.operator import Operator
 from quiver_cacheserver.serving.poller import Poller
 from quiver_cacheserver.serving.reads import read_route
@@ -83,7 +84,7 @@ def make_app(node: Node) -> web.Application:
 
 def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
     """Return every route. The table of rights names who may use each (``access.rights``)."""
-    transfers, verbs = Transfers(node, sender), Verbs(node)
+    transfers, verbs, draining = Transfers(node, sender), Verbs(node), Draining(node)
     return [
         # data
         Route("POST", "/v1/read", read_route(node, sender, reading)),
@@ -97,6 +98,11 @@ def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> li
         Route("POST", "/v1/forgo", verbs.forgo),
         Route("POST", "/v1/recheck", verbs.recheck),
         Route("POST", "/v1/needs", partial(_take_report, node)),
+        # leaving the rack
+        Route("POST", "/v1/handover", draining.hand_over),
+        Route("POST", "/v1/drain", draining.begin),
+        Route("GET", "/v1/drain", draining.status),
+        Route("DELETE", "/v1/drain", draining.end),
         # the daemon itself
         Route("GET", "/v1/ring", partial(_ring, node)),
         Route("GET", "/v1/status", partial(_status, node)),

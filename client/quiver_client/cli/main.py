@@ -30,6 +30,8 @@ COMMANDS: Final = {
     "pin": "Keep a dataset in the cache.",
     "unpin": "Let a dataset be evicted again.",
     "evict": "Remove a dataset from the cache.",
+    "drain": "Have a daemon hand over what it holds.",
+    "undrain": "Bring a drained daemon back.",
     "tls": "Make certificates for a rack.",
     "token": "Make keys and sign tokens for a shared rack.",
 }
