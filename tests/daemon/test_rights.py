@@ -11,7 +11,8 @@ FILLS = {
     *("PUT /v1/shards/{digest}", "PUT /v1/manifests/{digest}", "POST /v1/fill", "POST /v1/forgo", "POST /v1/needs"),
     *("read fills", "read forgoes"),
 }
-OPERATES = {"GET /v1/status", "GET /metrics", "readyz reasons"}
+DRAINS = {"POST /v1/handover", "POST /v1/drain", "GET /v1/drain", "DELETE /v1/drain"}
+OPERATES = {"GET /v1/status", "GET /metrics", "readyz reasons"} | DRAINS
 OPEN_TO_ALL = {"GET /healthz", "GET /readyz"}
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from quiver.digest import DIGEST_BYTES, Digest
 from quiver.domain import SINGLE, Domain
-from quiver.errors import OverCapacity, QuiverError
+from quiver.errors import NotFound, OverCapacity, QuiverError
 from quiver.handover import HandoverAnswer, HandoverRequest, Taken
 from quiver.lookup import as_rows
 from quiver.peer import PeerClient
@@ -154,8 +154,9 @@ class Receiver:
         worth = self._worth_of_offers([request.shards[at] for at in absent], [*names.values()])
         offered = [Offered(request.sizes[at], worth[i]) for i, at in enumerate(absent)]
         free_bytes = self._rooms.free_bytes()
+        dataset_of = self._datasets_of(list(names.values()))
         if sum(it.size_bytes for it in offered) <= free_bytes:
-            return {at: Decision(names[at], NO_DATASET, float(request.sizes[at])) for at in absent}
+            return {at: Decision(names[at], dataset_of[names[at]], float(request.sizes[at])) for at in absent}
         shelf, commitments = self._rooms.shelf(), self._needs.commitments
         kept = np.ones(len(shelf), bool)
         kept[shelf.rows_of([*commitments.evicting, *commitments.coming])] = False
@@ -170,8 +171,18 @@ class Receiver:
             if room is not None:
                 evict = tuple(shelf.name(int(row)) for row in at_all[room])
                 forced = tuple(shelf.name(int(row)) for row in at_all[room[needed[room] > 0]])
-                decisions[at] = Decision(names[at], NO_DATASET, float(request.sizes[at]), evict, forced)
+                decisions[at] = Decision(names[at], dataset_of[names[at]], float(request.sizes[at]), evict, forced)
         return decisions
+
+    def _datasets_of(self, names: Sequence[Digest]) -> dict[Digest, Digest]:
+        """Return for each shard a reported dataset that it is of: so the policy counts it as coming."""
+        found = dict.fromkeys(names, NO_DATASET)
+        known = [name for name in names if self._needs.shards.get(name) is not None]
+        slots = self._needs.slots_of(known)
+        for dataset, it in self._needs.datasets.items() if known else ():
+            for at in np.flatnonzero(np.isin(slots, it.slots)).tolist():
+                found[known[at]] = dataset
+        return found
 
     def _worth_of_offers(self, digests: Sequence[Digest], names: Sequence[Digest]) -> list[float]:
         """Return what the offered shards are worth to the consumers that this daemon hears: not what the giver says."""
@@ -189,6 +200,8 @@ def _taken(work: Callable[[], object]) -> Taken:
         return Taken.HELD if work() is False else Taken.TAKEN
     except OverCapacity:
         return Taken.NO_ROOM
+    except NotFound:
+        return Taken.GONE
     except QuiverError as error:
         log.info("not taken over: %s", error)
         return Taken.FAILED
