@@ -16,6 +16,7 @@ from quiver.digest import Bytes, Digest
 from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.handover import DrainRequest, DrainStatus, HandoverAnswer, HandoverRequest
+from quiver.introduction import HEADER as INTRODUCTION
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.token_source import NO_TOKEN, TokenSource
@@ -57,13 +58,15 @@ class PeerClient:
         tls: Credentials | None = None,
         node: str = "",
         token: TokenSource = NO_TOKEN,
+        introduction: str = "",
     ) -> None:
-        """``tls``, ``node`` and ``token``: see ``Endpoint``."""
-        endpoint = Endpoint(check_url(url), patience, tls, node, token)
+        """``tls``, ``node``, ``token`` and ``introduction``: see ``Endpoint``."""
+        endpoint = Endpoint(check_url(url), patience, tls, node, token, introduction)
         self.url = endpoint.url
         self.is_authenticated = endpoint.is_authenticated
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)
+        self._reads = self._http.with_header(INTRODUCTION, introduction) if introduction else self._http
         self._streams = ReadStreams(endpoint)
 
     def __repr__(self) -> str:
@@ -77,7 +80,7 @@ class PeerClient:
         if not domain:
             return self
         other = copy.copy(self)
-        other._http = self._http.with_header(HEADER, str(domain))
+        other._http = other._reads = self._http.with_header(HEADER, str(domain))
         return other
 
     def close(self) -> None:
@@ -101,7 +104,7 @@ class PeerClient:
         """
         if attempt is None:
             return self._streams.read(request) or self._read_by_http(request)
-        return self._streams.read(request, attempt) or self._read_by_http(request, self._http.within(attempt))
+        return self._streams.read(request, attempt) or self._read_by_http(request, self._reads.within(attempt))
 
     def resident(self, shards: tuple[Digest, ...], attempt: Attempt) -> U8:
         """Return a ``RangeStatus`` per shard ``(n,)``, without the shards and without having them filled.
@@ -115,7 +118,7 @@ class PeerClient:
     def _read_by_http(self, request: ReadRequest, http: HttpVerbs | None = None) -> tuple[U8, U8]:
         lengths = request.ranges["length"]
         count, wanted = len(lengths), int(lengths.sum())
-        answer = (http or self._http).request(
+        answer = (http or self._reads).request(
             "POST",
             "/v1/read",
             request.encode(),

@@ -21,6 +21,7 @@ from quiver.store import Kind, OpenFile
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.budget import Budgets, Cost, Resource
+from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.rack.peers import RackPeers
@@ -37,9 +38,16 @@ class Manifests:
     """Opened manifests by digest. ``get`` belongs to the event loop, the rest is safe from threads."""
 
     def __init__(
-        self, rooms: Rooms, opened: OpenManifests, executor: Executor, peers: RackPeers, budgets: Budgets
+        self,
+        rooms: Rooms,
+        opened: OpenManifests,
+        executor: Executor,
+        peers: RackPeers,
+        budgets: Budgets,
+        names: DatasetNames,
     ) -> None:
         self.opened = opened
+        self._names = names
         self._rooms = rooms
         self._store = rooms.store
         self._executor = executor
@@ -72,7 +80,7 @@ class Manifests:
                 return None
             loop = asyncio.get_running_loop()
             future = self._fetching[name] = loop.run_in_executor(self._executor, self._find, digest, domain)
-            future.add_done_callback(lambda done: self._found(name, done, client))
+            future.add_done_callback(lambda done: self._found(digest, domain, done, client))
         return await asyncio.shield(future)
 
     def uploaded(self, digest: Digest, client: str, domain: Domain = SINGLE) -> None:
@@ -87,7 +95,8 @@ class Manifests:
             raise NotFound("the manifest is not here")
         return self._store.open_file(Kind.MANIFEST, digest)
 
-    def _found(self, name: Digest, done: asyncio.Future[Manifest | None], client: str) -> None:
+    def _found(self, digest: Digest, domain: Domain, done: asyncio.Future[Manifest | None], client: str) -> None:
+        name = name_in(domain, digest)
         self._budgets.release(client, Resource.LOOKUPS)
         self._fetching.pop(name, None)
         manifest = None if done.cancelled() or done.exception() else done.result()
@@ -95,6 +104,7 @@ class Manifests:
             self._missing.set(name, None, ASK_AGAIN_SECONDS)
         else:
             self.opened.add(name, manifest)
+            self._names.heard(digest, domain, own=manifest.header.name)
 
     def _find(self, digest: Digest, domain: Domain) -> Manifest | None:
         try:

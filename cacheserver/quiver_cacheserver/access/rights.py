@@ -52,6 +52,13 @@ RIGHTS: Final[Mapping[str, Right | None]] = MappingProxyType(
         "GET /v1/ring": Right.READ,
         "GET /v1/status": Right.OPERATE,
         "GET /metrics": Right.OPERATE,
+        # who reads what: names, those of the caller's sharing domain alone (``Caller.sees``)
+        "GET /v1/jobs": Right.OPERATE,
+        "GET /v1/datasets": Right.OPERATE,
+        "GET /v1/allocation": Right.OPERATE,
+        "POST /v1/pin": Right.OPERATE,
+        "POST /v1/unpin": Right.OPERATE,
+        "POST /v1/evict": Right.OPERATE,
         "GET /healthz": PUBLIC,
         "GET /readyz": PUBLIC,  # the reasons for "not ready" name origins: they are for ``READYZ_REASONS``
         "readyz reasons": Right.OPERATE,

@@ -22,13 +22,15 @@ from quiver_cacheserver.verification import Verification
 class Admission(NamedTuple):
     """How a shard came in: from which source (``origin``, ``peer``, ``upload``), for which client, in which domain.
 
-    ``is_new``: its file was written. If not, the file was there, other sharing domains held it, and it is shared now.
+    ``manifest``: by which it was filled. ``is_new``: its file was written. If not, the file was there, other sharing
+    domains held it, and it is shared now.
     """
 
     source: str
     client: str = ""
     domain: Domain = SINGLE
     is_new: bool = True
+    manifest: Digest | None = None
 
 
 class Filler:
@@ -76,7 +78,7 @@ class Filler:
             self._sources.failed(manifest, error)
             raise
         where = self._sources.gave(source, size_bytes)
-        self._admitted(digest, Admission(where, client, domain, is_new))
+        self._admitted(digest, Admission(where, client, domain, is_new, manifest.digest))
         return where
 
     def take_over(self, digest: Digest, size_bytes: int, giver: PeerClient, client: str, domain: Domain) -> bool:
