@@ -24,11 +24,12 @@ from quiver.errors import NotFound, QuiverError, Unavailable
 from quiver.handover import ASKED_MAX, HOLDERS_MAX, OFFERED_MAX, SHARED, HandoverAnswer, HandoverRequest, Taken
 from quiver.lookup import as_rows
 from quiver.residency import Needs
-from quiver.residency.worth import most_needed_first, worth_of
+from quiver.residency.worth import most_needed_first
 from quiver.ring import Ring
 from quiver.store import Kind
 from quiver.transport.attempt import Attempt
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.draining import worth
 from quiver_cacheserver.draining.queues import Queues
 from quiver_cacheserver.rack.peers import RUNNERS_UP, RackPeers
 from quiver_cacheserver.rack.registry import Registry
@@ -168,8 +169,7 @@ class Giver:
         for held in inventory.held(Kind.MANIFEST)[: STOCK_MAX // 2]:
             items += [Item(Kind.MANIFEST, *held[:2], it) for it in inventory.domains_of(Kind.MANIFEST, held.digest)]
         shelf = self._rooms.shelf()
-        counts, known = self._needs.shown.counted(shelf.digests)
-        order = most_needed_first(worth_of(counts, known, shelf.in_use), shelf.idle)
+        order = most_needed_first(worth.of_held(self._needs, shelf), shelf.idle)
         for at in order[: STOCK_MAX - len(items)].tolist():
             digest, size_bytes = shelf.name(at), int(shelf.sizes[at])
             holder = holders.get(int(shelf.holders[at]), "")
