@@ -13,7 +13,6 @@ from quiver.errors import Misconfigured
 from quiver.sizes import parse_size
 from quiver_client.config import CacheConfig, parse_cache
 
-
 _UNITS: Final = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}  # seconds
 
 
