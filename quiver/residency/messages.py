@@ -20,6 +20,7 @@ from msgspec import Meta
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.identity import NAME_BYTES_MAX, Identity, check_name
+from quiver.introduction import READER_BYTES
 from quiver.malformed import MALFORMED
 from quiver.residency.orders import ORDER_ENTRIES_MAX, ORDER_ID_BYTES
 from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, Measured
@@ -73,6 +74,7 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     throughput: float = 0.0
     waited: float = 0.0
     attained_bytes: float = 0.0
+    reader: Annotated[bytes, Meta(max_length=READER_BYTES)] = b""
     hold: bool = False
 
 
@@ -132,6 +134,7 @@ class NeedsReport:
                 throughput=report.measured.throughput,
                 waited=report.measured.waited,
                 attained_bytes=report.measured.attained_bytes,
+                reader=report.reader,
                 hold=report.hold,
             )
         )
@@ -166,6 +169,7 @@ class NeedsReport:
             identity=Identity(message.job, message.group, message.tenant),
             dataset_name=message.dataset_name,
             measured=Measured(message.throughput, message.waited, message.attained_bytes),
+            reader=message.reader,
             hold=message.hold,
         )
         return cls(Digest(message.manifest), report, message.leaving)
