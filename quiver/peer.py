@@ -15,6 +15,8 @@ import numpy as np
 from quiver.digest import Bytes, Digest
 from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
+from quiver.handover import DrainRequest, DrainStatus, HandoverAnswer, HandoverRequest
+from quiver.introduction import HEADER as INTRODUCTION
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.token_source import NO_TOKEN, TokenSource
@@ -41,6 +43,7 @@ from quiver.wire import (
     decode_json,
 )
 
+JSON_TYPE: Final = "application/json"
 STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 
 
@@ -55,13 +58,15 @@ class PeerClient:
         tls: Credentials | None = None,
         node: str = "",
         token: TokenSource = NO_TOKEN,
+        introduction: str = "",
     ) -> None:
-        """``tls``, ``node`` and ``token``: see ``Endpoint``."""
-        endpoint = Endpoint(check_url(url), patience, tls, node, token)
+        """``tls``, ``node``, ``token`` and ``introduction``: see ``Endpoint``."""
+        endpoint = Endpoint(check_url(url), patience, tls, node, token, introduction)
         self.url = endpoint.url
         self.is_authenticated = endpoint.is_authenticated
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)
+        self._reads = self._http.with_header(INTRODUCTION, introduction) if introduction else self._http
         self._streams = ReadStreams(endpoint)
 
     def __repr__(self) -> str:
@@ -75,7 +80,7 @@ class PeerClient:
         if not domain:
             return self
         other = copy.copy(self)
-        other._http = self._http.with_header(HEADER, str(domain))
+        other._http = other._reads = self._http.with_header(HEADER, str(domain))
         return other
 
     def close(self) -> None:
@@ -99,7 +104,7 @@ class PeerClient:
         """
         if attempt is None:
             return self._streams.read(request) or self._read_by_http(request)
-        return self._streams.read(request, attempt) or self._read_by_http(request, self._http.within(attempt))
+        return self._streams.read(request, attempt) or self._read_by_http(request, self._reads.within(attempt))
 
     def resident(self, shards: tuple[Digest, ...], attempt: Attempt) -> U8:
         """Return a ``RangeStatus`` per shard ``(n,)``, without the shards and without having them filled.
@@ -113,7 +118,7 @@ class PeerClient:
     def _read_by_http(self, request: ReadRequest, http: HttpVerbs | None = None) -> tuple[U8, U8]:
         lengths = request.ranges["length"]
         count, wanted = len(lengths), int(lengths.sum())
-        answer = (http or self._http).request(
+        answer = (http or self._reads).request(
             "POST",
             "/v1/read",
             request.encode(),
@@ -165,6 +170,38 @@ class PeerClient:
         if len(answer.seen) != wanted:
             raise Corrupt(f"an answer about {len(answer.seen)} shards where {wanted} belong", self.name)
         return answer
+
+    def handover(self, request: HandoverRequest, attempt: Attempt) -> HandoverAnswer:
+        """Ask which of these files the peer holds, or have it fetch those that it does not from the giver."""
+        count = len(request.shards) + len(request.manifests)
+        told = self._http.within(attempt).request(
+            *("POST", "/v1/handover", request.encode(), MSGPACK_TYPE),
+            answer_bytes_max=count + STATUSES_BYTES_SLACK,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        try:
+            return HandoverAnswer.decode(told.data, request)
+        except BadRequest as error:
+            raise Corrupt(str(error), self.name) from error
+
+    def drain(self, request: DrainRequest) -> DrainStatus:
+        """Have the daemon leave placement and hand over what it holds; it goes on serving. Raises ``NotFound`` if old.
+
+        A drain that is under way gets the new deadline.
+        """
+        return self._drain_status("POST", request.encode())
+
+    def drain_status(self) -> DrainStatus:
+        return self._drain_status("GET")
+
+    def undrain(self) -> DrainStatus:
+        """Have the daemon own shards again. A handover that is under way ends."""
+        return self._drain_status("DELETE")
+
+    def _drain_status(self, method: str, body: bytes = b"") -> DrainStatus:
+        answer = self._http.request(method, "/v1/drain", body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX)
+        status: DrainStatus = decode_json(answer.data, DrainStatus, f"the state of the drain that {self.url} answered")
+        return status
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard that is resident at the peer, which does not fill it. ``ShardSource``."""

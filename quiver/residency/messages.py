@@ -20,6 +20,7 @@ from msgspec import Meta
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.identity import NAME_BYTES_MAX, Identity, check_name
+from quiver.introduction import READER_BYTES
 from quiver.malformed import MALFORMED
 from quiver.residency.orders import ORDER_ENTRIES_MAX, ORDER_ID_BYTES
 from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, Measured
@@ -29,6 +30,7 @@ SHARDS_MAX: Final = 1 << 24
 SOON_MAX: Final = 4096
 UPLOADS_MAX: Final = 64
 LEASE_SECONDS_MAX: Final = 60.0
+HOLD_SECONDS_MAX: Final = 3600.0  # of a hold: a job that moves to another rack is queued, and started, meanwhile
 PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # incompressible data becomes a little longer
 _FIELDS_BYTES_MAX: Final = 512 + 4 * NAME_BYTES_MAX  # a message without its lists and its array
 _NUMBER_BYTES_MAX: Final = 5
@@ -72,6 +74,8 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     throughput: float = 0.0
     waited: float = 0.0
     attained_bytes: float = 0.0
+    reader: Annotated[bytes, Meta(max_length=READER_BYTES)] = b""
+    hold: bool = False
 
 
 class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
@@ -130,6 +134,8 @@ class NeedsReport:
                 throughput=report.measured.throughput,
                 waited=report.measured.waited,
                 attained_bytes=report.measured.attained_bytes,
+                reader=report.reader,
+                hold=report.hold,
             )
         )
 
@@ -154,7 +160,7 @@ class NeedsReport:
             left=_unpacked(message.left, message.shards),
             rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second counts as unknown
             ahead_bytes=message.ahead_bytes,
-            lease_seconds=min(message.lease_seconds, LEASE_SECONDS_MAX),
+            lease_seconds=min(message.lease_seconds, HOLD_SECONDS_MAX if message.hold else LEASE_SECONDS_MAX),
             soon=tuple(message.soon),
             ordered=message.ordered,
             order=message.order,
@@ -163,6 +169,8 @@ class NeedsReport:
             identity=Identity(message.job, message.group, message.tenant),
             dataset_name=message.dataset_name,
             measured=Measured(message.throughput, message.waited, message.attained_bytes),
+            reader=message.reader,
+            hold=message.hold,
         )
         return cls(Digest(message.manifest), report, message.leaving)
 

@@ -24,6 +24,8 @@ COMMANDS: Final = {
     "verify": "Read and hash everything again, through a cache.",
     "warm": "Fill a dataset into a cache before it is needed.",
     "status": "Say how a cache is doing.",
+    "drain": "Have a daemon hand over what it holds.",
+    "undrain": "Bring a drained daemon back.",
     "tls": "Make certificates for a rack.",
     "token": "Make keys and sign tokens for a shared rack.",
 }

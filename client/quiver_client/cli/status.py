@@ -54,14 +54,14 @@ def command(cache: CacheConfig | None, *, as_json: bool) -> int:
 
 
 def _rack(urls: tuple[str, ...]) -> dict[str, Any]:
-    ring = _ring(urls)
+    ring = ring_of(urls)
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         members = list(pool.map(_member, ring.members))
     totals = ("resident_bytes", "capacity_bytes", "origin_read_bytes")
     return {"rack": ring.rack, "members": members} | {name: sum(m[name] for m in members) for name in totals}
 
 
-def _ring(urls: tuple[str, ...]) -> Ring:
+def ring_of(urls: tuple[str, ...]) -> Ring:
     """Return the ring from the first daemon that answers."""
     failure: QuiverError = Unavailable(", ".join(urls), "no daemon is named")
     token = TokenSource.from_environment()

@@ -18,16 +18,18 @@ from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
 from quiver_client.loader.loop_pass import Batches, LoopPass
+from quiver_client.loader.making import Making
 from quiver_client.loader.order import OrderPass
 from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
 from quiver_client.loader.state import State
-from quiver_client.loader.threads import ThreadedBatches
+from quiver_client.loader.threads import FETCHERS, ThreadedBatches
 from quiver_client.loader.trainers.injected import SeenBatches, order_of
 from quiver_client.loader.trainers.loops import is_counter, reads_one_ahead
 from quiver_client.loader.trainers.own_methods import own_methods
 from quiver_client.loader.trainers.wrappers import GradientSync, Prepared, Reader, warn_of_repeats
+from quiver_client.loader.turns import Turns
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches, WorkerBatches
 from quiver_client.memory import keep_what_is_freed
@@ -62,7 +64,10 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     torchrun's, as they are when the first pass begins; every rank gets as many samples as any other, by repeating a few
     or, with ``drop_last``, by leaving out a few, as torch's ``DistributedSampler`` does. ``job``: a name that is the
     same in all ranks: a job that restarts under its name replaces its earlier run; without it, a restart waits for the
-    old lease to expire. ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
+    old lease to expire. ``group``: a name that the trials of a sweep share: in the cache they count as one. ``tenant``:
+    who is charged, where the cache needs no tokens; a token's tenant counts before it. Operators see all three; by
+    default they are ``$QUIVER_JOB``, ``$QUIVER_GROUP`` and ``$QUIVER_TENANT``, and the job's name else its launcher's
+    (docs/identity.md). ``ledger``: a file to record the order in; ``replay``: such a file, whose order is repeated,
     independent of what the cache holds. With several ranks each has its own file, with ``.<rank>`` appended.
     ``mesh``: a ``DeviceMesh``; ranks that differ in other dimensions than the data-parallel ones (``dp``, ``dp_shard``,
     …; or ``mesh=(device_mesh, ("x", "y"))``) get the same samples in the same order. ``replicate``: a process group
@@ -111,6 +116,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
+        group: str | None = None,
+        tenant: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
         mesh: Any = None,
@@ -147,6 +154,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
                 rank=rank,
                 world_size=world_size,
                 job=job,
+                group=group,
+                tenant=tenant,
                 ledger=ledger,
                 replay=replay,
                 sampler=sampler,
@@ -196,6 +205,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._passing: list[weakref.ref[LoopPass]] = []
         self._seen = SeenBatches(batch_sampler)
         self._watch = LoopWatch(order, num_workers)
+        self._making = Making(num_workers, min(self._ahead, FETCHERS))
+        self._source.rows = self._making.rows
         self._progress = progress
         self._line: ProgressLine | None = None
         is_wanted(progress, 0)
@@ -255,7 +266,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
-            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched)
+            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched, self._making)
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
         if self._on_error.is_tolerant:
             self._errors.begin(samples)
@@ -265,7 +276,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             )
         sync = GradientSync(self, self._prepared)
         passing = LoopPass(self.order, epoch, batches, sync, reads_ahead=reads_one_ahead(asking))
-        passing.tell(self._watch, self._seen, self._show_progress())
+        passing.tell(self._watch, self._seen, self._show_progress(), Turns(self._making))
         self._passing = [weakref.ref(each) for each in (*self._open_passes(), passing)]
         return passing
 

@@ -20,7 +20,9 @@ from quiver_client.failure import Named, annotate
 from quiver_client.loaded import Loaded, made_one, made_singly
 from quiver_client.loader.bad_samples import BadSample, Incomplete, is_bad_sample
 from quiver_client.loader.epoch import Drawn
+from quiver_client.loader.making import Making, WorkerRows
 from quiver_client.loader.randomness import Randomness, Turn
+from quiver_client.read_clock import Stopwatch
 from quiver_client.seeding import Seeds
 
 Collate = Callable[[list[Any]], Any]
@@ -70,14 +72,19 @@ class Source:
         self._columns = CollatedDataset(dataset) if by_columns else None
         self._is_tolerant = is_tolerant
         self.randomness = Randomness()
+        self.rows: WorkerRows | None = None  # where workers say what their batches cost
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, request: Request) -> Any:
         """Make a batch in a worker, where no other thread draws from the global generators."""
+        watch = Stopwatch()
         made = self.fetch(request)
-        return made.make() if isinstance(made, Unmade) else made
+        made = made.make() if isinstance(made, Unmade) else made
+        if self.rows is not None:
+            self.rows.add(watch.stop())
+        return made
 
     def fetch(self, request: Request) -> Any | Unmade:
         """Read a batch and make it, unless it has to be made in the training loop's thread.
@@ -236,17 +243,27 @@ def _names(loaded: Loaded) -> tuple[list[Named], int]:
 class ThreadedSource:
     """A source as the threads of one pass use it, and the training loop's thread."""
 
-    def __init__(self, source: Source, epoch: int, finish: Callable[[Any], Any], took: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        epoch: int,
+        finish: Callable[[Any], Any],
+        took: Callable[[float], None],
+        making: Making,
+    ) -> None:
         """``finish`` is applied to each batch, in the thread that made it: it pins memory; ``took`` to the seconds that
         it took to read and make the batch."""
-        self._source, self._epoch, self._finish, self._took = source, epoch, finish, took
+        self._source, self._epoch, self._finish, self._took, self._making = source, epoch, finish, took, making
         source.randomness.has_loop = True
 
     def fetch(self, drawn: Drawn) -> Any:
-        begun = time.monotonic()
+        watch = Stopwatch()
         made = self._source.fetch(Request(self._epoch, drawn.rows, drawn.epochs))
-        self._took(time.monotonic() - begun)
-        return made if isinstance(made, Unmade | Incomplete) else self._finish(made)
+        finished = made if isinstance(made, Unmade | Incomplete) else self._finish(made)
+        cost = watch.stop()
+        self._making.add(cost)
+        self._took(cost.read_seconds + cost.making_seconds)
+        return finished
 
     def asked(self) -> None:
         """The loop's thread waits for a batch."""
@@ -255,7 +272,9 @@ class ThreadedSource:
     def received(self, made: Any) -> Any:
         """Return the batch to hand to the loop, in whose thread this is called."""
         if isinstance(made, Unmade):
+            begun = time.perf_counter()
             made = made.make()
             made = made if isinstance(made, Incomplete) else self._finish(made)
+            self._making.here_seconds += time.perf_counter() - begun
         self._source.randomness.loop_left()
         return made
