@@ -20,9 +20,10 @@ class Policy(enum.StrEnum):
 class Reader:
     """A group of jobs that reads one dataset, and counts once.
 
-    ``rate``: f*, the bytes per second that it would read if it never waited, over all its ranks; 0: unknown yet.
-    ``ordered``: it reads in an order that is fixed, so its misses are its own; otherwise it substitutes, and shares the
-    dataset's one stream of reads with the others that do. ``attained_bytes``: what it has read since it began.
+    ``rate``: f*, the bytes per second that it would read if it never waited, over all its ranks. 0: unknown yet, so
+    it gets an equal share and no more; infinite: it reads whatever it gets. ``ordered``: it reads in an order that is
+    fixed, so its misses are its own; otherwise it substitutes, and shares the dataset's one stream of reads with the
+    others that do. ``attained_bytes``: what it has read since it began.
     """
 
     name: str
@@ -34,18 +35,26 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetDemand:
-    """A dataset that somebody reads. ``origin`` names where its misses come from, a key of ``Problem.origin_rates``."""
+    """A dataset that somebody reads. ``origin`` names where its misses come from, a key of ``Problem.origin_rates``.
+
+    ``resident_bytes``: what the cache holds of it now; None: as much as its share. It matters to the bandwidth alone:
+    a dataset whose share is not filled yet reads more from the origin until it is, and is given more until then.
+    """
 
     name: str
     size_bytes: float
     origin: str
     readers: tuple[Reader, ...]
     pinned: bool = False  # an operator wants all of it in the cache
+    resident_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Everything that an allocation depends on.
+    """Everything that an allocation depends on. Names of datasets are unique.
+
+    A daemon that solves for its slice scales all by the same factor: capacity, sizes, rates of readers and of
+    origins, attained bytes, quotas. Shares then come out scaled by that factor.
 
     ``origin_rates``: bytes per second, by origin; one that is missing is not known to be a limit. ``weights`` and
     ``quotas`` (bytes of the cache, at most) are by tenant; a missing weight is 1, a missing quota is the capacity.
@@ -69,7 +78,10 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """``shares`` by dataset; ``predicted`` bytes per second, by dataset and reader, that follow from them."""
+    """``shares`` by dataset; ``predicted`` bytes per second, by dataset and reader, that follow from them.
+
+    0 is predicted for a reader of unknown rate that nothing limits.
+    """
 
     policy: Policy
     shares: Mapping[str, Share]

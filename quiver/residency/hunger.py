@@ -53,7 +53,7 @@ class Hunger:
         self._needs, self._now, self._origin = needs, now, origin
         self._reading: dict[Digest, list[Consumer]] = {}
         for it in needs.consumers.values():
-            if it.pending.any():
+            if it.is_reading:
                 self._reading.setdefault(it.dataset, []).append(it)
 
     def reading(self, name: Digest) -> list[Consumer]:

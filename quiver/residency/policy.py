@@ -89,6 +89,7 @@ class _Round:
         self._ordered_is_next = needs.ordered_is_next
         self._forced: Counter[bytes] = Counter()  # in this round, by consumer
         self._blocked = _blocked(needs, situation.avoid)
+        self._votes, self._tie = needs.votes(), 1 / needs.largest_group
         self._hunger = Hunger(needs, situation.now, situation.origin)
         self._division = Division(needs, self._present, situation.division) if situation.division else None
         self._future = needs.future(situation.now, situation.origin.fill_seconds, self._present, situation.free_bytes)
@@ -333,14 +334,14 @@ class _Round:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
 
     def _victims(self, bytes_wanted: float, spared: Mask) -> list[int]:
-        """Return needed slots to evict: of the shards that fewest need, the one with most bytes left to read."""
+        """Return needed slots to evict: of the shards with the fewest votes, the one with most bytes left to read."""
         needs = self._needs
         may_go = needs.held & self._present & ~spared & (needs.counts > 0)
         held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
         if not len(held):
             return []
-        counts = needs.counts_of_files()
-        least = held[counts[held] == counts[held].min()]
+        votes = needs.votes_of_files()
+        least = held[votes[held] == votes[held].min()]
         left = np.zeros(len(needs.sizes))
         for it in needs.consumers.values():
             left[needs.datasets[it.dataset].slots] += it.left
@@ -358,7 +359,7 @@ class _Round:
     # -- who wants what -----------------------------------------------------------------------------------------------
 
     def _most_needed(self, hungry: Sequence[Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
-        """Return the missing slot of at most ``bytes_max`` that most groups need, and its dataset: that of all."""
+        """Return the missing slot of at most ``bytes_max`` that has most votes, and its dataset: that of all."""
         if not hungry:
             return None
         needs, name = self._needs, hungry[0].consumer.dataset
@@ -366,7 +367,7 @@ class _Round:
         slots = slots[needs.sizes[slots] <= bytes_max]
         if not len(slots):
             return None
-        return int(slots[np.argmax(needs.counts[slots] + needs.ties[slots])]), name
+        return int(slots[np.argmax(self._votes[slots] + self._tie * needs.ties[slots])]), name
 
     def _hungry(self) -> tuple[list[Hungry], list[tuple[int, Digest]]]:
         """Return the consumers that need a fetch now, and the slots that those with a fixed order need next."""

@@ -1,0 +1,100 @@
+"""Most throughput in all: Σ w · x as high as it can be.
+
+What is cached being settled, the rates follow exactly: an origin's bandwidth goes where a byte of it moves most
+readers most (``best_rates``). Which bytes to cache is then hard in general: with an origin that gives nothing, a
+reader gets on only if all of its dataset is cached, and choosing is the 0/1 knapsack. So it is searched for: from
+several starts, by demand saved per byte (as Quiver, FAST 2020, and SiloD, EuroSys 2023), and from there by what a
+byte saved at each origin is worth at the rates reached, as long as that gains. It is optimal where the cache lets
+every origin carry all; elsewhere it was within a few per cent of brute force (docs/adr/0036).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from quiver.allocation.equal_split import equal_rates
+from quiver.allocation.fair import share_streams
+from quiver.allocation.instance import Floats, Indices, Instance, total
+from quiver.allocation.knapsack import spread
+
+SET_ASIDE: Final = 0.01  # of the bandwidth, for an equal split: a loop that gets nothing at all would time out
+_STEPS_MAX: Final = 8
+
+
+def most_throughput(instance: Instance, fair: Floats, full: Floats) -> tuple[Floats, Floats]:
+    """Return the bytes cached and the rates. ``fair``: what max-min would cache, one of the starts."""
+    best: tuple[float, Floats, Floats] | None = None
+    for start in _starts(instance, fair, full):
+        cached = start
+        for _ in range(_STEPS_MAX):
+            x, worth = best_rates(instance, cached, full)
+            value = float((instance.weight * x).sum())
+            if best is not None and value <= best[0] * (1 + 1e-9):
+                break
+            best = value, cached, x
+            cached = spread(instance, instance.pinned, worth[instance.origin] * instance.demand(x))
+    if best is None:
+        return instance.pinned, full
+    cached = spread(instance, best[1], instance.demand(best[2]))
+    return cached, best_rates(instance, cached, full)[0]
+
+
+def best_rates(instance: Instance, cached: Floats, full: Floats) -> tuple[Floats, Floats]:
+    """Return the rates of most throughput, ``cached`` bytes being held, and what a byte per second more of each
+    origin adds.
+    """
+    missing = instance.missing(cached)
+    least = equal_rates(instance, cached, full, part=SET_ASIDE)
+    left = instance.bandwidth - instance.by_origin(instance.demand(least) * missing)
+    # Each stream is raised in steps, from the rate of one of its readers to the next; a step serves all that are
+    # faster, so steps of a stream are worth less and less, and taking the most useful first is exact.
+    order = np.lexsort((full, instance.stream))
+    stream, top = instance.stream[order], full[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = stream[1:] != stream[:-1]
+    below = np.where(first, 0.0, np.roll(top, 1))
+    width = np.maximum(top - np.maximum(below, instance.fastest(least)[stream]), 0.0)
+    gain = _weight_above(instance.weight[order], stream)
+    cost = missing[instance.dataset[order]]
+    added, marginal = _fill(width, gain, cost, instance.reader_origin[order], left)
+    level = instance.fastest(least) + total(stream, added, len(instance.stream_start))
+    x = np.maximum(least, np.minimum(full, level[instance.stream]))
+    return share_streams(instance, cached, x, full), marginal
+
+
+def _fill(width: Floats, gain: Floats, cost: Floats, origin: Indices, left: Floats) -> tuple[Floats, Floats]:
+    """Return how much of the width of each step there is bandwidth for, and the worth of the best that is left
+    out.
+    """
+    worth = np.divide(gain, cost, out=np.full_like(gain, np.inf), where=cost > 0)
+    rank = np.lexsort((np.arange(len(worth)), -worth, origin))
+    needs, where = (width * cost)[rank], origin[rank]
+    sums = np.cumsum(needs)
+    begins = np.concatenate(([0.0], sums))[np.searchsorted(where, np.arange(len(left)))]
+    free = np.maximum(left[where] - (sums - needs - begins[where]), 0.0)
+    part = np.clip(np.divide(free, needs, out=np.ones_like(needs), where=needs > 0), 0.0, 1.0)
+    added = np.empty_like(width)
+    added[rank] = part * width[rank]
+    marginal = np.zeros(len(left))
+    np.maximum.at(marginal, where[part < 1], worth[rank][part < 1])
+    return added, marginal
+
+
+def _starts(instance: Instance, fair: Floats, full: Floats) -> Iterator[Floats]:
+    yield fair
+    demand = instance.demand(full)
+    tight = instance.by_origin(demand * instance.missing(instance.pinned)) > instance.bandwidth
+    every = total(instance.dataset, instance.weight * full, len(demand))
+    for value in (demand, every):
+        yield spread(instance, instance.pinned, value * tight[instance.origin])
+
+
+def _weight_above(weight: Floats, stream: Indices) -> Floats:
+    """Return the weight of each reader and of those after it in its stream."""
+    sums = np.cumsum(weight)
+    streams = int(stream[-1]) + 1 if len(stream) else 0
+    ends = np.cumsum(total(stream, weight, streams))
+    return ends[stream] - sums + weight
