@@ -35,7 +35,7 @@ def allocate(problem: Problem, policy: Policy = Policy.MAX_MIN) -> Allocation:
     held = np.minimum(cached, held)
     wanted = serve_least_attained(instance, held, full) if policy == Policy.LAS else x
     rates = _bandwidth(instance, held, instance.demand(wanted))
-    words = reasons(instance, policy, cached, full)
+    words = reasons(instance, policy, cached, x, full)
     shares = {
         name: Share(cache_bytes=float(cached[i]), origin_rate=float(rates[i]), reason=words[i])
         for i, name in enumerate(instance.names)
