@@ -121,6 +121,7 @@ class Decider:
             avoid=stuck.union(self._fills.failed),
             shares=self._allocator.limits(),
             division=self._allocator.division,
+            credit=self._allocator.turns.credit(now),
         )
 
     # -- carrying out -------------------------------------------------------------------------------------------------
