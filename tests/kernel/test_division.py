@@ -122,7 +122,7 @@ def test_floors_leave_the_sum_as_it_is_and_give_each_something(shares: dict[Dige
     given_ = with_floors(shares, dict.fromkeys(names, floor))
     assert sum(given_.values()) == pytest.approx(room)
     if room > 0:
-        assert min(given_.values()) >= min(floor, room / 6) * (1 - 1e-9)
+        assert min(given_.values()) >= min(floor, room / 3) * (1 - 1e-9)
 
 
 @given(st.integers(0, 99), st.integers(1, 7))
