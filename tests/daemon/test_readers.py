@@ -124,6 +124,22 @@ def test_who_reports_needs_is_not_counted_a_second_time(board: Board) -> None:
     assert {it.name for it in board.seen()} == {"resnet", "stock"}, "now it reads with a stock loader"
 
 
+def test_a_rank_that_follows_another_is_left_out_as_long_as_somebody_reports(board: Board) -> None:
+    follower = ReadBy("10.0.0.2", introduction=Introduction(b"f" * READER_BYTES, Identity("resnet"), follows=True))
+    board.report(b"consumer........", b"l" * READER_BYTES, "10.0.0.1")
+    board.read([follower], 100.0, 5.0)
+    assert not board.seen()
+    board.needs.leave(b"consumer........")
+    board.needs.forget_unused()
+    board.read([follower], 100.0, 5.0)
+    assert [it.name for it in board.seen()] == ["resnet"]
+
+
+def test_forked_trials_that_say_their_own_names_are_readers_of_their_own(board: Board) -> None:
+    board.read([by(1, "trial 1"), by(1, "trial 2")], 100.0, 3.0)
+    assert [it.name for it in board.seen()] == ["trial 1", "trial 2"]
+
+
 def test_of_an_older_client_that_reports_no_read_of_its_host_counts(board: Board) -> None:
     board.report(b"consumer........", b"", "10.0.0.1")
     board.read([by(client="10.0.0.1"), by(client="10.0.0.2")], 100.0, 3.0)

@@ -84,7 +84,7 @@ class SeenReader:
 class _Key(NamedTuple):
     domain: Domain
     manifest: Digest
-    who: str  # the reader in hexadecimal, else its account
+    who: str  # the reader in hexadecimal and its job, else its account
 
 
 class _Counted:
@@ -133,7 +133,8 @@ class Readers:
     def read(self, by: ReadBy, manifest: Digest, count: int, now: float) -> None:
         """Count bytes that were read of a manifest, or looked for here in vain and read elsewhere."""
         said = by.introduction
-        key = _Key(by.domain, manifest, said.reader.hex() if said is not None else by.client)
+        who = f"{said.reader.hex()} {said.identity.job}" if said is not None else by.client
+        key = _Key(by.domain, manifest, who)
         with self._lock:
             counted = self._counted.get(key)
             if counted is None:
@@ -158,9 +159,10 @@ class Readers:
             items = list(self._counted.items())
         jobs: dict[tuple[Digest, str, str, str], list[tuple[_Key, _Counted]]] = {}
         for key, counted in items:
-            dataset, who = name_in(key.domain, key.manifest), counted.by.identity
-            reader = counted.by.introduction.reader if counted.by.introduction is not None else counted.by.client
-            counted.sample(now, reports=(dataset, reader) in reporting)
+            dataset, who, said = name_in(key.domain, key.manifest), counted.by.identity, counted.by.introduction
+            follows = said is not None and said.follows and self._needs.has_dataset(dataset)
+            reader = said.reader if said is not None else counted.by.client
+            counted.sample(now, reports=follows or (dataset, reader) in reporting)
             if counted.bytes > counted.ignored_bytes:
                 jobs.setdefault((dataset, who.tenant, who.group, who.job or f"reader {key.who}"), []).append(
                     (key, counted)
