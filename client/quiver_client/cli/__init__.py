@@ -1,8 +1,8 @@
 """The command ``quiver``.
 
-Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``tls`` and ``token`` is a command; ``main`` groups them
-and turns errors into exit statuses, ``options`` has what they share, ``progress`` draws their progress bar,
-and ``decoding`` is what ``verify --decode`` does.
+Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``plan``, ``tls`` and ``token`` is a command; ``main``
+groups them and turns errors into exit statuses, ``options`` has what they share, ``progress`` draws their progress
+bar, and ``decoding`` is what ``verify --decode`` does.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "info": "Print what a manifest contains.",
     "verify": "Read and hash everything again, through a cache.",
     "warm": "Fill a dataset into a cache before it is needed.",
+    "plan": "Predict, by simulation, what a fleet of racks gives its jobs.",
     "status": "Say how a cache is doing.",
     "tls": "Make certificates for a rack.",
     "token": "Make keys and sign tokens for a shared rack.",
