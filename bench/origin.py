@@ -4,14 +4,17 @@ python -m bench.origin FOLDER PORT
 GET /<file>                          a file, or a range of it
 GET /-/limit/<bytes per second>/<ms>   limit all answers together, and delay each (0: no limit, no delay)
 GET /-/sent                          the bytes sent since the last such request
+GET /-/counts                        the bytes sent since it started, by file, as JSON
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -27,6 +30,7 @@ class Origin:
         self._latency = 0.0
         self._free_at = 0.0
         self._sent = 0
+        self._counts: Counter[str] = Counter()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -62,19 +66,22 @@ class Origin:
             file.seek(start)
             while start < end:
                 chunk = file.read(min(CHUNK_BYTES, end - start))
-                await self._turn(len(chunk))
+                await self._turn(name, len(chunk))
                 writer.write(chunk)
                 await writer.drain()
                 start += len(chunk)
 
-    async def _turn(self, count: int) -> None:
+    async def _turn(self, name: str, count: int) -> None:
         self._sent += count
+        self._counts[name] += count
         if self._rate:
             now = time.monotonic()
             self._free_at = max(self._free_at, now) + count / self._rate
             await asyncio.sleep(self._free_at - now)
 
-    def _control(self, words: list[str]) -> int:
+    def _control(self, words: list[str]) -> int | str:
+        if words[0] == "counts":
+            return json.dumps(self._counts)
         if words[0] == "limit":
             self._rate, self._latency = float(words[1]), float(words[2]) / 1000
         sent, self._sent = self._sent, 0

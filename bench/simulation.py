@@ -43,7 +43,6 @@ from quiver.residency import (
 from quiver.shard import COUNT_BYTES, ROW_BYTES
 from quiver.substitution import Ints, Order, View, dealt, permutation
 
-DATASET: Final = Digest(bytes(32))
 ASKED_AGAIN: Final = 0.125  # of a waiting job: it reports at once, and then so often
 GIVEN_UP_AFTER: Final = 10.0  # a job that waited for so long reads from the origin
 ROUNDING: Final = 1e-9  # sizes are fractions of a unit
@@ -65,11 +64,17 @@ class Setting:
     latency: float  # of the origin
     fills: int  # that a daemon has under way at once
     lookahead: int | None
+    datasets: int = 1  # of this shape, disjoint
+
+    @property
+    def shards(self) -> int:
+        """Of one dataset. Those of dataset d are numbered from d times this."""
+        return len(self.counts)
 
     @property
     def sizes(self) -> npt.NDArray[np.float64]:
-        """Of each shard, in units."""
-        sizes: npt.NDArray[np.float64] = self.counts / self.samples
+        """Of each shard of all datasets, in units."""
+        sizes: npt.NDArray[np.float64] = np.tile(self.counts, self.datasets) / self.samples
         return sizes
 
     @property
@@ -98,6 +103,11 @@ class Result:
     @property
     def waiting_max(self) -> float:
         return max(self.waiting)
+
+
+def dataset(number: int) -> Digest:
+    """Return the name of a dataset."""
+    return Digest(bytes(31) + bytes([number]))
 
 
 class Clock:
@@ -153,14 +163,23 @@ class Daemon:
         self.needs = Needs(self.setting.seed)
         self.sizes = self.setting.sizes
         self.shard_bytes = self.setting.shard_bytes
-        held = np.zeros(len(self.sizes), bool)
-        self.needs.add_dataset(
-            DATASET, as_rows(self.names), self.shard_bytes, held, self.mine, samples=self.setting.counts
-        )
+        each = self.setting.shards
+        held = np.zeros(each, bool)
+        for at in range(self.setting.datasets):
+            some = slice(at * each, (at + 1) * each)
+            self.needs.add_dataset(
+                dataset(at),
+                as_rows(self.names[some]),
+                self.shard_bytes,
+                held.copy(),
+                self.mine[some],
+                samples=self.setting.counts,
+            )
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
-    def told(self, report: ConsumerReport) -> npt.NDArray[np.uint8]:
-        assert self.needs.report(DATASET, report, self.clock.now)
+    def told(self, at: int, report: ConsumerReport) -> npt.NDArray[np.uint8]:
+        """Take a report on dataset number ``at``."""
+        assert self.needs.report(dataset(at), report, self.clock.now)
         seen = self.needs.seen_by(report.consumer)
         self.decide()
         return seen
@@ -183,7 +202,10 @@ class Daemon:
             self.begin(decision)
 
     def shelf(self) -> Shelf:
-        held = [StoredFile(self.names[shard], int(self.shard_bytes[shard]), at) for shard, at in self.held.items()]
+        held = [
+            StoredFile(self.names[shard], int(self.shard_bytes[shard % self.setting.shards]), at)
+            for shard, at in self.held.items()
+        ]
         return Shelf.of(held, self.clock.now, self.needs.needed_of)
 
     def units_of(self, shards: Iterable[int]) -> float:
@@ -208,7 +230,7 @@ class Daemon:
         asked, now = self.coming.pop(shard), self.clock.now
         self.held[shard] = now
         self.needs.arrived(self.names[shard])
-        self.needs.end(Recipe(self.names[shard], DATASET))
+        self.needs.end(Recipe(self.names[shard], dataset(shard // self.setting.shards)))
         rate = float(self.sizes[shard]) / max(now - max(asked, self.last), 1e-6)
         weight = SMOOTHING if self.last else 1.0
         self.rate += (min(rate, 1e3) - self.rate) * weight
@@ -220,7 +242,9 @@ class Daemon:
 class Job:
     """A job of one rank that reads at ``rate`` from ``start`` on, and stands still between ``stops``."""
 
-    def __init__(self, number: int, rate: float, stops: tuple[float, float], rack: Rack) -> None:
+    def __init__(self, number: int, rate: float, stops: tuple[float, float], rack: Rack, of: int = 0) -> None:
+        """``of``: the number of the dataset that it reads."""
+        self._of = of
         self._rack, self._clock, self._setting = rack, rack.clock, rack.setting
         self._number, self._rate, self._stops = number, rate, stops
         self._step = rack.setting.batch / rack.setting.samples / rate
@@ -283,7 +307,7 @@ class Job:
             lease_seconds=self._setting.lease,
         )
         for at, daemon in enumerate(self._rack.daemons):
-            self._seen[at] = daemon.told(report)
+            self._seen[at] = daemon.told(self._of, report)
         self._reported = self._clock.now
         self._view = self._learned()
 
@@ -321,7 +345,7 @@ class Job:
     def _read(self, batch: Ints) -> float:
         """Consume a batch; return how long what is not held any more takes to come from the origin."""
         lies = self._order.shards[batch]
-        absent = ~self._rack.holds(lies)
+        absent = ~self._rack.holds(lies + self._of * self._setting.shards)
         self._order.take(batch)
         self.consumed += len(batch) / self._setting.samples
         late = 0.0
@@ -349,8 +373,8 @@ class Rack:
         self.setting = setting
         self.pipe = Pipe(self.clock, origin, setting.latency)
         chance = np.random.default_rng(setting.seed)
-        self._owner = chance.integers(0, daemons, len(setting.counts))
-        names = [Digest(shard.to_bytes(8, "big") + bytes(24)) for shard in range(1, len(setting.counts) + 1)]
+        self._owner = chance.integers(0, daemons, setting.shards * setting.datasets)
+        names = [Digest(shard.to_bytes(8, "big") + bytes(24)) for shard in range(1, len(self._owner) + 1)]
         total = float(setting.sizes.sum())
         rooms = np.full(daemons, cached * total / daemons)
         if (setting.counts == setting.counts[0]).all():  # whole shards
@@ -396,14 +420,20 @@ def simulate(
     fills: int = 2,
     lookahead: int | None = None,
     stops: Mapping[int, tuple[float, float]] | None = None,
+    of: Sequence[int] = (),
 ) -> Result:
-    """Run ``jobs`` over a cache that holds ``cached`` of the dataset. ``stops``: from when to when jobs stand."""
+    """Run ``jobs`` over a cache that holds ``cached`` of all datasets. ``stops``: from when to when jobs stand.
+
+    ``of``: the number of the dataset that each job reads, by default the same one.
+    """
     counts = mixed_counts(shards * samples, samples, seed) if mixed else np.full(shards, samples)
-    setting = Setting(counts, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead)
+    setting = Setting(
+        counts, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead, max(of, default=0) + 1
+    )
     rack = Rack(setting, daemons, cached, origin)
     stops = stops or {}
     never = (np.inf, np.inf)
-    all_jobs = [Job(at, rates[at], stops.get(at, never), rack) for at in range(jobs)]
+    all_jobs = [Job(at, rates[at], stops.get(at, never), rack, of[at] if of else 0) for at in range(jobs)]
     for job, start in zip(all_jobs, starts, strict=True):
         rack.clock.after(start, job.begin)
     lasting = [job for at, job in enumerate(all_jobs) if stops.get(at, never)[1] < np.inf or at not in stops]

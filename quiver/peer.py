@@ -8,13 +8,26 @@ to the process that opened them. The request bounds the size of every answer. Re
 from __future__ import annotations
 
 import copy
-from typing import Final
+from typing import Final, TypeVar
 
+import msgspec
 import numpy as np
 
 from quiver.digest import Bytes, Digest
 from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
+from quiver.handover import DrainRequest, DrainStatus, HandoverAnswer, HandoverRequest
+from quiver.introduction import HEADER as INTRODUCTION
+from quiver.overview import (
+    AllocationView,
+    DatasetRequest,
+    DatasetsView,
+    EvictAnswer,
+    JobsView,
+    PinAnswer,
+    ProbeRequest,
+    ProbeView,
+)
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.token_source import NO_TOKEN, TokenSource
@@ -41,6 +54,10 @@ from quiver.wire import (
     decode_json,
 )
 
+T = TypeVar("T")
+
+EVICTION_SECONDS: Final = 300.0  # of a dataset of a hundred thousand shards, from a slow disk
+JSON_TYPE: Final = "application/json"
 STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 
 
@@ -55,13 +72,15 @@ class PeerClient:
         tls: Credentials | None = None,
         node: str = "",
         token: TokenSource = NO_TOKEN,
+        introduction: str = "",
     ) -> None:
-        """``tls``, ``node`` and ``token``: see ``Endpoint``."""
-        endpoint = Endpoint(check_url(url), patience, tls, node, token)
+        """``tls``, ``node``, ``token`` and ``introduction``: see ``Endpoint``."""
+        endpoint = Endpoint(check_url(url), patience, tls, node, token, introduction)
         self.url = endpoint.url
         self.is_authenticated = endpoint.is_authenticated
         self.name = endpoint.name
         self._http = HttpVerbs(endpoint)
+        self._reads = self._http.with_header(INTRODUCTION, introduction) if introduction else self._http
         self._streams = ReadStreams(endpoint)
 
     def __repr__(self) -> str:
@@ -75,7 +94,7 @@ class PeerClient:
         if not domain:
             return self
         other = copy.copy(self)
-        other._http = self._http.with_header(HEADER, str(domain))
+        other._http = other._reads = self._http.with_header(HEADER, str(domain))
         return other
 
     def close(self) -> None:
@@ -92,6 +111,28 @@ class PeerClient:
         status: NodeStatus = decode_json(self._json("/v1/status"), NodeStatus, f"the status of {self.url}")
         return status
 
+    def jobs(self) -> JobsView:
+        """Return who reads from the daemon. Raises ``NotFound`` if it is an older one, as the next two do."""
+        return self._told("/v1/jobs", JobsView)
+
+    def datasets(self) -> DatasetsView:
+        return self._told("/v1/datasets", DatasetsView)
+
+    def allocation(self) -> AllocationView:
+        return self._told("/v1/allocation", AllocationView)
+
+    def pin(self, request: DatasetRequest) -> PinAnswer:
+        """Pin a dataset at the daemon. Raises ``BadRequest`` if it is larger than pins may be there."""
+        return self._done("/v1/pin", request, PinAnswer)
+
+    def unpin(self, request: DatasetRequest) -> PinAnswer:
+        """Unpin a dataset. Raises ``NotFound`` if it is not pinned."""
+        return self._done("/v1/unpin", request, PinAnswer)
+
+    def evict(self, request: DatasetRequest) -> EvictAnswer:
+        """Evict a dataset. Raises ``NotFound`` if the daemon does not know it, ``BadRequest`` if it is pinned."""
+        return self._done("/v1/evict", request, EvictAnswer, wait_seconds=EVICTION_SECONDS)
+
     def read(self, request: ReadRequest, attempt: Attempt | None = None) -> tuple[U8, U8]:
         """Read ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back.
 
@@ -99,7 +140,7 @@ class PeerClient:
         """
         if attempt is None:
             return self._streams.read(request) or self._read_by_http(request)
-        return self._streams.read(request, attempt) or self._read_by_http(request, self._http.within(attempt))
+        return self._streams.read(request, attempt) or self._read_by_http(request, self._reads.within(attempt))
 
     def resident(self, shards: tuple[Digest, ...], attempt: Attempt) -> U8:
         """Return a ``RangeStatus`` per shard ``(n,)``, without the shards and without having them filled.
@@ -113,7 +154,7 @@ class PeerClient:
     def _read_by_http(self, request: ReadRequest, http: HttpVerbs | None = None) -> tuple[U8, U8]:
         lengths = request.ranges["length"]
         count, wanted = len(lengths), int(lengths.sum())
-        answer = (http or self._http).request(
+        answer = (http or self._reads).request(
             "POST",
             "/v1/read",
             request.encode(),
@@ -166,6 +207,45 @@ class PeerClient:
             raise Corrupt(f"an answer about {len(answer.seen)} shards where {wanted} belong", self.name)
         return answer
 
+    def handover(self, request: HandoverRequest, attempt: Attempt) -> HandoverAnswer:
+        """Ask which of these files the peer holds, or have it fetch those that it does not from the giver."""
+        count = len(request.shards) + len(request.manifests)
+        told = self._http.within(attempt).request(
+            *("POST", "/v1/handover", request.encode(), MSGPACK_TYPE),
+            answer_bytes_max=count + STATUSES_BYTES_SLACK,
+            wait_seconds=request.wait_ms / 1000,
+        )
+        try:
+            return HandoverAnswer.decode(told.data, request)
+        except BadRequest as error:
+            raise Corrupt(str(error), self.name) from error
+
+    def drain(self, request: DrainRequest) -> DrainStatus:
+        """Have the daemon leave placement and hand over what it holds; it goes on serving. Raises ``NotFound`` if old.
+
+        A drain that is under way gets the new deadline.
+        """
+        return self._drain_status("POST", request.encode())
+
+    def drain_status(self) -> DrainStatus:
+        return self._drain_status("GET")
+
+    def undrain(self) -> DrainStatus:
+        """Have the daemon own shards again. A handover that is under way ends."""
+        return self._drain_status("DELETE")
+
+    def _drain_status(self, method: str, body: bytes = b"") -> DrainStatus:
+        answer = self._http.request(method, "/v1/drain", body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX)
+        status: DrainStatus = decode_json(answer.data, DrainStatus, f"the state of the drain that {self.url} answered")
+        return status
+
+    def probe(self, job: str, *, begin: bool = False) -> ProbeView:
+        """Return what the daemon knows of a job's probes; ``begin``: ask for some first. Raises ``NotFound`` if old."""
+        body = msgspec.json.encode(ProbeRequest(job, begin))
+        answer = self._http.request("POST", "/v1/probe", body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX)
+        view: ProbeView = decode_json(answer.data, ProbeView, f"what {self.url} answered about probes")
+        return view
+
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard that is resident at the peer, which does not fill it. ``ShardSource``."""
         return self._file(f"/v1/shards/{digest}", size_bytes)
@@ -203,6 +283,18 @@ class PeerClient:
         except NotFound:
             return False
         return True
+
+    def _told(self, path: str, kind: type[T]) -> T:
+        told: T = decode_json(self._json(path), kind, f"the answer of {self.url} to {path}")
+        return told
+
+    def _done(self, path: str, request: DatasetRequest, kind: type[T], wait_seconds: float = 0.0) -> T:
+        body = msgspec.json.encode(request)
+        answer = self._http.request(
+            "POST", path, body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX, wait_seconds=wait_seconds
+        )
+        told: T = decode_json(answer.data, kind, f"the answer of {self.url} to {path}")
+        return told
 
     def _json(self, path: str) -> Bytes:
         return self._http.request("GET", path, answer_bytes_max=JSON_BYTES_MAX).data

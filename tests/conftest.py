@@ -13,6 +13,7 @@ import pytest
 from tests.chaos.fault_report import FaultReport
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files, make_files, random_files
+from tests.support.threads import leave_out_earlier
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell; children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -23,15 +24,27 @@ PATIENT_SECONDS: Final = 30.0
 # Two workers run a file at a time. The run ends with the last file, so the slowest files run first, from the
 # one of a minute down to those of ten seconds; pytest-xdist itself would begin with the files of most tests.
 LONGEST: Final = (
-    *("client/test_handoff_tier.py", "end_to_end/test_jobs.py", "client/test_faults.py", "client/test_dataset.py"),
-    *("client/test_origin_patience.py", "client/test_forks.py", "daemon/test_limits.py", "trainers/test_lightning.py"),
-    *("client/test_process_exit.py", "client/test_stopped_processes.py", "docs/test_substitution_report.py"),
-    *("daemon/test_rack.py", "client/test_loader_state.py", "examples/test_demo.py", "client/test_loader.py"),
-    *("daemon/test_needs.py", "client/test_fast_paths.py", "client/test_folder_needs.py", "bench/test_commands.py"),
-    *("end_to_end/test_s3.py", "membership/test_registry.py", "daemon/test_streams.py", "cli/test_cache_commands.py"),
-    *("client/test_manifest_identity.py", "trainers/test_accelerate.py", "trainers/test_trainer.py"),
-    *("daemon/test_socket.py", "daemon/test_process.py", "docs/test_readme.py", "bench/test_peers.py"),
-    *("contract/test_sources.py", "cli/test_index_info.py", "kernel/test_cooperation.py", "client/test_memory.py"),
+    *("examples/test_demo.py", "trainers/test_trainer_examples.py", "end_to_end/test_jobs.py"),
+    *("trainers/test_lightning.py", "client/test_loader_state.py", "cli/test_cache_commands.py", "fuzz/test_fuzz.py"),
+    *("cli/test_verify_decode.py", "end_to_end/test_s3.py", "trainers/test_replicas.py", "docs/test_readme.py"),
+    *("trainers/test_trainer.py", "end_to_end/test_mixtures.py", "client/test_bad_samples.py"),
+    *(
+        "client/test_fast_paths.py",
+        "bench/test_commands.py",
+        "client/test_handoff_tier.py",
+        "examples/test_trainers.py",
+    ),
+    *("client/test_process_exit.py", "docs/test_substitution_report.py", "client/test_connections.py"),
+    *("daemon/test_needs.py", "client/test_folder_needs.py", "kernel/test_fixed_orders.py", "client/test_forks.py"),
+    *("client/test_origin_patience.py", "daemon/test_large_reads.py", "trainers/test_accelerate.py"),
+    *("chaos/disk/test_crash_points.py", "simulation/test_simulation.py", "client/test_stopped_processes.py"),
+    *(
+        "client/test_replicas.py",
+        "client/test_parts.py",
+        "examples/test_language_model.py",
+        "membership/test_registry.py",
+    ),
+    *("client/test_memory.py", "daemon/test_junk_manifests.py", "trainers/test_mix_ranks.py", "client/test_dataset.py"),
 )
 
 
@@ -39,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="print which rows of the fault matrix survived")
 
 
-SETTINGS: Final = ("CACHE", "TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
+SETTINGS: Final = ("CACHE", "TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY", "JOB", "GROUP", "TENANT")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -62,6 +75,12 @@ def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "xdg"))
     yield
     logging.getLogger("quiver_client").setLevel(logging.NOTSET)  # the commands that tests run in-process set it
+
+
+@pytest.fixture(autouse=True, scope="module")
+def own_threads() -> None:
+    """A file's tests look only at threads that they started themselves."""
+    leave_out_earlier()
 
 
 @pytest.fixture

@@ -76,7 +76,9 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--quota", metavar="CLASS=WEIGHT", multiple=True, help="A quota class's share, beside 1; repeatable.")
 @click.option("--insecure", is_flag=True, help="Serve anyone who can connect, on a network that is trusted.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,
-              help="How long to keep serving readers after SIGTERM, SIGINT or SIGHUP.")  # fmt: skip
+              help="How long to hand over and keep serving readers after SIGTERM, SIGINT or SIGHUP.")  # fmt: skip
+@click.option("--eviction-notice", metavar="PATH|URL", default="",
+              help="Hand over once this file appears, or this URL says so: a spot machine is taken.")  # fmt: skip
 @click.option("--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info")
 @click.option("--config", metavar="FILE.toml", type=click.Path(path_type=Path), is_eager=True, callback=_from_toml,
               expose_value=False, help="TOML with the same names as the flags.")  # fmt: skip

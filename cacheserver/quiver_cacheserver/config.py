@@ -48,6 +48,7 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     quota: tuple[str, ...] = ()
     insecure: bool = False
     drain_seconds: float = 20.0
+    eviction_notice: str = ""
     log_level: str = "info"
 
     @property
@@ -160,6 +161,8 @@ def check(config: Config) -> Config:
         )
     if config.drain_seconds < 0:
         raise Misconfigured(f"--drain-seconds {config.drain_seconds} is negative")
+    if config.eviction_notice:
+        check_notice(config.eviction_notice)
     for prefix in config.origin:
         allowed(prefix)
     del host
@@ -203,6 +206,26 @@ def allowed(prefix: str) -> tuple[Location, ...]:
         return tuple(dict.fromkeys([location, Location.folder(os.path.realpath(location.path))]))
     except BadRequest as error:
         raise Misconfigured(f"--origin: {error}") from error
+
+
+def check_notice(source: str) -> str:
+    """Return the source of eviction notices: an absolute path, or a URL. Raises ``Misconfigured``."""
+    if "://" not in source:
+        if Path(source).is_absolute() and source.isprintable():
+            return source
+        raise Misconfigured(
+            f"--eviction-notice {shown(source)}: write an absolute path, or a URL like http://HOST/PATH"
+        )
+    try:
+        parts = urlsplit(source)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and source.isprintable()
+    except ValueError:
+        valid = False
+    if not valid or "@" in parts.netloc or " " in source:
+        raise Misconfigured(
+            f"--eviction-notice {shown(source)}: write an absolute path, or a URL like http://HOST/PATH"
+        )
+    return source
 
 
 UPLOAD_BYTES_MAX: Final = SHARD_BYTES_MAX * 4  # a shard of one sample may be larger than the shard size

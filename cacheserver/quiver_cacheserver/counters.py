@@ -16,6 +16,7 @@ class Counters:
     origin_read_bytes: int = 0
     served_bytes: int = 0
     uploaded_bytes: int = 0
+    handed_over_bytes: int = 0  # to other members, while this daemon drains
     handed_files: int = 0
     reads_in_flight: int = 0
     overloads: int = 0  # without refusals by a budget, which counts its own

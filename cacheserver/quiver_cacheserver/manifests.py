@@ -16,10 +16,12 @@ from quiver.domain import SINGLE, Domain
 from quiver.errors import BadRequest, Corrupt, DiskFailed, Misconfigured, NotFound, QuiverError
 from quiver.expiring import Expiring
 from quiver.manifest import Manifest
+from quiver.peer import PeerClient
 from quiver.store import Kind, OpenFile
 from quiver.store.inventory import file_of
 from quiver_cacheserver.bounds import open_manifest
 from quiver_cacheserver.budget import Budgets, Cost, Resource
+from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.rack.peers import RackPeers
@@ -36,9 +38,16 @@ class Manifests:
     """Opened manifests by digest. ``get`` belongs to the event loop, the rest is safe from threads."""
 
     def __init__(
-        self, rooms: Rooms, opened: OpenManifests, executor: Executor, peers: RackPeers, budgets: Budgets
+        self,
+        rooms: Rooms,
+        opened: OpenManifests,
+        executor: Executor,
+        peers: RackPeers,
+        budgets: Budgets,
+        names: DatasetNames,
     ) -> None:
         self.opened = opened
+        self._names = names
         self._rooms = rooms
         self._store = rooms.store
         self._executor = executor
@@ -71,7 +80,7 @@ class Manifests:
                 return None
             loop = asyncio.get_running_loop()
             future = self._fetching[name] = loop.run_in_executor(self._executor, self._find, digest, domain)
-            future.add_done_callback(lambda done: self._found(name, done, client))
+            future.add_done_callback(lambda done: self._found(digest, domain, done, client))
         return await asyncio.shield(future)
 
     def uploaded(self, digest: Digest, client: str, domain: Domain = SINGLE) -> None:
@@ -86,7 +95,8 @@ class Manifests:
             raise NotFound("the manifest is not here")
         return self._store.open_file(Kind.MANIFEST, digest)
 
-    def _found(self, name: Digest, done: asyncio.Future[Manifest | None], client: str) -> None:
+    def _found(self, digest: Digest, domain: Domain, done: asyncio.Future[Manifest | None], client: str) -> None:
+        name = name_in(domain, digest)
         self._budgets.release(client, Resource.LOOKUPS)
         self._fetching.pop(name, None)
         manifest = None if done.cancelled() or done.exception() else done.result()
@@ -94,6 +104,7 @@ class Manifests:
             self._missing.set(name, None, ASK_AGAIN_SECONDS)
         else:
             self.opened.add(name, manifest)
+            self._names.heard(digest, domain, own=manifest.header.name)
 
     def _find(self, digest: Digest, domain: Domain) -> Manifest | None:
         try:
@@ -102,16 +113,24 @@ class Manifests:
             pass
         for peer in self._peers.manifest_holders(digest, domain):
             try:
-                data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
-                with self._rooms.reserve(Kind.MANIFEST, digest, len(data), domain=domain) as writing:
-                    writing.write(data)
-                    writing.commit()
-                return self._from_disk(digest, domain)
+                return self._fetched(peer, digest, domain)
             except NotFound:
                 continue
             except QuiverError as error:
                 self._peers.failed(peer, error)
         return None
+
+    def take_over(self, digest: Digest, giver: PeerClient, domain: Domain = SINGLE) -> None:
+        """In a thread: fetch a manifest that a draining daemon hands over. Raises why that failed."""
+        self._fetched(giver, digest, domain)
+        self.uploaded(digest, "", domain)
+
+    def _fetched(self, peer: PeerClient, digest: Digest, domain: Domain) -> Manifest:
+        data = peer.manifest(digest, min(MANIFEST_BYTES_MAX, self._store.capacity_bytes))
+        with self._rooms.reserve(Kind.MANIFEST, digest, len(data), domain=domain) as writing:
+            writing.write(data)
+            writing.commit()
+        return self._from_disk(digest, domain)
 
     def _from_disk(self, digest: Digest, domain: Domain) -> Manifest:
         self.open_file(digest, domain)  # raises NotFound, and counts as a use

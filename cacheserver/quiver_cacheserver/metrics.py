@@ -28,6 +28,7 @@ class Collector:
             ("quiver_origin_read_bytes", "Bytes read from origins", counters.origin_read_bytes),
             ("quiver_served_bytes", "Payload bytes sent to readers", counters.served_bytes),
             ("quiver_uploaded_bytes", "Bytes of shards that clients uploaded", counters.uploaded_bytes),
+            ("quiver_handed_over_bytes", "Bytes of shards handed over to other members", counters.handed_over_bytes),
             ("quiver_handed_files", "Shard files passed to readers on this host", counters.handed_files),
             ("quiver_overloads", "Requests refused because too many were under way", overloads),
             ("quiver_need_fetches", "Fetches begun because a consumer needs the shard", counters.need_fetches),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 from quiver.digest import Digest
 from quiver.domain import SINGLE, Domain
@@ -26,26 +26,35 @@ from quiver.shard_memory import ShardMemory
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
 from quiver.transport.tls import Credentials
 from quiver.wire import NodeStatus, RangeStatus
+from quiver_cacheserver.access.caller import tenant_of
 from quiver_cacheserver.access.control import Access
+from quiver_cacheserver.allocation import Allocator
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.disk_health import DiskHealth
+from quiver_cacheserver.draining.drain import Drain
+from quiver_cacheserver.draining.giver import Giver
+from quiver_cacheserver.draining.receiver import Receiver
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import OpenManifests
 from quiver_cacheserver.origins.allowed import Origins
+from quiver_cacheserver.pins import Pins
 from quiver_cacheserver.rack.peers import RackPeers
 from quiver_cacheserver.rack.registry import Registry
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
 from quiver_cacheserver.residency.filler import Admission, Filler
 from quiver_cacheserver.residency.fills import Fills
+from quiver_cacheserver.residency.readers import OwnShare, Readers
 from quiver_cacheserver.residency.reports import Reports
 from quiver_cacheserver.residency.rooms import Rooms
 from quiver_cacheserver.residency.uploads import Uploads
 from quiver_cacheserver.slices import Slices
 from quiver_cacheserver.sources import Sources
+from quiver_cacheserver.usage import Label, Tier, Usage
 from quiver_cacheserver.verification import Verification
 
 DISK_THREADS: Final = 8
@@ -68,7 +77,6 @@ class Node:
         """``access``: by default every caller may do everything. ``tls``: to speak with clients and other daemons."""
         name, url = registry.own.id, registry.own.url
         self.name, self.url, self.version = name, url, version
-        self.state: str = "up"
         self.store = store
         self.inventory = store.inventory
         self.registry = registry
@@ -86,24 +94,46 @@ class Node:
         opened = OpenManifests()
         self.disk = DiskHealth(store, self.disk_threads)
         self.verification = Verification(store, self.disk_threads, self.counters, self.budgets)
-        self.rooms = Rooms(store, self._needs, opened, self.budgets, self.counters)
+        self.pins = Pins(store)
+        self.usage = Usage()
+        self.rooms = Rooms(store, self._needs, opened, self.budgets, self.counters, self.pins)
         self.holders = self.rooms.holders
         # Where callers need tokens, only a certificate shows that one is a daemon.
         self.peers = RackPeers(registry, name, url, tls, asks=tls is not None or not self.access.requires_tokens)
         self.origins = Origins(origins, partial(self.counters.add, "origin_read_bytes"))
-        self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets)
+        self.dataset_names = DatasetNames()
+        self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets, self.dataset_names)
+        self.readers = Readers(self._needs, self.dataset_names, OwnShare(registry, opened, name))
         uploads = Uploads(self._needs.commitments)
         self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure)
         self.shard_memory = ShardMemory(FILL_THREADS)
         sources = Sources(self.peers, self.origins, self.counters, self.shard_memory)
         self.filler = Filler(sources, self.rooms, self.verification, self.disk, self.admitted)
+        self.allocator = Allocator()
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
         self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
-        self.reports = Reports(self._needs, datasets, self.decider, self.budgets)
+        self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
+        self.receiver = Receiver(self._needs, self.rooms, self.peers, self.filler, self.manifests, self.fills)
+        giver = Giver(registry, name, self.peers, self.rooms, self._needs, self.counters)
+        self.drain = Drain(name, registry, giver, lambda: bool(self._needs.commitments.promised()))
+
+    @property
+    def state(self) -> Literal["up", "draining"]:
+        return self.drain.state
 
     @property
     def shard_count(self) -> int:
         return self.inventory.count(Kind.SHARD)
+
+    @property
+    def needs(self) -> Needs:
+        """What the consumers need. Belongs to the event loop."""
+        return self._needs
+
+    @property
+    def datasets(self) -> Datasets:
+        """The datasets that consumers report on. Belongs to the event loop."""
+        return self._datasets
 
     @property
     def consumers(self) -> int:
@@ -117,6 +147,7 @@ class Node:
     def close(self) -> None:
         self._datasets.close()
         self.fills.close()
+        self.receiver.close()
         self.origins.close()  # before the threads: fills that wait for an origin end with it
         self.fill_threads.shutdown(cancel_futures=True)
         self._look_threads.shutdown(cancel_futures=True)
@@ -131,7 +162,7 @@ class Node:
             url=self.url,
             rack=self.registry.ring.rack,
             version=self.version,
-            state="draining" if self.state == "draining" else "up",
+            state=self.state,
             resident_bytes=inventory.resident_bytes(),  # without the lock, which a slow disk may hold
             capacity_bytes=self.store.capacity_bytes,
             shards=inventory.count(Kind.SHARD),
@@ -238,6 +269,14 @@ class Node:
             (it for it in digests if has(Kind.SHARD, it, domain) or has(Kind.MANIFEST, it, domain)), client
         )
 
+    def count_read(
+        self, manifest: Digest | None, domain: Domain, tenant: str, size_bytes: int, tier: Tier = "rack"
+    ) -> None:
+        """Count bytes of a dataset that a reader gets: of one that the domain does not hold, under no name."""
+        if size_bytes:
+            is_known = manifest is not None and self.inventory.has(Kind.MANIFEST, manifest, domain)
+            self.usage.add(Label(domain, manifest, tenant) if manifest and is_known else None, tier, size_bytes)
+
     def absence(
         self, digest: Digest, listed: Set[Digest], manifest: Digest | None, domain: Domain = SINGLE
     ) -> RangeStatus:
@@ -296,6 +335,9 @@ class Node:
         is_shared = len(self.inventory.domains_of(Kind.SHARD, digest)) > 1
         self.holders.filled(digest, "" if is_shared else admission.client)
         self.counters.count("fills", admission.source)
+        if admission.source == "origin" and admission.manifest is not None:
+            label = Label(admission.domain, admission.manifest, tenant_of(admission.client))
+            self.usage.add(label, "origin", self.inventory.size(Kind.SHARD, digest))
         self.disk.wrote()
         if admission.source != "peer" and self.registry.ring.replicas > 1:
             self.fill_threads.submit(self._replicate, digest, admission.domain)

@@ -50,12 +50,23 @@ class OpenManifests:
             self._open.move_to_end(name)
         return manifest
 
+    def peek(self, name: Digest) -> Manifest | None:
+        """Return the manifest if it is open, without counting that as a use."""
+        return self._open.get(name)
+
     def use_of(self, shards: Sequence[Digest], domain: Domain = SINGLE) -> None:
         """Record that a reader uses shards of one dataset of its domain, without naming the dataset."""
         for name, manifest in list(self._open.items()):
             is_of_domain = name == name_in(domain, manifest.digest)
             if is_of_domain and any(shard in manifest.shard_numbers for shard in shards[:SHARDS_LOOKED_UP]):
                 self._use(name)
+
+    def manifest_of(self, shard: Digest, domain: Domain = SINGLE) -> Digest | None:
+        """Return the digest of the last used manifest of the domain that has a shard; ``None`` if none is open."""
+        for name, manifest in reversed(list(self._open.items())):
+            if shard in manifest.shard_numbers and name == name_in(domain, manifest.digest):
+                return manifest.digest
+        return None
 
     def add(self, name: Digest, manifest: Manifest) -> None:
         self._open[name] = manifest

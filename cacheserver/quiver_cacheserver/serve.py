@@ -31,6 +31,7 @@ from quiver_cacheserver.access.quotas import Quotas
 from quiver_cacheserver.access.tokens import Tokens
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.config import Config, check
+from quiver_cacheserver.draining.notice import drain_on_notice
 from quiver_cacheserver.memory import release_fill_memory
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.addresses import is_loopback
@@ -137,12 +138,12 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
     check(config)
     tls = load_tls(config)
     _allow_open_files()
-    stop = asyncio.Event()
+    stop = _Stop()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(OTHER_THREADS, thread_name_prefix="quiver-other"))
     for number in ENDED_BY:
         if signal.getsignal(number) is not signal.SIG_IGN or number is not signal.SIGHUP:  # as nohup has it
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, stop.signalled, number)
     with contextlib.closing(bind(config)) as listener, bound(config.socket) as readers:
         port = listener.getsockname()[1]
         url = config.advertised_url(port)
@@ -156,6 +157,22 @@ async def serve(config: Config, started: Callable[[Node], Awaitable[None]] | Non
             await loop.run_in_executor(None, node.close)
 
 
+class _Stop:
+    """What the process was told: to drain and end, and then perhaps to end at once."""
+
+    def __init__(self) -> None:
+        self.drain = asyncio.Event()
+        self.now = asyncio.Event()
+
+    def signalled(self, number: signal.Signals) -> None:
+        """The first signal begins the drain, and a second one ends it. A closed terminal may send SIGHUP as well."""
+        if not self.drain.is_set():
+            self.drain.set()
+        elif number is not signal.SIGHUP:
+            log.info("told again to end: the drain ends")
+            self.now.set()
+
+
 def _allow_open_files() -> None:
     """Take as many open files as the system allows: readers and their shards need more than the usual 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -167,7 +184,7 @@ async def _serve(
     config: Config,
     node: Node,
     listener: socket.socket,
-    stop: asyncio.Event,
+    stop: _Stop,
     started: Callable[[Node], Awaitable[None]] | None,
 ) -> None:
     logging.getLogger("aiohttp.server").addFilter(_no_tracebacks_for_strangers)
@@ -179,16 +196,21 @@ async def _serve(
         if started is not None:
             await started(node)
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(work) for work in _background(node)]
-            await stop.wait()
+            running = [tasks.create_task(work) for work in _background(config, node)]
+            await stop.drain.wait()
             for task in running:
                 task.cancel()
-        await _drain(config, node)
+        try:
+            await _unless(stop.now, _drain(config, node))
+        finally:
+            await node.drain.close()
 
 
-def _background(node: Node) -> list[Coroutine[Any, Any, None]]:
+def _background(config: Config, node: Node) -> list[Coroutine[Any, Any, None]]:
     work = [_scrub, _watch_tls, lambda node: node.origins.watch(), lambda node: node.disk.watch(), release_fill_memory]
     work.append(lambda node: node.access.follow_keys())
+    if config.eviction_notice:
+        work.append(lambda node: drain_on_notice(config.eviction_notice, node.drain, config.drain_seconds))
     return [node.follow_needs(), *(_supervised(each, node) for each in work)]
 
 
@@ -217,21 +239,28 @@ def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:
 
 
 async def _drain(config: Config, node: Node) -> None:
-    """Leave the ring, keep serving readers, and end once there are none, or after ``--drain-seconds``."""
-    node.state = "draining"
-    log.info("%s drains", node.name)
-    await node.registry.drain()
+    """Leave the ring, hand over, and serve on until there are no readers; all within ``--drain-seconds``."""
     deadline = time.monotonic() + config.drain_seconds
+    await node.drain.begin(config.drain_seconds, "told to end")
     quiet_since, served = time.monotonic(), _served(node)
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline or not node.drain.is_announced:
         used = node.budgets.used
         under_way = used[Resource.WAITING] + used[Resource.UPLOADS] + used[Resource.FILES]  # which are no reads
-        busy = node.counters.reads_in_flight or under_way or _served(node) != served
-        if busy:
+        busy = node.counters.reads_in_flight or under_way or node.drain.is_handing_over or _served(node) != served
+        if busy or not node.drain.is_announced:
             quiet_since, served = time.monotonic(), _served(node)
         elif time.monotonic() - quiet_since >= min(QUIET_SECONDS, config.drain_seconds):
             return
         await asyncio.sleep(0.05)
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Do some work, and give it up once the event is set."""
+    async with asyncio.TaskGroup() as tasks:
+        working, waiting = tasks.create_task(work), tasks.create_task(event.wait())
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        working.cancel()
+        waiting.cancel()
 
 
 def _served(node: Node) -> tuple[int, int]:

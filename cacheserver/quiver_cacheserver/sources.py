@@ -51,6 +51,10 @@ class Sources:
         yield from map(_TimedPeer, self._peers.holders(shard, domain))
         yield OriginShards(manifest, self._origins.of(manifest, name_in(domain, manifest.digest)), self._memory.take)
 
+    def peer(self, peer: PeerClient) -> ShardSource:
+        """Return a peer as a source."""
+        return _TimedPeer(peer)
+
     def blame(self, source: ShardSource, error: QuiverError) -> None:
         """Record that a source failed, or sent wrong bytes."""
         is_peer = isinstance(source, _TimedPeer)

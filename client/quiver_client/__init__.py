@@ -1,5 +1,5 @@
-"""What a training script imports: ``Dataset``, ``Mix``, ``DataLoader``, ``BatchSampler``, ``merge_states`` and
-``index``.
+"""What a training script imports: ``Dataset``, ``Mix``, ``DataLoader``, ``BatchSampler``, ``merge_states``,
+``index`` and ``warm``.
 
     from quiver_client import DataLoader, Dataset
     loader = DataLoader(Dataset("imagenet.quiver"), batch_size=256, shuffle=True)
@@ -17,10 +17,12 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 - ``mix`` draws several datasets in given proportions
 - ``integrations``: what other libraries' trainers need beside the loader
 - ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
+- ``read_clock`` tells reading from making samples
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
 - ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
   ``imports`` imports what they need; ``orphans`` ends workers whose parent was killed; ``memory`` tunes malloc
+- ``migration`` moves a job to another rack: ``warm`` brings what it still needs there
 - ``indexing`` makes manifests, ``certificates`` those of TLS; ``cli`` is the ``quiver`` command
 """
 
@@ -38,11 +40,25 @@ if TYPE_CHECKING:
     from quiver_client.joined import Joined
     from quiver_client.loader.dataloader import DataLoader
     from quiver_client.loader.mix.guided import Guided
+    from quiver_client.loader.profile import Profile
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
+    from quiver_client.migration.warming import warm
     from quiver_client.mix import Mix
 
-__all__ = ["BatchSampler", "Concatenated", "DataLoader", "Dataset", "Guided", "Joined", "Mix", "index", "merge_states"]
+__all__ = [
+    "BatchSampler",
+    "Concatenated",
+    "DataLoader",
+    "Dataset",
+    "Guided",
+    "Joined",
+    "Mix",
+    "Profile",
+    "index",
+    "merge_states",
+    "warm",
+]
 
 _HOME: Final = {
     "BatchSampler": "quiver_client.loader.sampler",
@@ -52,8 +68,10 @@ _HOME: Final = {
     "Guided": "quiver_client.loader.mix.guided",
     "Joined": "quiver_client.joined",
     "Mix": "quiver_client.mix",
+    "Profile": "quiver_client.loader.profile",
     "index": "quiver_client.indexing",
     "merge_states": "quiver_client.loader.state",
+    "warm": "quiver_client.migration.warming",
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Self, get_args, overload
 
@@ -24,6 +25,7 @@ from quiver_client.batch import Batch, Verify
 from quiver_client.config import parse_cache
 from quiver_client.failure import Named
 from quiver_client.fields import Feature, Fields, Sample, features_of
+from quiver_client.identity import introduction_of, name_of
 from quiver_client.joined import How, Joined, join
 from quiver_client.loaded import Loaded, LoadedByMethod, LoadedRows, made
 from quiver_client.manifest_download import open_manifest
@@ -79,7 +81,8 @@ class Dataset(Readable):
         self._verify: Verify = verify
         self._transform = transform
         self._copy = copy
-        self._opened = Opened(opened)  # shared with the selections of this dataset
+        introduction = introduction_of(name_of(opened, os.fspath(manifest)))
+        self._opened = Opened(opened, introduction)  # shared with the selections of this dataset
         self._rows: Rows | None = None  # those of the manifest that are selected; None: all
         self._session: Session | None = None
         self._closing: weakref.finalize[..., Dataset] | None = None  # of the session
@@ -148,6 +151,11 @@ class Dataset(Readable):
         """
         whole = str(self.manifest.digest)
         return whole if self._rows is None else identity_of_rows(whole, self._rows.array)
+
+    @property
+    def dataset_name(self) -> str:
+        """What caches call this dataset in their tables and metrics: the name in its manifest, else its file's."""
+        return self._opened.introduction.dataset_name
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -244,6 +252,10 @@ class Dataset(Readable):
         """Return a new channel that reports needs and returns what is resident; ``None`` without a cache."""
         return self._open().needs()
 
+    def session(self) -> Session:
+        """Return what this process has open for the dataset."""
+        return self._open()
+
     def close(self) -> None:
         """Close sockets, threads and maps. They open again when the dataset is used again."""
         with self._lock:
@@ -315,15 +327,17 @@ class Dataset(Readable):
             with self._lock:
                 if self._session is None or self._owner != os.getpid():
                     watch_parent_of_worker()
-                    session = self._opened.acquire(
-                        lambda: Session(self.manifest, self._cache, self._verify, introduce=introduce)
-                    )
+                    session = self._opened.acquire(partial(self._new_session, introduce=introduce))
                     if self._closing is not None:  # in a forked child: the finalizer of its parent's session
                         self._closing.detach()
                     self._closing = weakref.finalize(self, self._opened.release, session, os.getpid())
                     self._closing.atexit = False  # process_exit closes the session
                     self._session, self._owner = session, os.getpid()
         return self._session
+
+    def _new_session(self, *, introduce: bool) -> Session:
+        said = self._opened.introduction
+        return Session(self.manifest, self._cache, self._verify, introduce=introduce, introduction=said)
 
     def read(self, rows: npt.NDArray[np.intp]) -> Batch | None:
         """Return the verified bytes of ``rows (n,)`` of the manifest; ``None`` if no byte field is read."""

@@ -14,7 +14,9 @@ from multiprocessing.reduction import DupFd
 from typing import Any
 
 from quiver import forks
+from quiver.introduction import Introduction
 from quiver.manifest import Manifest
+from quiver_client.identity import introduction_of, name_of
 from quiver_client.session import Session
 
 
@@ -25,7 +27,9 @@ class Opened:
     _owner: int
     _users: int
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, introduction: Introduction | None = None) -> None:
+        """``introduction``: how all processes that get this object introduce themselves to daemons."""
+        self.introduction = introduction or introduction_of(name_of(manifest, manifest.path.name))
         self.path = manifest.path
         self.digest = manifest.digest  # pickled with this description: by then the path may name another manifest
         self._manifest: Manifest | None = manifest
@@ -67,10 +71,12 @@ class Opened:
     def __getstate__(self) -> dict[str, Any]:
         # A spawned worker gets the manifest itself: another file may have its path by then.
         fd = self.manifest.share() if get_spawning_popen() is not None else None
-        return {"path": self.path, "digest": self.digest, "passed": None if fd is None else DupFd(fd)}
+        passed = None if fd is None else DupFd(fd)
+        return {"path": self.path, "digest": self.digest, "passed": passed, "introduction": self.introduction}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.path, self.digest, passed = state["path"], state["digest"], state["passed"]
+        self.introduction = state["introduction"]
         self._manifest = None if passed is None else Manifest.adopt(self.path, passed.detach(), self.digest)
         self._forget_session()
 

@@ -15,16 +15,18 @@ import numpy as np
 
 from quiver import forks
 from quiver.errors import Changed, Misconfigured, NotFound, QuiverError, Unavailable
+from quiver.introduction import Introduction
 from quiver.manifest import Manifest
 from quiver.origin import SampleOrigin, open_origin
 from quiver.plan import Plan
 from quiver.sizes import format_size
-from quiver.store import Store
-from quiver_client import process_exit
+from quiver.store import FolderInventory, Store
+from quiver_client import process_exit, read_clock
 from quiver_client.batch import Batch, Positions, Verify
 from quiver_client.config import CacheConfig, EmbeddedCache
 from quiver_client.embedded.fetching import FolderNeeds
 from quiver_client.embedded.tier import EmbeddedTier, check_capacity
+from quiver_client.identity import IntroducedNeeds
 from quiver_client.imports import import_ahead
 from quiver_client.needs_reporter import NeedsChannel
 from quiver_client.origin_patience import OriginPatience, patience_seconds
@@ -49,16 +51,19 @@ class Session:
         verify: Verify,
         *,
         introduce: bool,
+        introduction: Introduction | None = None,
         on_wrong: Callable[[str, Batch, Positions], None] = lambda tier, batch, bad: None,
     ) -> None:
         """Compose the tiers: the cache, if there is one, and the origin.
 
         ``introduce``: the user just made the dataset, so a rack of which no daemon answers raises ``Unavailable``.
+        ``introduction``: what to say of this process to daemons, and with reports of needs.
         ``on_wrong`` is called with the samples of a tier that had wrong bytes, before they are fetched again.
         """
         import_ahead(manifest)
         self.manifest = manifest
         self.stats = Stats()
+        self._introduction = introduction
         self._verify = verify
         self._lock = forks.lock()
         self._opened_origin: SampleOrigin | None = None
@@ -66,6 +71,8 @@ class Session:
         self._on_wrong = on_wrong
         direct = OriginTier(self.origin)
         self._needs: Callable[[], NeedsChannel] | None = None
+        self.members: Members | None = None  # of the rack, if the cache is one
+        self.store: Store[FolderInventory] | None = None  # of the folder, if it is one
         self._cache: Cache  # the tier that fills shards
         if cache is None:
             self.tiers: tuple[Tier, ...] = (direct,)
@@ -73,13 +80,16 @@ class Session:
             self.tiers = (self._embedded(cache), direct)
         else:
             self.tiers = (*self._rack(cache.urls, introduce, direct), direct)
+        self._clock_of = {name: at for at, name in enumerate(read_clock.TIERS)}
+        if isinstance(cache, EmbeddedCache):
+            self._clock_of["host"] = read_clock.EMBEDDED
         process_exit.call_at_exit(self.stop_waiting, process_exit.Phase.LOOPS)
         process_exit.call_at_exit(self.close, process_exit.Phase.SESSIONS)
 
     def _embedded(self, cache: EmbeddedCache) -> Tier:
         root = Path(cache.root).expanduser()
         check_capacity(self.manifest, root, cache.capacity_bytes)  # before anything is created there
-        store = Store.open(root, cache.capacity_bytes, shared=True)
+        self.store = store = Store.open(root, cache.capacity_bytes, shared=True)
         tier = EmbeddedTier(self.manifest, store, self.origin, self.stats, self.patience)
         self._cache = tier
         store.trim()
@@ -91,7 +101,7 @@ class Session:
         return tier
 
     def _rack(self, urls: tuple[str, ...], introduce: bool, direct: Tier) -> tuple[Tier, Tier]:
-        members = Members(self.manifest, urls, self.stats)
+        self.members = members = Members(self.manifest, urls, self.stats, self._introduction)
         if introduce:
             with contextlib.ExitStack() as undo:
                 undo.callback(members.close)
@@ -121,7 +131,8 @@ class Session:
         them while ``patience`` lasts.
         """
         batch = Batch(plan, self._verify, self._replace)
-        self._complete(batch)
+        with read_clock.reading():
+            self._complete(batch)
         self.stats.add("samples", len(plan))
         return batch
 
@@ -132,15 +143,16 @@ class Session:
         """
         batch = Batch(plan, self._verify, self._replace)
         lost: dict[int, Changed] = {}
-        try:
-            self._complete(batch)
-        except Changed:
-            batch.check()
-            for at in batch.not_verified().tolist():
-                try:
-                    batch.adopt_verified(at, self.read(alone(at)))
-                except Changed as error:
-                    lost[at] = error
+        with read_clock.reading():
+            try:
+                self._complete(batch)
+            except Changed:
+                batch.check()
+                for at in batch.not_verified().tolist():
+                    try:
+                        batch.adopt_verified(at, self.read(alone(at)))
+                    except Changed as error:
+                        lost[at] = error
         self.stats.add("samples", len(plan) - len(lost))
         return batch, lost
 
@@ -165,19 +177,37 @@ class Session:
 
     def _ask_tiers(self, batch: Batch) -> None:
         """Ask one tier after the other for what is not verified yet."""
+        if read_clock.is_past_the_cache():
+            self._ask_origin_first(batch)
         for tier in self.tiers:
             before = batch.verified.copy()
             begun = time.monotonic()
             self._ask(tier, batch)
-            self.stats.spent(tier.name, time.monotonic() - begun)
+            seconds = time.monotonic() - begun
+            self.stats.spent(tier.name, seconds)
             arrived = np.flatnonzero(batch.verified & ~before)
+            size_bytes = batch.bytes_at(arrived)
+            read_clock.count(self._clock_of[tier.name], seconds, size_bytes)
             self.stats.add(f"samples_{tier.name}", len(arrived))
             if tier.name != "origin":  # the origin's bytes are counted where they are read
-                self.stats.add(f"bytes_{tier.name}", batch.bytes_at(arrived))
+                self.stats.add(f"bytes_{tier.name}", size_bytes)
             if batch.verified.all():
                 return
         why = f"{self._described(batch)} could not be read"
         raise Unavailable(self.manifest.header.base, why, lasting=True)
+
+    def _ask_origin_first(self, batch: Batch) -> None:
+        """Answer a batch as a miss, to measure one. What cannot be read this way is left to the tiers."""
+        if len(self.tiers) == 1 or batch.is_retry:
+            read_clock.count_probe(answered=False)
+            return
+        try:
+            self._ask(self.tiers[-1], batch)
+        except QuiverError:  # this process may not read the origin, or it does not answer, or lost samples
+            read_clock.count_probe(answered=False)
+        else:
+            read_clock.count_probe(answered=True)
+            self.stats.add("samples_origin", len(batch.plan))
 
     def _described(self, batch: Batch) -> str:
         """Return how many samples are missing, and the name of one."""
@@ -206,7 +236,8 @@ class Session:
 
     def needs(self) -> NeedsChannel | None:
         """Return a new channel to report needs on; ``None`` if there is no cache."""
-        return self._needs() if self._needs is not None else None
+        channel, said = self._needs() if self._needs is not None else None, self._introduction
+        return IntroducedNeeds(channel, said) if channel is not None and said is not None else channel
 
     def origin(self) -> SampleOrigin:
         """Return the origin, opened on first use: a job that hits the cache never connects to it."""

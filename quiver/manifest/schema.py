@@ -10,8 +10,8 @@ library reads this. A *blob* row carries all byte fields of one distinct sample.
 nor leave gaps: this follows from ``shards.first`` and ``blobs.length`` and is checked against ``blobs.offset``. Equal
 samples are stored once, since several rows of ``samples`` may refer to one blob.
 
-Format 2 added byte fields that are arrays, format 3 arrays whose first dimension varies. The writer chooses the oldest
-format that can express a manifest, since every reader knows it.
+Format 2 added byte fields that are arrays, format 3 arrays whose first dimension varies, format 4 the dataset's name.
+The writer chooses the oldest format that can express a manifest, since every reader knows it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import msgspec
 import pyarrow as pa
 
 from quiver.errors import BadRequest
+from quiver.identity import check_name
 from quiver.layout import Layout
 from quiver.location import Location, shown
 
-FORMAT_VERSION: Final = 3  # the newest that this version reads
+FORMAT_VERSION: Final = 4  # the newest that this version reads
 FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
 FORMAT_OF_VARYING: Final = 3  # the first in which the first side of a shape may vary
+FORMAT_OF_NAMES: Final = 4  # the first in which a dataset may have a name
 VARYING: Final = -1
 SUFFIX: Final = ".quiver"
 METADATA_KEY: Final = b"quiver"
@@ -97,7 +99,10 @@ class Field(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A manifest's description of itself: the JSON under the schema's metadata key ``quiver``."""
+    """A manifest's description of itself: the JSON under the schema's metadata key ``quiver``.
+
+    ``name``: what people call the dataset; empty: nobody said, and clients call it by the file that they opened.
+    """
 
     format: int
     layout: Layout
@@ -105,6 +110,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     source: SourceFormat
     base: str
     fields: tuple[Field, ...]
+    name: str = ""
 
     @property
     def blobs(self) -> tuple[Field, ...]:
@@ -139,12 +145,23 @@ def check_header(header: Header) -> None:
             raise BadRequest(f"{_described(field)} has a type that is not a scalar type")
     for field in header.fields:
         _check_array(field, header)
+    _check_name(header)
     if header.shard_bytes <= 0:
         raise BadRequest(f"shard_bytes is {header.shard_bytes}")
     try:
         Location.parse(header.base)
     except BadRequest as error:
         raise BadRequest(f"its base cannot be used: {error}") from error
+
+
+def _check_name(header: Header) -> None:
+    """A name is shown in tables, logs and metrics, so a manifest with one that could mislead there is not read."""
+    if header.name and header.format < FORMAT_OF_NAMES:
+        raise BadRequest(f"a manifest of format {header.format} cannot have a name")
+    try:
+        check_name("its name", header.name)
+    except ValueError as error:
+        raise BadRequest(shown(str(error))) from error
 
 
 def _check_array(field: Field, header: Header) -> None:
@@ -185,12 +202,17 @@ def with_format(header: Header) -> Header:
     """Return the header in the oldest format that can express it, for readers of an older version."""
     varies = any(field.shape is not None and field.fixed_shape is None for field in header.fields)
     arrays = any(field.is_array for field in header.fields)
-    return msgspec.structs.replace(header, format=FORMAT_OF_VARYING if varies else FORMAT_OF_ARRAYS if arrays else 1)
+    oldest = FORMAT_OF_VARYING if varies else FORMAT_OF_ARRAYS if arrays else 1
+    return msgspec.structs.replace(header, format=FORMAT_OF_NAMES if header.name else oldest)
 
 
 def encode_header(header: Header) -> bytes:
-    """Return the header as JSON. Fields that are no arrays omit the array properties, as in format 1."""
+    """Return the header as JSON. Fields that are no arrays omit the array properties, and no name is omitted, as in
+    format 1: a manifest without these has the digest that it had before there were any.
+    """
     plain = msgspec.to_builtins(header)
+    if not header.name:
+        del plain["name"]
     for field in plain["fields"]:
         if not field["dtype"]:
             for name in ("dtype", "shape", "skip"):

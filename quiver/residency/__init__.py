@@ -4,7 +4,8 @@
 what each of them said, ``orders`` the uses to come of those that read in a fixed order; ``needs`` counts what they
 need, ``commitments`` the decisions that are not carried out yet; ``policy`` decides what to fetch and what to evict for
 it; where uses to come are known, ``future`` says what each shard is worth and ``planned`` decides by that; ``eviction``
-says which files may be evicted at all; ``origin_estimate`` measures how fast fills are.
+says which files may be evicted at all; ``worth`` which for a shard that a draining daemon hands over;
+``origin_estimate`` measures how fast fills are.
 
     needs.report(...)                    reports in
     decide(needs, situation)             decisions out

@@ -32,16 +32,17 @@ class DatasetNeeds:
     sample_bytes: Floats  # of each shard, on average
     key: int = 0  # the number of its domain's key
     consumers: int = 0
-    known: int = 0  # of the consumers: those all of whose uses to come are known
+    holds: int = 0  # of the consumers: those that only hold what another one will read
+    known: int = 0  # of the others: those all of whose uses to come are known
 
     @property
     def is_planned(self) -> bool:
-        """Whether all uses to come are known of each consumer, and there is one."""
-        return 0 < self.consumers <= self.known
+        """Whether all uses to come are known of each consumer that reads, and there is one."""
+        return 0 < self.consumers - self.holds <= self.known
 
 
 class Group(NamedTuple):
-    """Consumers of one dataset that count once. A hook for sharing the cache: today each consumer is a group."""
+    """Consumers of one dataset that count once: the trials of a sweep. Any other consumer is a group by itself."""
 
     name: bytes
     dataset: Digest
@@ -66,3 +67,48 @@ class Consumer:
     @property
     def dataset(self) -> Digest:
         return self.group.dataset
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it has something left to read, and is no hold: those need what they list, and nothing is fetched."""
+        return not self.report.hold and bool(self.pending.any())
+
+
+class Members:
+    """The consumers of one group, and how many of them need each shard."""
+
+    __slots__ = ("_needing", "consumers")
+
+    def __init__(self) -> None:
+        self.consumers: dict[bytes, Consumer] = {}
+        self._needing: Ints | None = None  # kept only while there are several
+
+    def __len__(self) -> int:
+        return len(self.consumers)
+
+    @property
+    def pending(self) -> Mask | None:
+        """Which shards any of them needs; ``None`` if there are none."""
+        if self._needing is not None:
+            several: Mask = self._needing > 0
+            return several
+        return next((it.pending for it in self.consumers.values()), None)
+
+    @property
+    def needing(self) -> Ints:
+        """How many of them need each shard ``(shards,)``. There is at least one."""
+        if self._needing is not None:
+            return self._needing
+        return next(iter(self.consumers.values())).pending.astype(np.int64)
+
+    def put(self, consumer: Consumer) -> None:
+        """Add a consumer, or its new report in place of the last one."""
+        self.remove(consumer.name)
+        if self.consumers:
+            self._needing = self.needing + consumer.pending
+        self.consumers[consumer.name] = consumer
+
+    def remove(self, name: bytes) -> None:
+        gone = self.consumers.pop(name, None)
+        if gone is not None and self._needing is not None:
+            self._needing = self._needing - gone.pending if len(self.consumers) > 1 else None

@@ -210,7 +210,7 @@ class _Uses:
         shards = it.order.shards
         ahead = shards[it.report.order_at : it.report.order_at + entries_max]
         mean_bytes = float(dataset.sample_bytes[ahead].mean()) if len(ahead) else 1.0
-        rate = max(it.report.rate or dataset.shard_bytes, 1.0) / max(mean_bytes, 1.0)
+        rate = max(it.report.pace or dataset.shard_bytes, 1.0) / max(mean_bytes, 1.0)
         at = min(it.report.order_at + int(rate * (now - it.reported_at)), len(shards))
         return cls(dataset.slots[shards[at : at + entries_max]], rate)
 

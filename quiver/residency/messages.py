@@ -20,6 +20,7 @@ from msgspec import Meta
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.identity import NAME_BYTES_MAX, Identity, check_name
+from quiver.introduction import READER_BYTES
 from quiver.malformed import MALFORMED
 from quiver.residency.orders import ORDER_ENTRIES_MAX, ORDER_ID_BYTES
 from quiver.residency.report import CONSUMER_BYTES, ConsumerReport, Measured
@@ -29,6 +30,7 @@ SHARDS_MAX: Final = 1 << 24
 SOON_MAX: Final = 4096
 UPLOADS_MAX: Final = 64
 LEASE_SECONDS_MAX: Final = 60.0
+HOLD_SECONDS_MAX: Final = 3600.0  # of a hold: a job that moves to another rack is queued, and started, meanwhile
 PACKED_BYTES_MAX: Final = SHARDS_MAX + (SHARDS_MAX >> 8) + 64  # incompressible data becomes a little longer
 _FIELDS_BYTES_MAX: Final = 512 + 4 * NAME_BYTES_MAX  # a message without its lists and its array
 _NUMBER_BYTES_MAX: Final = 5
@@ -72,6 +74,11 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     throughput: float = 0.0
     waited: float = 0.0
     attained_bytes: float = 0.0
+    probe_series: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    probed_hits: float = 0.0
+    probed_misses: float = 0.0
+    reader: Annotated[bytes, Meta(max_length=READER_BYTES)] = b""
+    hold: bool = False
 
 
 class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=True):
@@ -80,6 +87,7 @@ class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=
     seen: _Packed
     uploads: Annotated[list[_Number], Meta(max_length=UPLOADS_MAX)] = []
     order_wanted: bool = False
+    probe_wanted: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -130,6 +138,11 @@ class NeedsReport:
                 throughput=report.measured.throughput,
                 waited=report.measured.waited,
                 attained_bytes=report.measured.attained_bytes,
+                probe_series=report.measured.probe_series,
+                probed_hits=report.measured.probed_hits,
+                probed_misses=report.measured.probed_misses,
+                reader=report.reader,
+                hold=report.hold,
             )
         )
 
@@ -154,7 +167,7 @@ class NeedsReport:
             left=_unpacked(message.left, message.shards),
             rate=message.rate if message.rate >= 1 else 0.0,  # less than a byte per second counts as unknown
             ahead_bytes=message.ahead_bytes,
-            lease_seconds=min(message.lease_seconds, LEASE_SECONDS_MAX),
+            lease_seconds=min(message.lease_seconds, HOLD_SECONDS_MAX if message.hold else LEASE_SECONDS_MAX),
             soon=tuple(message.soon),
             ordered=message.ordered,
             order=message.order,
@@ -162,7 +175,16 @@ class NeedsReport:
             uses=_uses(message),
             identity=Identity(message.job, message.group, message.tenant),
             dataset_name=message.dataset_name,
-            measured=Measured(message.throughput, message.waited, message.attained_bytes),
+            measured=Measured(
+                message.throughput,
+                message.waited,
+                message.attained_bytes,
+                message.probe_series,
+                message.probed_hits,
+                message.probed_misses,
+            ),
+            reader=message.reader,
+            hold=message.hold,
         )
         return cls(Digest(message.manifest), report, message.leaving)
 
@@ -175,13 +197,20 @@ class NeedsAnswer:
     seen: npt.NDArray[np.uint8]
     uploads: tuple[int, ...] = ()
     order_wanted: bool = False  # the consumer should send the list of uses that its report named
+    probe_wanted: bool = False  # an operator asks the consumer's job for a series of probes
 
     def encode(self) -> bytes:
         seen = zlib.compress(self.seen.tobytes(), 1)
         uploads = list(self.uploads[:UPLOADS_MAX])
-        shards, wanted = len(self.seen), self.order_wanted
         return _encode(
-            _AnswerMessage(status=self.status, shards=shards, seen=seen, uploads=uploads, order_wanted=wanted)
+            _AnswerMessage(
+                status=self.status,
+                shards=len(self.seen),
+                seen=seen,
+                uploads=uploads,
+                order_wanted=self.order_wanted,
+                probe_wanted=self.probe_wanted,
+            )
         )
 
     @classmethod
@@ -194,9 +223,9 @@ class NeedsAnswer:
         except MALFORMED as error:
             raise BadRequest(f"malformed answer to a report of needs: {error}") from error
         _check_numbers(message.uploads, message.shards)
-        return cls(
-            message.status, _unpacked(message.seen, message.shards), tuple(message.uploads), message.order_wanted
-        )
+        seen = _unpacked(message.seen, message.shards)
+        uploads = tuple(message.uploads)
+        return cls(message.status, seen, uploads, message.order_wanted, message.probe_wanted)
 
 
 def _report_message(body: Bytes) -> _ReportMessage:
@@ -210,6 +239,8 @@ def _report_message(body: Bytes) -> _ReportMessage:
         raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")
     if not (0 <= message.throughput < 1e15 and 0 <= message.waited <= 1 and 0 <= message.attained_bytes < 1e21):
         raise BadRequest("malformed report of needs: what the consumer measured of itself is not possible")
+    if not (0 <= message.probed_hits < 1e15 and 0 <= message.probed_misses < 1e15):
+        raise BadRequest("malformed report of needs: what its probes measured is not possible")
     try:
         for what in ("job", "group", "tenant", "dataset_name"):
             check_name(what, getattr(message, what))

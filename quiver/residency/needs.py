@@ -1,9 +1,10 @@
 """How many consumers need each shard: the state on which decisions are based. Pure.
 
 Every rank of every job is a *consumer*. Under a lease (``leases``) it reports how much of each shard it still has to
-read this epoch, how much of that is resident, and how fast it reads. The consumers of one *group* count once, however
-many of them need a shard; by default each consumer is a group of its own. The reports determine, by shard, how many
-groups need it, and how many bytes of it are left to read.
+read this epoch, how much of that is resident, and how fast it reads. The consumers of one *group*, the trials of a
+sweep, count once, however many of them need a shard; any other consumer is a group of its own, also each rank of a job:
+ranks read different samples, so each needs what it needs. The reports determine, by shard, how many groups need it, and
+how many bytes of it are left to read. A group's *vote* for a shard is the part of its consumers that need it.
 
 Each daemon decides on its own, for the shards whose first owner in the ring it is (*mine*). The store says what is
 *held*, by ``arrived`` and ``gone``; ``commitments`` says what is coming, and what is evicted for it.
@@ -17,9 +18,9 @@ keeps them secret: who knew two could choose a digest that has another domain's 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +28,11 @@ import numpy.typing as npt
 from quiver.digest import DIGEST_BYTES, Digest
 from quiver.lookup import DigestRows, as_rows
 from quiver.residency.commitments import Commitments, Decision, Recipe
-from quiver.residency.consumers import U8, Consumer, DatasetNeeds, Floats, Group, Ints, Mask
+from quiver.residency.consumers import U8, Consumer, DatasetNeeds, Floats, Group, Ints, Mask, Members
 from quiver.residency.future import Future, FutureCache, Shards
 from quiver.residency.leases import Lease, Leases
 from quiver.residency.orders import FixedOrder, Orders
-from quiver.residency.report import FULL, ConsumerReport
+from quiver.residency.report import CONSUMER_BYTES, FULL, ConsumerReport
 
 
 class Grown(NamedTuple):
@@ -70,6 +71,17 @@ class Shown(NamedTuple):
         needed: npt.NDArray[np.int8] = np.where(has_say, self.counts[slots] > 0, -1).max(axis=1).astype(np.int8)
         return needed
 
+    def counted(self, files: U8) -> tuple[Ints, Mask]:
+        """Return how many groups need each file ``(n, 32)``, and whether anybody reports on it: as ``needed`` does."""
+        if not len(self.counts):
+            return np.zeros(len(files), np.int64), np.zeros(len(files), bool)
+        slots = self.slots_of(files)
+        has_say = slots >= 0
+        has_say[:, 1:] &= self.held[slots[:, 1:]]
+        counts: Ints = np.where(has_say, self.counts[slots], 0).sum(axis=1).astype(np.int64)
+        known: Mask = np.any(has_say, axis=1)
+        return counts, known
+
 
 class Needs:
     """All consumers that report here, and the shards of their datasets, each by its *slot*.
@@ -94,7 +106,7 @@ class Needs:
         self.ordered_is_next = False  # whether a consumer with a fixed order has the next turn
         self._chance = np.random.default_rng(seed)
         self._futures = FutureCache()
-        self._groups: dict[Group, dict[bytes, Consumer]] = {}
+        self._groups: dict[Group, Members] = {}
         self.shown = self._shown()  # for other threads
 
     def __len__(self) -> int:
@@ -211,8 +223,8 @@ class Needs:
     ) -> bool:
         """Take a consumer's report, which replaces its last one; return whether it got a lease.
 
-        ``client``: the address that it came from. ``group``: its consumers count once; by default the consumer alone.
-        Consumers that lose their lease for it are forgotten.
+        ``client``: the address that it came from. ``group``: its consumers count once; by default those whose reports
+        name the same group, else the consumer alone. Consumers that lose their lease for it are forgotten.
         """
         lease = Lease(dataset, len(report.left), now, report.lease_seconds, client)
         lost = self.leases.take(report.consumer, lease)
@@ -225,7 +237,7 @@ class Needs:
         left_mine = np.where(it.mine, left, 0.0)
         local_bytes = float(left_mine @ self.present()[it.slots])
         soon = np.asarray(report.soon, np.int64)
-        of = Group(report.consumer if group is None else group, dataset)
+        of = Group(group_named(report) if group is None else group, dataset)
         pending = report.left > 0
         before = self.consumers.get(report.consumer)
         order = self._order(dataset, report, client)
@@ -233,6 +245,7 @@ class Needs:
         new = Consumer(report.consumer, of, report, now, left, pending, left_mine, local_bytes, soon, order)
         self.consumers[report.consumer] = new
         it.consumers += 1
+        it.holds += report.hold
         it.known += order is not None
         # Count the new report before removing the last one: in between no thread may see a needed shard as not needed.
         self._recount(of, report.consumer, new)
@@ -240,10 +253,24 @@ class Needs:
             if before.group != of:
                 self._recount(before.group, before.name, None)
             self._uncount(before)
+        elif new.is_reading:
+            self._end_holds(new)
         return True
 
+    def _end_holds(self, new: Consumer) -> None:
+        """End the holds for the sake of a consumer that begins, if it needs nothing beyond them: it resumes that job.
+
+        From now on it says itself what it needs. Else what it has read would be kept until the hold expires.
+        """
+        if not self.datasets[new.dataset].holds:
+            return
+        holds = [it for it in self.consumers.values() if it.report.hold and it.dataset == new.dataset]
+        for hold in holds:
+            if not (new.pending & ~hold.pending).any():
+                self.leave(hold.name)
+
     def is_planned(self, dataset: Digest) -> bool:
-        """Whether all uses to come are known of each consumer of a dataset, and there is one."""
+        """Whether all uses to come are known of each consumer that reads a dataset, and there is one."""
         it = self.datasets.get(dataset)
         return it is not None and it.is_planned
 
@@ -251,6 +278,7 @@ class Needs:
         """Count a consumer, or its last report, no longer among those of its dataset."""
         of = self.datasets[gone.dataset]
         of.consumers -= 1
+        of.holds -= gone.report.hold
         of.known -= gone.order is not None
 
     def wants_order(self, consumer: bytes) -> bool:
@@ -296,13 +324,13 @@ class Needs:
 
     def _recount(self, group: Group, consumer: bytes, now: Consumer | None) -> None:
         """Count a group's needs with a consumer's new report, or without it."""
-        members = self._groups.setdefault(group, {})
-        before = _union(members.values())
+        members = self._groups.setdefault(group, Members())
+        before = members.pending
         if now is not None:
-            members[consumer] = now
+            members.put(now)
         else:
-            members.pop(consumer, None)
-        after = _union(members.values())
+            members.remove(consumer)
+        after = members.pending
         slots = self.datasets[group.dataset].slots
         if after is not None:
             self.counts[slots] += after
@@ -396,13 +424,38 @@ class Needs:
 
     def counts_of_files(self) -> Ints:
         """Return by slot how many groups need its file, under whatever name."""
+        return self._of_files(self.counts).astype(np.int64)
+
+    def votes(self) -> Floats:
+        """Return by slot the votes of all groups: ``counts``, but of a sweep only the part that needs the shard.
+
+        So all the trials of a sweep weigh as much as one consumer, and among them what most need comes first.
+        """
+        votes: Floats = self.counts.astype(np.float64)
+        for group, members in self._groups.items():
+            if len(members) > 1:
+                needing = members.needing
+                votes[self.datasets[group.dataset].slots] += needing / len(members) - (needing > 0)
+        return votes
+
+    @property
+    def largest_group(self) -> int:
+        """The number of consumers in the largest group, at least one: votes differ by one over this, or more."""
+        return max(map(len, self._groups.values()), default=1)
+
+    def votes_of_files(self) -> Floats:
+        """Return by slot the votes for its file, under whatever name."""
+        return self._of_files(self.votes())
+
+    def _of_files(self, values: npt.NDArray[np.number[Any]]) -> Floats:
+        """Return by slot the sum of what its file's slots have."""
         if len(self.keys) == 1:
-            return self.counts.astype(np.int64)
+            return values.astype(np.float64)
         files = self.shards.digests.copy()
         for number, key in enumerate(self.keys):
             files[self.key_of == number] = named(files[self.key_of == number], key)
         _, which = np.unique(files.view(f"S{DIGEST_BYTES}").reshape(-1), return_inverse=True)
-        totals: Ints = np.bincount(which, weights=self.counts).astype(np.int64)[which]
+        totals: Floats = np.bincount(which, weights=values)[which].astype(np.float64)
         return totals
 
     def slots_of(self, shards: Collection[Digest]) -> Ints:
@@ -413,12 +466,17 @@ class Needs:
         return slots[slots >= 0]
 
     def seen_by(self, consumer: bytes) -> U8:
-        """Return per shard of the consumer's dataset 0 if it is not held here, else 1 + how many others need it."""
+        """Return per shard of the consumer's dataset 0 if it is not held here, else 1 + how many others need it.
+
+        The other trials of its sweep are others, so that trials cooperate as jobs do.
+        """
         it = self.consumers[consumer]
         slots = self.datasets[it.dataset].slots
         members = self._groups[it.group]
-        own = it.pending if len(members) == 1 else _union(members.values())
-        others = self.counts[slots] - (it.pending if own is None else own)
+        needing = members.needing
+        others: Ints = self.counts[slots].astype(np.int64) - (needing > 0)
+        if it.report.identity.group and len(members) > 1:
+            others = others + needing - it.pending
         held = self.present()[slots]
         seen: U8 = np.where(held, 1 + np.minimum(others, 254), 0).astype(np.uint8)
         return seen
@@ -429,9 +487,10 @@ def named(digests: U8, key: U8 | None) -> U8:
     return digests if key is None else digests ^ key
 
 
-def _union(members: Iterable[Consumer]) -> Mask | None:
-    """Return which shards any of these consumers of one dataset needs; ``None`` if there are none."""
-    union: Mask | None = None
-    for it in members:
-        union = it.pending if union is None else union | it.pending
-    return union
+def group_named(report: ConsumerReport) -> bytes:
+    """Return the name of the group that a report belongs to: its tenant's group of that name, else the consumer's own.
+
+    Longer than a consumer's name, so that none is taken for the other.
+    """
+    said = report.identity
+    return f"group {said.tenant}\0{said.group}".encode() + bytes(CONSUMER_BYTES) if said.group else report.consumer

@@ -128,7 +128,7 @@ class Planner:
         needs, origin = self.needs, self.origin
         deadlines = self.future.until_first(self.now)[slots]
         sizes = needs.sizes[slots]
-        rate = max((needs.consumers[it].report.rate for it in self.future.names if it in needs.consumers), default=0.0)
+        rate = max((needs.consumers[it].report.pace for it in self.future.names if it in needs.consumers), default=0.0)
         ahead = LOW_SHARDS * float(sizes.max()) / rate if rate > 0 else np.inf
         slack = deadlines - ahead - origin.fill_seconds - origin.report_seconds
         if origin.rate > 0:

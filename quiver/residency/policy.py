@@ -107,6 +107,7 @@ class _Round:
         self._ordered_is_next = needs.ordered_is_next
         self._forced: Counter[bytes] = Counter()  # in this round, by consumer
         self._blocked = _blocked(needs, situation.avoid)
+        self._votes, self._tie = needs.votes(), 1 / needs.largest_group
         self._future = needs.future(situation.now, situation.origin.fill_seconds, self._present, situation.free_bytes)
 
     def assume(self, decision: Decision) -> None:
@@ -272,14 +273,14 @@ class _Round:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
 
     def _victims(self, bytes_wanted: float) -> list[int]:
-        """Return needed slots to evict: of the shards that fewest need, the one with most bytes left to read."""
+        """Return needed slots to evict: of the shards with the fewest votes, the one with most bytes left to read."""
         needs = self._needs
         may_go = needs.held & self._present & ~self._spared() & (needs.counts > 0)
         held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
         if not len(held):
             return []
-        counts = needs.counts_of_files()
-        least = held[counts[held] == counts[held].min()]
+        votes = needs.votes_of_files()
+        least = held[votes[held] == votes[held].min()]
         left = np.zeros(len(needs.sizes))
         for it in needs.consumers.values():
             left[needs.datasets[it.dataset].slots] += it.left
@@ -294,7 +295,7 @@ class _Round:
         """
         needs = self._needs
         spared = np.zeros(len(needs.sizes), bool)
-        reading = [it for it in needs.consumers.values() if it.pending.any()]
+        reading = [it for it in needs.consumers.values() if it.is_reading]
         for it in reading if len(reading) > 1 else ():
             slots = needs.datasets[it.dataset].slots
             runway = self._runway(it, self._present[slots], it.pending)
@@ -305,7 +306,7 @@ class _Round:
     # -- who wants what -----------------------------------------------------------------------------------------------
 
     def _most_needed(self, hungry: Sequence[_Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
-        """Return the missing slot of at most ``bytes_max`` that most groups need, and its dataset."""
+        """Return the missing slot of at most ``bytes_max`` that has most votes, and its dataset."""
         needs = self._needs
         best: tuple[float, int, Digest] | None = None
         missing: dict[Digest, Mask] = {}
@@ -317,7 +318,7 @@ class _Round:
             slots = slots[needs.sizes[slots] <= bytes_max]
             if not len(slots):
                 continue
-            scores = needs.counts[slots] + needs.ties[slots]
+            scores = self._votes[slots] + self._tie * needs.ties[slots]
             at = int(np.argmax(scores))
             if best is None or scores[at] > best[0]:
                 best = float(scores[at]), int(slots[at]), name
@@ -326,7 +327,7 @@ class _Round:
     def _hungry(self) -> tuple[list[_Hungry], list[tuple[int, Digest]]]:
         """Return the consumers that need a fetch now, and the slots that those with a fixed order need next."""
         needs, situation = self._needs, self._situation
-        reading = [it for it in needs.consumers.values() if it.pending.any()]
+        reading = [it for it in needs.consumers.values() if it.is_reading]
         fastest = max((it.report.rate for it in reading if self._is_heard(it)), default=0.0)
         here = {name: self._present[it.slots] for name, it in needs.datasets.items()}
         absent = {name: self._absent(name, here[name]) for name in needs.datasets}

@@ -19,12 +19,17 @@ class Measured:
     """What a consumer measured of itself.
 
     ``throughput``: bytes per second that it read lately, waiting included. ``waited``: the share of that time in which
-    it waited for data, 0 to 1. ``attained_bytes``: what it has read since its job began.
+    it waited for data, 0 to 1. ``attained_bytes``: what it has read since its job began. ``probe_series``: how many
+    series of probes have ended; ``probed_hits`` and ``probed_misses``: the throughput that the last one measured with
+    everything in the cache and with nothing, 0 if it could not.
     """
 
     throughput: float = 0.0
     waited: float = 0.0
     attained_bytes: float = 0.0
+    probe_series: int = 0
+    probed_hits: float = 0.0
+    probed_misses: float = 0.0
 
 
 NOT_MEASURED: Final = Measured()
@@ -34,13 +39,17 @@ NOT_MEASURED: Final = Measured()
 class ConsumerReport:
     """What a consumer still needs. ``left`` ``(shards,)``: 255ths of each shard that are to be read, rounded up.
 
-    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``order`` identifies a list
-    of all uses to come, of which ``order_at`` are done; ``uses`` is that list, if sent.
+    ``identity`` says whose consumer it is, ``dataset_name`` what people call the dataset. ``reader``: who reads for it
+    (``quiver.introduction``), empty for unknown. ``order`` identifies a list of all uses to come, of which ``order_at``
+    are done; ``uses`` is that list, if sent.
+
+    ``hold``: nobody reads yet. What is listed is kept for a job that will resume here, and not fetched, until a
+    consumer begins that needs nothing else of the dataset, or the lease expires.
     """
 
     consumer: bytes
     left: npt.NDArray[np.uint8]
-    rate: float  # bytes per second that the consumer reads while it does not wait; 0: unknown yet
+    rate: float  # f*: bytes per second that the consumer would read if it never waited for data; 0: unknown yet
     ahead_bytes: float  # resident bytes of what is left, as far as the consumer knows
     lease_seconds: float
     soon: tuple[int, ...] = ()  # with a fixed order: the next shards, in this order
@@ -51,6 +60,14 @@ class ConsumerReport:
     identity: Identity = NOBODY
     dataset_name: str = ""
     measured: Measured = NOT_MEASURED
+    reader: bytes = b""
+    hold: bool = False
+
+    @property
+    def pace(self) -> float:
+        """Bytes per second that the consumer does read: when it comes to its uses follows from this, not from what it
+        could read. 0: unknown yet."""
+        return self.measured.throughput or self.rate
 
 
 def rounded_up(left: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:

@@ -293,6 +293,24 @@ class Store(Generic[I_co]):
             place.unlink(missing_ok=True)
             self._forget(kind, digest)
 
+    def leave(self, kind: Kind, digest: Digest, domain: Domain) -> int:
+        """Have a sharing domain no longer hold a file, which is removed if no other one does; return its bytes.
+
+        0: the domain does not hold it.
+        """
+        with self.inventory.changing():
+            before = self.inventory.domains_of(kind, digest)
+            if domain not in before:
+                return 0
+            size_bytes = self.inventory.size(kind, digest)
+            others = tuple(it for it in before if it != domain)
+            if others:
+                record_domains(file_of(self.root, kind, digest), others)
+                self.inventory.shared(kind, digest, others)
+            else:
+                self.drop(kind, digest)
+            return size_bytes
+
     def quarantine(self, kind: Kind, digest: Digest) -> None:
         """Move a wrong file to the quarantine: it is no longer read, and an operator can inspect it.
 

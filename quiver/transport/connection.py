@@ -217,6 +217,7 @@ class Endpoint:
 
     ``tls``: for an ``https`` URL; by default the credentials of the environment. ``node``: which node's certificate it
     must have; if empty, that of any node that is valid for its host. ``token``: what to send it, to show who asks.
+    ``introduction``: what this process says of itself with its reads (``quiver.introduction``), as a header's value.
     ``attempt``: that all exchanges are part of.
     """
 
@@ -225,6 +226,7 @@ class Endpoint:
     tls: Credentials | None = None
     node: str = ""
     token: TokenSource = NO_TOKEN
+    introduction: str = ""
     attempt: Attempt | None = None
 
     @property

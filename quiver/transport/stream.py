@@ -23,6 +23,7 @@ import numpy as np
 from quiver import forks
 from quiver.backoff import Backoff
 from quiver.errors import Corrupt, OverCapacity, QuiverError, Unauthenticated, answer_of, error_from
+from quiver.introduction import HEADER as INTRODUCTION
 from quiver.malformed import MALFORMED
 from quiver.transport.attempt import Attempt
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
@@ -152,7 +153,8 @@ def _upgrade(connection: Connection, endpoint: Endpoint) -> None:
     replace(endpoint, patience=patience).begin(connection)
     upgrade = f"Host: {endpoint.host}\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n"
     authorization = endpoint.authorization(endpoint.token.token())
-    connection.send(f"GET {PATH} HTTP/1.1\r\n{upgrade}{authorization}\r\n".encode())
+    said = f"{INTRODUCTION}: {endpoint.introduction}\r\n" if endpoint.introduction else ""
+    connection.send(f"GET {PATH} HTTP/1.1\r\n{upgrade}{said}{authorization}\r\n".encode())
     head, behind = receive_head(connection)
     if head.status == Unauthenticated.status:
         raise Unauthenticated(f"{endpoint.url}: {endpoint.token.fault()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import pickle
@@ -61,6 +62,15 @@ class Made(Dataset):
 
     def __getitem__(self, index: Any) -> Any:
         return Decode(self.bad)(super().__getitem__(index))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def short_joins() -> Iterator[None]:
+    """torch waits up to 5 s for a worker of a loader that failed, whatever the dataset; here that would be 20 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.25)
+        yield
+        gc.collect()  # ends what failed loaders left
 
 
 @pytest.fixture(scope="module")

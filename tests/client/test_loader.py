@@ -22,7 +22,8 @@ from quiver_client import BatchSampler, DataLoader, Dataset
 from quiver_client.loader import arguments, draw_wait
 from quiver_client.loader import consumer as consumer_module
 from tests.support.data import Files, make_files
-from tests.support.residency import Rack, alive, scripted, still, told
+from tests.support.residency import Rack, scripted, still, told
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 SAMPLES = 150

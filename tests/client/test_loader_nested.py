@@ -17,7 +17,8 @@ from torch.utils.data import RandomSampler, Sampler
 from quiver.substitution import permutation
 from quiver_client import BatchSampler, DataLoader, Dataset, merge_states
 from tests.support.data import Files
-from tests.support.residency import alive, scripted
+from tests.support.residency import scripted
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 SAMPLES = 150

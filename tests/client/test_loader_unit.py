@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from quiver.substitution import View
 from quiver_client.loader.draw_wait import PATIENCE_SECONDS, PATIENCE_SECONDS_MIN, WAIT_SECONDS_MAX, DrawWait
 from quiver_client.loader.epoch import Drawn, Epoch, ShardLayout, _entries_of
-from quiver_client.loader.loop_rate import LoopRate
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopRate, LoopTurn
 from quiver_client.loader.threads import ThreadedBatches
-from tests.support.residency import Clock, alive
+from tests.support.residency import Clock
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 # -- LoopRate ---------------------------------------------------------------------------------------------------------
@@ -33,12 +34,12 @@ def clock() -> Clock:
 def reading(rate: LoopRate, clock: Clock, batches: int, seconds: float, waited: float = 0.0) -> None:
     for _ in range(batches):
         clock.now += seconds
-        rate.consumed(100.0, waited)
+        rate.consumed(100.0, LoopTurn(waited))
 
 
 def test_the_rate_of_a_loop_is_its_bytes_per_second(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
-    rate.consumed(100.0, 0.0)  # how long the first one took says nothing
+    rate.consumed(100.0, NOT_TIMED)  # how long the first one took says nothing
     assert rate.value == 0.0
     reading(rate, clock, 5, 0.125)
     assert rate.value == 800.0
@@ -46,7 +47,7 @@ def test_the_rate_of_a_loop_is_its_bytes_per_second(clock: Clock) -> None:
 
 def test_waiting_because_nothing_is_resident_does_not_lower_the_rate(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
-    rate.consumed(100.0, 0.0)
+    rate.consumed(100.0, NOT_TIMED)
     for _ in range(4):
         rate.starved(9.0)
         reading(rate, clock, 1, 9.125, waited=9.0)
@@ -55,7 +56,7 @@ def test_waiting_because_nothing_is_resident_does_not_lower_the_rate(clock: Cloc
 
 def test_a_draw_that_waited_while_the_loop_computed_is_not_subtracted(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
-    rate.consumed(100.0, 0.0)
+    rate.consumed(100.0, NOT_TIMED)
     for _ in range(4):
         rate.starved(9.0)
         reading(rate, clock, 1, 0.25, waited=0.125)  # it had to wait for but half of that time itself
@@ -64,14 +65,14 @@ def test_a_draw_that_waited_while_the_loop_computed_is_not_subtracted(clock: Clo
 
 def test_waiting_for_a_slow_transform_counts_as_the_loops_own_time(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
-    rate.consumed(100.0, 0.0)
+    rate.consumed(100.0, NOT_TIMED)
     reading(rate, clock, 4, 0.125, waited=0.125)
     assert rate.value == 800.0
 
 
 def test_a_pause_between_epochs_does_not_change_the_rate(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
-    rate.consumed(100.0, 0.0)
+    rate.consumed(100.0, NOT_TIMED)
     reading(rate, clock, 4, 0.125)
     rate.pause()
     reading(rate, clock, 1, 3600.0)
@@ -81,7 +82,7 @@ def test_a_pause_between_epochs_does_not_change_the_rate(clock: Clock) -> None:
 
 def test_a_new_rate_is_learned_gradually(clock: Clock) -> None:
     rate = LoopRate(clock.monotonic)
-    rate.consumed(100.0, 0.0)
+    rate.consumed(100.0, NOT_TIMED)
     reading(rate, clock, 4, 0.125)
     reading(rate, clock, 2, 0.25)
     assert 400.0 < rate.value < 800.0

@@ -21,7 +21,8 @@ from quiver_client.loader.epoch import ShardLayout
 from quiver_client.loader.mix import mixed_pass as mix_pass_module
 from quiver_client.loader.mix.schedule import Schedule
 from tests.support.data import Files, make_files, random_files
-from tests.support.residency import Rack, alive, scripted, still, told
+from tests.support.residency import Rack, scripted, still, told
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 SIZES = {"a": 70, "b": 30, "c": 9}

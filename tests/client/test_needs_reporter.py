@@ -14,7 +14,8 @@ from quiver.errors import Unavailable
 from quiver.residency import ConsumerReport
 from quiver_client import needs_reporter as watch_module
 from quiver_client.needs_reporter import NeedsReporter
-from tests.support.residency import Rack, alive
+from tests.support.residency import Rack
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 NEVER = 3600.0

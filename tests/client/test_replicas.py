@@ -32,7 +32,8 @@ from quiver_client.loader.replicas.log import AHEAD_MAX, DecisionLog
 from quiver_client.loader.replicas.meeting import Invitation, publish, try_to_meet
 from quiver_client.loader.replicas.messages import Drawn, Frames, Hello, Join, Left, encode
 from tests.support.data import Files
-from tests.support.residency import Rack, alive, told
+from tests.support.residency import Rack, told
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 SAMPLES = 150

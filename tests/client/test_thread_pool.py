@@ -13,7 +13,7 @@ import pytest
 
 from quiver_client import thread_pool as pool_module
 from quiver_client.thread_pool import ThreadPool
-from tests.support.residency import alive
+from tests.support.threads import alive
 from tests.support.waiting import until
 
 

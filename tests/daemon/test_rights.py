@@ -11,7 +11,11 @@ FILLS = {
     *("PUT /v1/shards/{digest}", "PUT /v1/manifests/{digest}", "POST /v1/fill", "POST /v1/forgo", "POST /v1/needs"),
     *("read fills", "read forgoes"),
 }
-OPERATES = {"GET /v1/status", "GET /metrics", "readyz reasons"}
+OPERATES = {
+    *("GET /v1/status", "GET /metrics", "readyz reasons"),
+    *("GET /v1/jobs", "GET /v1/datasets", "GET /v1/allocation", "POST /v1/pin", "POST /v1/unpin", "POST /v1/evict"),
+    *("POST /v1/handover", "POST /v1/drain", "GET /v1/drain", "DELETE /v1/drain"),
+}
 OPEN_TO_ALL = {"GET /healthz", "GET /readyz"}
 
 

@@ -30,7 +30,7 @@ def left_behind(folder: Path) -> list[str]:
 
 def test_the_demo_trains_through_a_rack_and_reads_the_origin_once(tmp_path: Path) -> None:
     process = start(tmp_path)
-    shown, _ = process.communicate(timeout=100)
+    shown, _ = process.communicate(timeout=240)
     assert process.returncode == 0, shown
     rows = [match.groups() for match in map(ROW.match, shown.splitlines()) if match]
     assert [int(row[0]) for row in rows] == list(range(1, 9)), shown
@@ -51,6 +51,6 @@ def test_a_demo_that_is_interrupted_stops_all_that_it_started(tmp_path: Path, nu
     while "daemons are up" not in (line := process.stdout.readline()):
         assert line, "the demo ended by itself"
     process.send_signal(number)
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     assert process.returncode == 128 + number
     assert left_behind(tmp_path) == []

@@ -23,6 +23,7 @@ from quiver.substitution import Ints, View
 from quiver_client.batch import Batch
 from quiver_client.buffers import Buffer
 from quiver_client.loader.epoch import Drawn, Epoch
+from quiver_client.loader.loop_rate import LoopTurn
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.needs_reporter import NeedsReporter
 from tests.simulation.clock import Process
@@ -146,7 +147,7 @@ class Rank(Process):
     def consume(self) -> tuple[int, list[int], list[bytes]]:
         """Hand the next batch to the loop; return its epoch, samples and bytes."""
         number, reading = self.reading.popitem(last=False)
-        self.order.consumed(self.epoch, number, self.clock.now - self.asked_at)
+        self.order.consumed(self.epoch, number, LoopTurn(self.clock.now - self.asked_at))
         samples = [bytes(view) for view in reading.batch.views(0) if view is not None]
         return self.epoch.number, reading.drawn.rows.tolist(), samples
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any, Final, cast
 
@@ -149,8 +148,3 @@ def told(monkeypatch: pytest.MonkeyPatch, rack: Rack) -> None:
     monkeypatch.setattr(Dataset, "needs", lambda self: rack)
     monkeypatch.setattr(watch_module, "SPACING_SECONDS", 0.001)
     monkeypatch.setattr(consumer_module, "REPORT_SECONDS", (0.001, 0.01))
-
-
-def alive(prefix: str = "quiver-") -> list[str]:
-    """Return the names of Quiver's running threads."""
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith(prefix))

@@ -9,10 +9,11 @@ from typing import Final
 from quiver.claims import EVERY_RIGHT, Right
 from quiver.domain import Domain, domain_named
 
-__all__ = ["EVERY_RIGHT", "Caller", "Right", "account_of", "quota_of"]
+__all__ = ["EVERY_RIGHT", "Caller", "Right", "account_of", "quota_of", "tenant_of"]
 
 _TENANT: Final = "tenant "  # an address contains no space, so no account is an address's and a tenant's
 _CLASS: Final = " class "
+_OPERATES: Final = frozenset({Right.OPERATE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,17 @@ class Caller:
         return domain_named(self.domain) if self.acting_for is None else self.acting_for
 
     @property
+    def sees(self) -> Domain | None:
+        """The sharing domain whose names it is shown; ``None``: of every domain.
+
+        A token that may read or fill acts in its domain, and learns of no other one. A member of the rack, and a token
+        that may operate and nothing else, act in none: they see the whole daemon.
+        """
+        if self.is_member or self.rights == _OPERATES or not self.domain:
+            return None
+        return self.scope
+
+    @property
     def budget(self) -> str:
         """The name under which this caller's use of shared resources is counted (``budget.Budgets``)."""
         return account_of(self.tenant, self.quota) if self.tenant else self.address
@@ -54,3 +66,8 @@ def account_of(tenant: str, quota: str) -> str:
 def quota_of(account: str) -> str:
     """Return the quota class of an account, ``""`` for none: the inverse of ``account_of``."""
     return account.partition(_CLASS)[2] if account.startswith(_TENANT) else ""
+
+
+def tenant_of(account: str) -> str:
+    """Return the tenant of an account, ``""`` for one that is an address: another inverse of ``account_of``."""
+    return account.removeprefix(_TENANT).partition(_CLASS)[0] if account.startswith(_TENANT) else ""

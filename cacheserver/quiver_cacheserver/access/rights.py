@@ -43,10 +43,23 @@ RIGHTS: Final[Mapping[str, Right | None]] = MappingProxyType(
         "POST /v1/forgo": Right.FILL,
         "POST /v1/recheck": Right.READ,
         "POST /v1/needs": Right.FILL,  # it makes the daemon fetch and evict
+        # leaving the rack
+        "POST /v1/handover": Right.OPERATE,  # of daemons, which are members; it makes the daemon fetch and evict
+        "POST /v1/drain": Right.OPERATE,
+        "GET /v1/drain": Right.OPERATE,
+        "DELETE /v1/drain": Right.OPERATE,
         # the daemon itself
         "GET /v1/ring": Right.READ,
         "GET /v1/status": Right.OPERATE,
         "GET /metrics": Right.OPERATE,
+        # who reads what: names, those of the caller's sharing domain alone (``Caller.sees``)
+        "GET /v1/jobs": Right.OPERATE,
+        "GET /v1/datasets": Right.OPERATE,
+        "GET /v1/allocation": Right.OPERATE,
+        "POST /v1/pin": Right.OPERATE,
+        "POST /v1/unpin": Right.OPERATE,
+        "POST /v1/evict": Right.OPERATE,
+        "POST /v1/probe": Right.OPERATE,
         "GET /healthz": PUBLIC,
         "GET /readyz": PUBLIC,  # the reasons for "not ready" name origins: they are for ``READYZ_REASONS``
         "readyz reasons": Right.OPERATE,

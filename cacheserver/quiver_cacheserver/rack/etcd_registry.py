@@ -128,13 +128,21 @@ class EtcdRegistry:
         await self._news.wait()
 
     async def drain(self) -> None:
-        self._learn(m.OwnChanged(msgspec.structs.replace(self._state.own, state="draining")))
-        self._inbox.wake()
-        if not await self._wait_for(lambda: self.registered, 2 * self._timeout_seconds):
+        if not await self._stand(msgspec.structs.replace(self._state.own, state="draining")):
             log.warning(
                 "%s has not confirmed that this daemon drains; its peers will notice when its key expires",
                 self._endpoint,
             )
+
+    async def undrain(self) -> None:
+        if not await self._stand(msgspec.structs.replace(self._state.own, state="up")):
+            log.warning("%s has not confirmed that this daemon is up again; it will once it answers", self._endpoint)
+
+    async def _stand(self, own: Member) -> bool:
+        """Publish this daemon in another state; return whether that was confirmed in time."""
+        self._learn(m.OwnChanged(own))
+        self._inbox.wake()
+        return await self._wait_for(lambda: self.registered, 2 * self._timeout_seconds)
 
     async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
         def told() -> bool:

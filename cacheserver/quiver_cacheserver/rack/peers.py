@@ -56,7 +56,7 @@ class RackPeers:
         self._registry = registry
         self._name, self._url = name, url
         self._tls = tls
-        self._asks = asks
+        self.asks = asks
         self._peers: dict[tuple[str, str], PeerClient] = {}  # by URL, and by the node that its certificate must name
         self._health = Health()
         self._prober = ThreadPoolExecutor(1, thread_name_prefix="quiver-probe")
@@ -83,6 +83,11 @@ class RackPeers:
         ring = self._registry.ring
         return self._clients(ring.owners(digest, len(ring.members))[:MANIFEST_ASKED_MAX], domain)
 
+    def member(self, name: str, domain: Domain = SINGLE) -> PeerClient | None:
+        """Return the other member of this node id; ``None`` if the ring has none, or it does not answer now."""
+        named = [member for member in self._registry.ring.members if member.id == name]
+        return next(self._clients(named, domain), None)
+
     def failed(self, peer: PeerClient, error: QuiverError) -> None:
         """Do not ask a peer for a while: it did not answer, or answered wrongly. A busy peer is asked again."""
         if isinstance(error, OverCapacity):
@@ -106,7 +111,7 @@ class RackPeers:
             peer.close()
 
     def _clients(self, members: Iterable[Member], domain: Domain) -> Iterator[PeerClient]:
-        for member in members if self._asks else ():
+        for member in members if self.asks else ():
             url = member.url
             if member.id == self._name or url == self._url or url.startswith("https:") != (self._tls is not None):
                 continue

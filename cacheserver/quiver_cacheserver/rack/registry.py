@@ -63,6 +63,9 @@ class Registry(Protocol):
     async def drain(self) -> None:
         """Own no shards from now on, but stay in the ring so that peers can still ask. Returns within a few seconds."""
 
+    async def undrain(self) -> None:
+        """Own shards again. Returns within a few seconds."""
+
     async def wait_until_registered(self, timeout_seconds: float | None = None) -> bool:
         """Return whether others can see this daemon within the timeout. Raises ``Misconfigured`` if its id is taken.
 
@@ -119,7 +122,14 @@ class StaticRegistry:
 
     async def drain(self) -> None:
         """Own nothing in the ring that this daemon hands out. Its peers are not notified: restart them without it."""
-        self._own = msgspec.structs.replace(self._own, state="draining")
+        self._stand(msgspec.structs.replace(self._own, state="draining"))
+
+    async def undrain(self) -> None:
+        self._stand(msgspec.structs.replace(self._own, state="up"))
+
+    def _stand(self, own: Member) -> None:
+        """Replace this daemon in the ring."""
+        self._own = own
         others = [member for member in self._ring.members if member.id != self._own.id]
         self._ring = Ring.of(self._ring.rack, [*others, self._own], self._ring.replicas)
         news, self._news = self._news, asyncio.Event()

@@ -87,6 +87,12 @@ class Datasets:
     def __getitem__(self, name: Digest) -> ReportedDataset:
         return self._datasets[name]
 
+    def items(self) -> list[tuple[Digest, ReportedDataset]]:
+        return list(self._datasets.items())
+
+    def values(self) -> list[ReportedDataset]:
+        return list(self._datasets.values())
+
     def close(self) -> None:
         if self._unsubscribe is not None:
             self._unsubscribe()

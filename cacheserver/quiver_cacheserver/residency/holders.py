@@ -53,6 +53,11 @@ class Holders:
                     return SHARED
             return self._numbers.setdefault(client, next(self._next))
 
+    def names(self) -> dict[int, str]:
+        """Return the clients by number."""
+        with self._lock:
+            return {number: name for name, number in self._numbers.items()}
+
     def of(self, files: Sequence[Digest]) -> npt.NDArray[np.int64]:
         """Return the holder of each of these files."""
         return np.fromiter(map(self._of.get, files, itertools.repeat(SHARED)), np.int64, len(files))

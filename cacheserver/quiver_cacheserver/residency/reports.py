@@ -15,9 +15,11 @@ from quiver.errors import BadRequest
 from quiver.residency import ConsumerReport, Needs
 from quiver.residency.messages import NeedsAnswer, NeedsReport, NeedsStatus
 from quiver_cacheserver.budget import Budgets, Cost
+from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.names import consumer_in, name_in
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
+from quiver_cacheserver.residency.probes import ProbeRequests
 
 INLINE_SHARDS_MAX: Final = 1 << 20  # larger reports are unpacked, and answers packed, in a thread: milliseconds
 
@@ -25,14 +27,21 @@ INLINE_SHARDS_MAX: Final = 1 << 20  # larger reports are unpacked, and answers p
 class Reports:
     """The reports of consumers. Belongs to the event loop."""
 
-    def __init__(self, needs: Needs, datasets: Datasets, decider: Decider, budgets: Budgets) -> None:
+    def __init__(
+        self, needs: Needs, datasets: Datasets, decider: Decider, budgets: Budgets, names: DatasetNames
+    ) -> None:
         self._needs = needs
+        self._names = names
         self._datasets = datasets
         self._decider = decider
         self._budgets = budgets
+        self.probes = ProbeRequests()
 
-    async def take(self, body: bytes, client: str, domain: Domain = SINGLE) -> NeedsAnswer:
-        """Take one report. Raises ``BadRequest`` for one that does not fit its manifest."""
+    async def take(self, body: bytes, client: str, domain: Domain = SINGLE, *, tenant: str = "") -> NeedsAnswer:
+        """Take one report. Raises ``BadRequest`` for one that does not fit its manifest.
+
+        ``tenant``: of the sender's token, which counts whatever the report says; "" without one.
+        """
         head = NeedsReport.head(body)
         if head.leaving:
             self._needs.leave(consumer_in(domain, head.consumer))
@@ -55,8 +64,12 @@ class Reports:
         if dataset is None:
             return _empty(NeedsStatus.FULL)
         now = time.monotonic()
-        report = replace(told.report, consumer=consumer_in(domain, told.report.consumer))
+        identity = replace(told.report.identity, tenant=tenant) if tenant else told.report.identity
+        report = replace(told.report, consumer=consumer_in(domain, told.report.consumer), identity=identity)
+        self._names.heard(told.manifest, domain, own=manifest.header.name, told=report.dataset_name)
         answer = self._answer(name_in(domain, told.manifest), report, now, client)
+        if self.probes.answered(report, domain):
+            answer = replace(answer, probe_wanted=True)
         dataset.used = now
         self._datasets.changed.set()
         done = time.monotonic()
@@ -68,7 +81,7 @@ class Reports:
         before = self._needs.leases.get(report.consumer)
         if not self._needs.report(name, report, now, client=client):
             return _empty(NeedsStatus.FULL)
-        if before is not None:
+        if before is not None and not report.hold:
             self._decider.estimator.reported(now - before.reported_at)
         uploads = self._decider.choose_uploads(name, report, client)
         seen, wanted = self._needs.seen_by(report.consumer), self._needs.wants_order(report.consumer)

@@ -29,6 +29,7 @@ from quiver_cacheserver.budget import Budgets, Cost
 from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.names import name_in
 from quiver_cacheserver.opened import READ_LEASE_SECONDS, OpenManifests
+from quiver_cacheserver.pins import Pins
 from quiver_cacheserver.residency.holders import Holders
 
 MANIFESTS_SHARE: Final = 4  # manifests may take a quarter of the capacity; usually they take a thousandth
@@ -53,8 +54,10 @@ class Rooms:
         opened: OpenManifests,
         budgets: Budgets,
         counters: Counters,
+        pins: Pins | None = None,
     ) -> None:
         self.holders = Holders()
+        self._pins = Pins(store) if pins is None else pins
         self.store = store
         self._inventory = store.inventory
         self._needs = needs
@@ -125,7 +128,17 @@ class Rooms:
         asked = np.flatnonzero((needed < 0) & (idle >= READ_LEASE_SECONDS[0]))
         lapsed = asked[self._opened.lapsed_of(held.digests[asked])]
         needed[lapsed], in_use[lapsed] = 0, False
+        pinned = self._pins.within_limit(held.digests, held.sizes)
+        needed[pinned], in_use[pinned] = 1, True
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
+
+    def pinned_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Return which of these ``(n, 32)``, held or not, are of pinned datasets."""
+        return self._pins.among(shards)
+
+    def in_use_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Return which of these ``(n, 32)``, held or not, are of datasets that were read recently."""
+        return self._opened.in_use_of(shards)
 
     def _needed(self, held: FileListing) -> npt.NDArray[np.int8]:
         """Return ``Needs.needed_of``, looking up only files that are new since the last call."""
@@ -189,7 +202,8 @@ class Rooms:
             victim
             for decision in needs.commitments.decisions_of(shard)
             for victim in decision.evict
-            if victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1
+            if (victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1)
+            and not self._pins.among(as_rows([victim]))[0]
         ]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
@@ -221,12 +235,12 @@ class Rooms:
 
     def _manifests_shelf(self) -> Shelf:
         held = self._inventory.listing(Kind.MANIFEST)
-        datasets, used = self._needs.manifests, self._opened.recently_used()
+        kept, used = self._needs.manifests | self._pins.manifests, self._opened.recently_used()
         return Shelf(
             held.digests,
             held.sizes,
             self._inventory.now() - held.used,
-            np.asarray([1 if digest in datasets else -1 for digest in held.names], np.int8),
+            np.asarray([1 if digest in kept else -1 for digest in held.names], np.int8),
             np.asarray([digest in used for digest in held.names], bool),
             self.holders.of(held.names),
         )

@@ -22,7 +22,10 @@ from quiver_cacheserver.access.rights import READYZ_REASONS, RIGHTS, allows
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.metrics import Collector
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.overview.overview import Overview
 from quiver_cacheserver.residency.reports import INLINE_SHARDS_MAX
+from quiver_cacheserver.serving.draining import Draining
+from quiver_cacheserver.serving.operator import Operator
 from quiver_cacheserver.serving.poller import Poller
 from quiver_cacheserver.serving.reads import read_route
 from quiver_cacheserver.serving.requests import admitted, began, body_of, caller_of
@@ -59,9 +62,10 @@ def make_app(node: Node) -> web.Application:
     sender = Sender(node, poller)
     reading = Places(node.budgets, Resource.READS)
     streams = Streams(node, poller, reading)
+    overview = Overview(node)
     app = web.Application(middlewares=[_errors])
     app[POLLER] = poller
-    for route in _routes(node, streams, sender, reading):
+    for route in [*_routes(node, streams, sender, reading), *_for_operators(node, overview)]:
         handler = _guarded(node, route)
         if route.method == "GET":
             app.router.add_get(route.path, handler, expect_handler=_continue)  # and HEAD
@@ -74,12 +78,13 @@ def make_app(node: Node) -> web.Application:
 
     app.on_shutdown.append(end_answers)
     app.cleanup_ctx.append(partial(_polling, poller))
+    app.cleanup_ctx.append(partial(_watching, overview))
     return app
 
 
 def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> list[Route]:
     """Return every route. The table of rights names who may use each (``access.rights``)."""
-    transfers, verbs = Transfers(node, sender), Verbs(node)
+    transfers, verbs, draining = Transfers(node, sender), Verbs(node), Draining(node)
     return [
         # data
         Route("POST", "/v1/read", read_route(node, sender, reading)),
@@ -93,12 +98,31 @@ def _routes(node: Node, streams: Streams, sender: Sender, reading: Places) -> li
         Route("POST", "/v1/forgo", verbs.forgo),
         Route("POST", "/v1/recheck", verbs.recheck),
         Route("POST", "/v1/needs", partial(_take_report, node)),
+        # leaving the rack
+        Route("POST", "/v1/handover", draining.hand_over),
+        Route("POST", "/v1/drain", draining.begin),
+        Route("GET", "/v1/drain", draining.status),
+        Route("DELETE", "/v1/drain", draining.end),
         # the daemon itself
         Route("GET", "/v1/ring", partial(_ring, node)),
         Route("GET", "/v1/status", partial(_status, node)),
         Route("GET", "/healthz", _healthy),
         Route("GET", "/readyz", partial(_ready, node)),
-        Route("GET", "/metrics", _numbers(node)),
+    ]
+
+
+def _for_operators(node: Node, overview: Overview) -> list[Route]:
+    """Return the routes that tell names."""
+    operator = Operator(node, overview)
+    return [
+        Route("GET", "/metrics", _numbers(node, overview)),
+        Route("GET", "/v1/jobs", operator.jobs),
+        Route("GET", "/v1/datasets", operator.datasets),
+        Route("GET", "/v1/allocation", operator.allocation),
+        Route("POST", "/v1/pin", operator.pin),
+        Route("POST", "/v1/unpin", operator.unpin),
+        Route("POST", "/v1/evict", operator.evict),
+        Route("POST", "/v1/probe", operator.probe),
     ]
 
 
@@ -123,6 +147,14 @@ async def _polling(poller: Poller, _: web.Application) -> AsyncIterator[None]:
     sweeping.cancel()
     await asyncio.wait([sweeping])
     await loop.run_in_executor(None, poller.stop)
+
+
+async def _watching(overview: Overview, _: web.Application) -> AsyncIterator[None]:
+    """Look for the datasets of pins for as long as the application runs."""
+    watching = asyncio.get_running_loop().create_task(overview.watch_pins(), name="pins")
+    yield
+    watching.cancel()
+    await asyncio.wait([watching])
 
 
 async def _sweep(poller: Poller) -> None:
@@ -154,12 +186,15 @@ async def _ready(node: Node, request: web.Request) -> web.Response:
     return web.Response(text="ok\n")
 
 
-def _numbers(node: Node) -> Handler:
+def _numbers(node: Node, overview: Overview) -> Handler:
     metrics = CollectorRegistry(auto_describe=False)
     metrics.register(Collector(node))
 
-    async def numbers(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(metrics), headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
+    async def numbers(request: web.Request) -> web.Response:
+        named = CollectorRegistry(auto_describe=False)
+        named.register(await overview.collector(caller_of(request)))
+        body = generate_latest(metrics) + generate_latest(named)
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return numbers
 
@@ -170,7 +205,7 @@ async def _take_report(node: Node, request: web.Request) -> web.Response:
     client = caller.budget
     with node.budgets.holding(client, Resource.REPORTS):
         async with body_of(request, node.budgets, REPORT_BYTES_MAX) as body:
-            answer = await node.reports.take(body, client, caller.scope)
+            answer = await node.reports.take(body, client, caller.scope, tenant=caller.tenant)
         if len(answer.seen) > INLINE_SHARDS_MAX:
             packed = await asyncio.get_running_loop().run_in_executor(None, answer.encode)
         else:

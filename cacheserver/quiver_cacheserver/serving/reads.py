@@ -30,7 +30,7 @@ from quiver_cacheserver.budget import Cost
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.serving.absence import Absence
 from quiver_cacheserver.serving.payload import Ints, Payload
-from quiver_cacheserver.serving.requests import body_of, caller_of, unhurried
+from quiver_cacheserver.serving.requests import body_of, caller_of, read_by, unhurried
 from quiver_cacheserver.serving.sender import Sender
 from quiver_cacheserver.serving.turns import Places, Turn
 from quiver_cacheserver.slices import SLICE
@@ -38,6 +38,7 @@ from quiver_cacheserver.slices import SLICE
 FREE_SHARDS: Final = 4096  # of a request; each further one is charged
 SHARD_SECONDS: Final = 10e-6  # the time to unpack one, look it up and answer
 PRESENT: Final = int(RangeStatus.PRESENT)  # which is 0
+READ_ELSEWHERE: Final = (int(RangeStatus.NO_ROOM), int(RangeStatus.FAILED))  # the others are asked for again
 STATUS_NAMES: Final = {int(status): status.name.lower() for status in RangeStatus}
 
 
@@ -66,7 +67,7 @@ def read_route(node: Node, sender: Sender, reading: Places) -> Callable[[web.Req
     async def read(request: web.Request) -> web.StreamResponse:
         unhurried(request)
         async with body_of(request, node.budgets, READ_REQUEST_BYTES_MAX) as body:
-            with Turn(reading, node.counters, caller_of(request)) as turn:
+            with Turn(reading, node.counters, caller_of(request), read_by(request)) as turn:
                 async with node.slices.turn() if ReadRequest.shards_named(body) > SLICE else contextlib.nullcontext():
                     asked = unpacked(node, body, turn.client)
                 answer = await gather(node, asked, turn)
@@ -100,7 +101,7 @@ def at_hand(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer | None:
     if files.count(None) > read_from.count(None):
         return None
     node.holders.read(asked.shards, turn.client)
-    return _answer(node, asked, files, [RangeStatus.PRESENT] * len(files))
+    return _counted(node, asked, turn, _answer(node, asked, files, [RangeStatus.PRESENT] * len(files)))
 
 
 def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
@@ -109,7 +110,7 @@ def _all_resident(node: Node, asked: ReadRequest, domain: Domain) -> bool:
 
 async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     """Fill what is missing, for as long as the reader waits for it, and answer."""
-    wanted, may_fill, domain = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope
+    wanted, may_fill, domain, sent = asked.shards, allows(turn.caller, READ_FILLS), turn.caller.scope, asked
     if not may_fill:
         asked = replace(asked, manifest=None)  # without which nothing is filled
     if asked.flags & RECHECK and allows(turn.caller, READ_RECHECKS):
@@ -136,7 +137,7 @@ async def gather(node: Node, asked: ReadRequest, turn: Turn) -> ReadAnswer:
     if asked.manifest is not None:
         node.read_by(turn.client, [asked.manifest], domain)
     async with node.slices.turn() if len(wanted) > SLICE else contextlib.nullcontext():
-        return _answer(node, asked, files, statuses)
+        return _counted(node, sent, turn, _answer(node, asked, files, statuses))
 
 
 def _open_here(node: Node, asked: ReadRequest, turn: Turn) -> tuple[list[Digest | None], list[OpenFile | None]]:
@@ -203,6 +204,21 @@ def _answer(
         offsets.astype(np.int64),
         lengths.astype(np.int64),
     )
+
+
+def _counted(node: Node, asked: ReadRequest, turn: Turn, answer: ReadAnswer) -> ReadAnswer:
+    """Count what was read of the manifest, here or, of what this daemon does not have, elsewhere; not what is retried.
+
+    What only daemons ask of one another is nobody's reading.
+    """
+    if turn.caller.is_member:
+        return answer
+    node.count_read(asked.manifest, turn.caller.scope, turn.by.identity.tenant, answer.size_bytes)
+    if asked.manifest is not None:
+        elsewhere = np.isin(answer.statuses, READ_ELSEWHERE) if answer.statuses.any() else None
+        missed = 0 if elsewhere is None else int(asked.ranges["length"][elsewhere].sum())
+        node.readers.read(turn.by, asked.manifest, answer.size_bytes + missed, time.monotonic())
+    return answer
 
 
 def _read_from(asked: ReadRequest) -> list[Digest | None]:

@@ -13,10 +13,13 @@ from aiohttp import web
 
 from quiver.domain import HEADER, SINGLE, Domain
 from quiver.errors import BadRequest
+from quiver.introduction import HEADER as INTRODUCTION
+from quiver.introduction import Introduction
 from quiver.transport.tls import NOBODY, Identity
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource, address_of
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency.readers import ReadBy
 
 BODY_SECONDS_MAX: Final = 10.0
 ANSWER_SECONDS: Final = 60.0  # to receive a report's body, do the work and send the answer
@@ -67,6 +70,19 @@ def caller_of(request: web.Request) -> Caller:
     """Return who sent a request that was ``admitted``, as every request is before its route runs."""
     caller: Caller = request[_CALLER]
     return caller
+
+
+def read_by(request: web.Request) -> ReadBy:
+    """Return who reads, as a request that was ``admitted`` introduces it. A malformed introduction counts as none:
+
+    it decides only what operators see and how the cache is shared, and must not keep anybody from reading.
+    """
+    caller, said = caller_of(request), request.headers.get(INTRODUCTION)
+    try:
+        introduction = Introduction.parse(said) if said is not None else None
+    except BadRequest:
+        introduction = None
+    return ReadBy(caller.budget, caller.scope, caller.tenant, introduction)
 
 
 def identity_of(request: web.Request) -> Identity:

@@ -27,10 +27,11 @@ from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.access.rights import STREAM_READ
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency.readers import ReadBy
 from quiver_cacheserver.serving.payload import Payload
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, READABLE, WRITABLE, Channel, Poller
 from quiver_cacheserver.serving.reads import ReadAnswer, at_hand, gather, unpacked
-from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, caller_of, unhurried
+from quiver_cacheserver.serving.requests import BODY_SECONDS_MAX, caller_of, read_by, unhurried
 from quiver_cacheserver.serving.sender import Sending, log_cut, own_socket
 from quiver_cacheserver.serving.tls import TlsTransport
 from quiver_cacheserver.serving.turns import Places, Turn
@@ -91,7 +92,7 @@ class Streams:
                 transport.abort()  # closes its descriptor of the connection, and not ours
             assert sock is not None
             events = WRITABLE if unread_bytes(sock) else READABLE  # no event tells of what was received already
-            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, caller), events)
+            self.poller.add(Stream(self, asyncio.get_running_loop(), sock, caller, read_by(request)), events)
         except TimeoutError as error:
             transport.abort()
             if sock is not None:
@@ -154,14 +155,17 @@ class Stream(Channel):
     """
 
     __slots__ = (
-        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "caller",
-        "loop",
+        "_arriving_until", "_body_bytes", "_ends", "_received", "_sending", "_streams", "_turn", "answer", "by",
+        "caller", "loop",
         "refusal",
     )  # fmt: skip
 
-    def __init__(self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, caller: Caller) -> None:
+    def __init__(
+        self, streams: Streams, loop: asyncio.AbstractEventLoop, sock: socket.socket, caller: Caller, by: ReadBy
+    ) -> None:
         super().__init__(sock, caller.budget, time.monotonic() + IDLE_SECONDS)
         self.caller = caller
+        self.by = by
         self.loop = loop
         self.answer: ReadAnswer | None = None
         self.refusal: QuiverError | None = None
@@ -244,7 +248,7 @@ class Stream(Channel):
             self._ends = True  # what was sent ahead is not kept
             return self._refuse(node.budgets.refusal(Resource.BODY_BYTES))
         self._body_bytes += ahead_bytes
-        turn = Turn(self._streams.reading, node.counters, self.caller)
+        turn = Turn(self._streams.reading, node.counters, self.caller, self.by)
         try:
             node.access.check(self.caller, STREAM_READ)
             turn.begin()

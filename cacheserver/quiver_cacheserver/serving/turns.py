@@ -17,6 +17,7 @@ from typing import Final, Self
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.residency.readers import ReadBy
 
 RESUME_SECONDS: Final = 5.0  # after a wait; a reader's own patience is twice that
 
@@ -76,8 +77,9 @@ class Places:
 class Turn:
     """One read, from the arrival of its request until its answer is sent. One thread or coroutine owns it at a time."""
 
-    def __init__(self, places: Places, counters: Counters, caller: Caller) -> None:
+    def __init__(self, places: Places, counters: Counters, caller: Caller, by: ReadBy) -> None:
         self.caller = caller
+        self.by = by
         self.client = caller.budget
         self._places = places
         self._counters = counters

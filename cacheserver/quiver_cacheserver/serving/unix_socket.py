@@ -312,6 +312,8 @@ class Handoff:
             for (digest, _), file in zip(request.entries, opened, strict=True)
         ]
         files = [file for file in opened if file is not None]
+        of = node.manifests.opened.manifest_of(request.entries[0].digest, domain) if files else None
+        node.count_read(of, domain, caller.tenant, sum(file.size_bytes for file in files), "host")
         return files_answer(list(zip(statuses, editions, strict=True))), files
 
     def _is_held(self, entry: Held, domain: Domain) -> bool:

@@ -66,6 +66,7 @@ def _within_limits(ctx: click.Context, param: click.Parameter, value: int | None
 @click.option("--base", metavar="OLD.quiver", help="Keep the shards of this manifest whose samples are unchanged.")
 @click.option("--fields", type=_Names(), metavar="NAME,…", help="Only these fields: columns, extensions.")
 @click.option("--exclude", type=_Names(), metavar="NAME,…", help="Leave these fields out.")
+@click.option("--name", default="", metavar="NAME", help="What people call the dataset; by default its file's name.")
 @json_option
 def command(sources: tuple[str, ...], *, form: Format, shard_size: int | None, as_json: bool, **given: Any) -> None:
     """Read SOURCE once, where it lies, and write its manifest.

@@ -13,6 +13,7 @@ from quiver.manifest import Field, Manifest
 from quiver.origin.base import split_url
 from quiver.sizes import format_size
 from quiver_client.cli.options import json_option, print_json
+from quiver_client.identity import name_of
 
 
 @click.command("info", epilog="Example: quiver info imagenet.quiver --json")
@@ -39,6 +40,7 @@ def describe(manifest: Manifest) -> dict[str, Any]:
     """Return what ``--json`` prints. ``bytes`` counts distinct samples."""
     return {
         "digest": str(manifest.digest),
+        "name": name_of(manifest, manifest.path.name),
         "samples": len(manifest),
         "shards": manifest.shard_count,
         "bytes": manifest.total_bytes,
@@ -78,6 +80,7 @@ def _lines(manifest: Manifest) -> list[str]:
     said = describe(manifest)
     equal = said["samples"] - said["distinct"]
     lines = [
+        f"name     {said['name']}" + ("" if manifest.header.name else " (its file's)"),
         f"digest   {said['digest']}",
         f"samples  {said['samples']}" + (f" ({equal} equal to others)" if equal else ""),
         f"bytes    {said['bytes']} ({format_size(said['bytes'])})",

@@ -63,6 +63,7 @@ class Report:
     bytes: int
     reused_shards: int
     warnings: tuple[Notice, ...]
+    name: str = ""
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 
 from quiver.errors import BadRequest, Misconfigured
+from quiver.identity import check_name
 from quiver.layout import SHARD_BYTES_MAX, SHARD_BYTES_MIN, Layout
 from quiver.manifest import FORMAT_VERSION, Field, Header, Manifest, write_manifest
 from quiver.manifest.schema import SourceFormat
@@ -48,6 +49,7 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     fields: Sequence[str] | None = None,
     exclude: Sequence[str] = (),
     force: bool = True,
+    name: str = "",
     progress: Progress | None = None,
 ) -> Report:
     """Read ``source`` once, where it lies, and write its manifest to ``output``.
@@ -64,12 +66,20 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     ``base``: an older manifest. Its shards whose samples all still exist are kept, and the other samples are placed
     among themselves. A shard that lost a sample could not be filled from the new source, so its other samples move.
 
+    ``name``: what people call the dataset, in tables and metrics: at most 128 bytes that print. Without it nothing is
+    stored, and the dataset is called by the file that is opened. Versions that do not know format 4 read no manifest
+    with a name.
+
     Return a report. Raises a ``QuiverError`` that names what is wrong, and then leaves no file behind.
     """
     if format not in FORMATS:
         raise Misconfigured(f"unknown format {format!r}; use one of {', '.join(FORMATS)}")
     if layout not in LAYOUTS:
         raise Misconfigured(f"unknown layout {layout!r}; use one of {', '.join(LAYOUTS)}")
+    try:
+        check_name("name", name)
+    except ValueError as error:
+        raise Misconfigured(str(error)) from error
     selection = Selection(fields, exclude)
     limit_bytes = None if shard_bytes == "auto" else _shard_bytes(shard_bytes)
     target = check_output(Path(_local(output, "the output")), force=force)
@@ -88,7 +98,7 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
         raise BadRequest(f"{named} holds no samples in format {form}")
     if limit_bytes is None and old is not None:
         limit_bytes = old.header.shard_bytes
-    header = Header(FORMAT_VERSION, _layout(layout, form, old), limit_bytes or 0, form, listing.base, found)
+    header = Header(FORMAT_VERSION, _layout(layout, form, old), limit_bytes or 0, form, listing.base, found, name)
     if old is not None:
         check_base(old, header)
     assembled = assemble(samples, listing, header, old)
@@ -104,6 +114,7 @@ def index(  # noqa: PLR0913  # pinned: DESIGN.md §9
     manifest = Manifest.open(target)
     return Report(
         manifest=target,
+        name=manifest.header.name,
         digest=str(manifest.digest),
         format=form,
         layout=header.layout,

@@ -60,9 +60,10 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
 
 
 def job_of(job: str | None) -> str:
-    """Return the job's name: as given, else a unique one.
+    """Return the name from which consumers' names follow: as given, else a unique one.
 
-    The job ids of launchers are not unique: torchrun's is "none" unless set, and Slurm's is that of all steps.
+    Neither the environment's nor a launcher's name, which ``identity_of`` shows: Slurm's job id is that of all steps of
+    an allocation, and what they read must not replace one another in the cache.
     """
     if job is None:
         return secrets.token_hex(16)

@@ -19,6 +19,7 @@ import torch
 from quiver.errors import Changed, NotFound, QuiverError
 from quiver.substitution import Ints
 from quiver_client.failure import Named
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
 
 log = logging.getLogger("quiver_client")
 
@@ -141,7 +142,7 @@ class Replacing(Protocol):
     """What replaces samples: an order of batches."""
 
     def replace(self, epoch: Any, number: int, failed: dict[int, int], wanted: int) -> Ints: ...
-    def consumed(self, epoch: Any, number: int, waited_seconds: float = 0.0) -> None: ...
+    def consumed(self, epoch: Any, number: int, turn: LoopTurn = NOT_TIMED) -> None: ...
 
 
 class CompleteBatches:

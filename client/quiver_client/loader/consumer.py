@@ -14,12 +14,14 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from quiver.residency import ConsumerReport, rounded_up
+from quiver.identity import NOBODY, Identity
+from quiver.residency import ConsumerReport, Measured, rounded_up
 from quiver.substitution import Ints, Mask, View
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Epoch, ShardLayout
 from quiver_client.loader.known_order import KnownOrder, KnownUses
-from quiver_client.loader.loop_rate import LoopPauses, LoopRate
+from quiver_client.loader.loop_rate import LoopPauses, LoopRate, LoopSpeed, LoopTurn
+from quiver_client.loader.probing import Probed
 from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
 from quiver_client.placement import Leaf
@@ -78,7 +80,9 @@ class CacheConsumer:
         self._known = known
         self._rate = LoopRate()
         self._pauses = LoopPauses()
+        self._series, self._probed = 0, Probed()
         self._name = b""
+        self._identity = NOBODY
         self.on_view: Callable[[Read, Mask], None] | None = None  # told of what is resident, before each report
         self._reporter: NeedsReporter | None = None
 
@@ -87,9 +91,9 @@ class CacheConsumer:
         """What is resident, by the last answer."""
         return self._reporter.view if self._reporter is not None else None
 
-    def begin(self, name: bytes) -> None:
-        """A pass begins; ``name`` tells this consumer from all others. Locked."""
-        self._name = name
+    def begin(self, name: bytes, identity: Identity = NOBODY) -> None:
+        """A pass begins; ``name`` tells this consumer from all others, ``identity`` says whose it is. Locked."""
+        self._name, self._identity = name, identity
         self._rate.pause()
         self._pauses.begin(time.monotonic())
 
@@ -122,16 +126,43 @@ class CacheConsumer:
         was_paused = self._pauses.is_paused(time.monotonic())
         self._pauses.asked()
         if was_paused:
+            self._rate.pause()
             self.report_now()
 
     def starved(self, seconds: float) -> None:
         """The loop had to wait for a batch. Locked."""
         self._rate.starved(seconds)
 
-    def consumed(self, rows: Ints, waited_seconds: float) -> None:
-        """The training loop received these samples, after waiting for them. Locked."""
+    @property
+    def speed(self) -> LoopSpeed:
+        """How fast the loop reads this, and could. Locked."""
+        return self._rate.speed
+
+    def resume(self, samples: int) -> None:
+        """The job had read about so many samples before this process resumed it. Counts once. Locked."""
+        if not self._rate.speed.attained_bytes:
+            counts = self._layout.counts
+            mean_bytes = float(self._layout.sample_bytes @ counts) / max(int(counts.sum()), 1)
+            self._rate.attained(samples * mean_bytes)
+
+    def consumed(self, rows: Ints, turn: LoopTurn) -> None:
+        """The training loop received these samples. Locked."""
         self._pauses.consumed(time.monotonic())
-        self._rate.consumed(self._layout.bytes(rows), waited_seconds)
+        self._rate.consumed(self._layout.bytes(rows), turn, len(rows))
+
+    @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache asks this rank for a series of probes."""
+        return self._reporter is not None and self._reporter.is_probe_wanted
+
+    def tell_probed(self, probed: Probed | None) -> None:
+        """A series of probes has ended; ``None``: without a result. Locked."""
+        self._series += 1
+        self._probed = probed or Probed()
+
+    def passed_over(self, turn: LoopTurn) -> None:
+        """The training loop received a batch without any of these samples. Locked."""
+        self._rate.consumed(0.0, turn)
 
     def close(self) -> None:
         """Withdraw what this consumer needs. ``start`` may follow. Not locked: it waits for the reporting thread."""
@@ -148,7 +179,7 @@ class CacheConsumer:
             view = self.view
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
             soon = self._soon(epoch, view) if epoch is not None else ()
-            rate, is_starving = self._rate.value, self._wait.is_waiting
+            rate, speed, is_starving = self._rate.value, self._rate.speed, self._wait.is_waiting
             fixed = epoch if isinstance(epoch, Epoch) and epoch.is_known else None
             read = fixed.read if fixed is not None and self._known is not None else 0
         known = self._known.uses(fixed, read) if fixed is not None and self._known is not None else KnownUses()
@@ -171,8 +202,19 @@ class CacheConsumer:
             order=known.identifier,
             order_at=known.at,
             uses=known.shards,
+            identity=self._identity,
+            measured=Measured(
+                speed.throughput,
+                speed.waited,
+                speed.attained_bytes,
+                self._series,
+                self._probed.hits,
+                self._probed.misses,
+            ),
         )
-        shard_seconds = self._layout.shard_bytes / rate if rate > 0 else 0.0
+        # A loop that is held back needs a report no more often than it reads a shard.
+        pace = speed.throughput or rate
+        shard_seconds = self._layout.shard_bytes / pace if pace > 0 else 0.0
         least, most = REPORT_SECONDS
         return report, least / 2 if is_starving else min(max(shard_seconds / 2, least), most)
 

@@ -105,7 +105,7 @@ class ShardLayout:
     @classmethod
     def of(cls, placement: Placement) -> ShardLayout:
         manifests = [leaf.manifest for leaf in placement.leaves]
-        inside = [_shards_of(manifest) for manifest in manifests]
+        inside = [shards_of(manifest) for manifest in manifests]
         counts = np.concatenate(
             [np.bincount(own, minlength=each.shard_count) for own, each in zip(inside, manifests, strict=True)]
         )
@@ -131,7 +131,7 @@ class ShardLayout:
         return np.bincount(shards[shards != NOWHERE], minlength=len(self.counts))
 
 
-def _shards_of(manifest: Manifest) -> Ints:
+def shards_of(manifest: Manifest) -> Ints:
     """Return the shard of each sample of a manifest ``(samples,)``."""
     tables = manifest.tables
     shards: Ints = np.searchsorted(tables.firsts.astype(np.int64), tables.blob_of, "right") - 1

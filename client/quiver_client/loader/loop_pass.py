@@ -12,11 +12,13 @@ from typing import Any
 
 from quiver_client.loader.bad_samples import CompleteBatches
 from quiver_client.loader.epoch import Epoch
+from quiver_client.loader.loop_rate import LoopTurn
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.sampler import DISPLACED, BatchSampler
 from quiver_client.loader.threads import ThreadedBatches
 from quiver_client.loader.trainers.injected import SeenBatches
 from quiver_client.loader.trainers.wrappers import GradientSync
+from quiver_client.loader.turns import Turns
 from quiver_client.loader.wait_warning import LoopWatch
 from quiver_client.loader.workers import NumberedBatches
 
@@ -32,18 +34,19 @@ class LoopPass:
         """``reads_ahead``: a wrapper asks for a batch as it hands out the one before, which is consumed only then."""
         self._order, self._epoch, self._sync = order, epoch, sync
         self._reads_ahead = reads_ahead
-        self._kept: tuple[int, float] | None = None  # the batch that the wrapper has, and how long it waited for it
+        self._kept: tuple[int, LoopTurn] | None = None  # the batch that the wrapper has, and what its turn took
         self._batches: Batches | None = batches
         self._dropped = weakref.finalize(self, _drop, order, epoch, batches, sync)
         self._dropped.atexit = False
         self._watch: LoopWatch | None = None
         self._seen: SeenBatches | None = None
         self._line: ProgressLine | None = None
+        self._turns: Turns | None = None
         sync.begin()
 
-    def tell(self, watch: LoopWatch, seen: SeenBatches, line: ProgressLine | None) -> None:
-        """Tell others of the loop's waits, of what it was handed, and of its end."""
-        self._watch, self._seen, self._line = watch, seen, line
+    def tell(self, watch: LoopWatch, seen: SeenBatches, line: ProgressLine | None, turns: Turns) -> None:
+        """Tell others of the loop's waits, its turns, what it was handed, and its end."""
+        self._watch, self._seen, self._line, self._turns = watch, seen, line, turns
         watch.begin()
         seen.begin()
 
@@ -54,6 +57,8 @@ class LoopPass:
         if self._batches is None:
             raise StopIteration
         begun = time.monotonic()
+        if self._turns is not None:
+            self._turns.ask()
         self._order.asked(self._epoch)
         if not self._order.is_current(self._epoch):
             raise RuntimeError(DISPLACED)
@@ -68,7 +73,7 @@ class LoopPass:
         waited = time.monotonic() - begun
         if self._seen is not None:
             self._seen.handed_out(self._epoch, number)
-        self._kept = number, waited
+        self._kept = number, self._turns.receive() if self._turns is not None else LoopTurn(waited)
         if not self._reads_ahead:
             self._consumed()
         self._sync.handed_out(is_last=self._epoch.finished)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from quiver.substitution import Ints
 from quiver_client.loader.epoch import Drawn
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
 
 
 class OrderPass(Protocol):
@@ -60,8 +61,8 @@ class BatchOrder(Protocol):
         """The bytes of a batch are in memory."""
         ...
 
-    def consumed(self, epoch: Any, number: int, waited_seconds: float = 0.0) -> None:
-        """The training loop received a batch, after waiting for it."""
+    def consumed(self, epoch: Any, number: int, turn: LoopTurn = NOT_TIMED) -> None:
+        """The training loop received a batch; ``turn``: what that and its step before took."""
         ...
 
     def end(self, epoch: Any) -> None:

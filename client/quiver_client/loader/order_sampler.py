@@ -7,6 +7,7 @@ decided is the subclass's: ``sampler``, and ``mix.sampler``.
 from __future__ import annotations
 
 import sys
+import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,9 +15,11 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from quiver_client import read_clock
 from quiver_client.loader.epoch import Deal, Drawn
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
 from quiver_client.loader.merged_state import merged_state, packed, trainers_state
-from quiver_client.loader.state import State
+from quiver_client.loader.state import State, marked
 from quiver_client.loader.trainers.wrappers import (
     Reader,
     flattens_states,
@@ -83,13 +86,22 @@ class OrderSampler(Sampler[list[int]]):
         try:
             for _ in range(skips):  # whole batches: a wrapper within the one that skips may hold short ones back
                 yield [0] * self.deal.batch_size
+            step: float | None = None
+            read = 0.0
             while True:
+                # A stock loader without workers reads and makes the batch in this thread before it asks for the next
+                # one; one with workers also waits for them, and how long is not seen from here.
+                asked = time.monotonic()
                 self.asked(epoch)
                 drawn = self.draw(epoch)
                 if drawn is None:
                     break
-                self.consumed(epoch, drawn.number)
+                handed = time.monotonic()
+                self.consumed(epoch, drawn.number, LoopTurn(handed - asked + read, step))
+                before = read_clock.seconds()
                 yield drawn.rows.tolist()
+                read = read_clock.seconds() - before
+                step = max(time.monotonic() - handed - read, 0.0)
             self.end(epoch)
         finally:
             self.abandon(epoch)
@@ -104,7 +116,7 @@ class OrderSampler(Sampler[list[int]]):
         return the state that this was when so many batches of the epoch had been handed out, for a stock loader, which
         draws batches before the training loop asks for them.
         """
-        own = partial(self._state, batches)
+        own = partial(self._marked_state, batches)
         if merged:
             return merged_state(own, *self._ranks)
         asking = sys._getframe(1)
@@ -140,7 +152,7 @@ class OrderSampler(Sampler[list[int]]):
     def draw(self, epoch: Any) -> Drawn | None: ...
 
     @abstractmethod
-    def consumed(self, epoch: Any, number: int, waited_seconds: float = 0.0) -> None: ...
+    def consumed(self, epoch: Any, number: int, turn: LoopTurn = NOT_TIMED) -> None: ...
 
     @abstractmethod
     def end(self, epoch: Any) -> None: ...
@@ -149,6 +161,9 @@ class OrderSampler(Sampler[list[int]]):
     def abandon(self, epoch: Any) -> None: ...
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _marked_state(self, batches: int | None) -> State:
+        return marked(self._state(batches), in_order=not self.substitute)
 
     @abstractmethod
     def _state(self, batches: int | None) -> State:

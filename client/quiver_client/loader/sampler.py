@@ -21,6 +21,7 @@ from quiver import forks
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
+from quiver_client.identity import identity_of
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.consumer import CacheConsumer
@@ -30,16 +31,18 @@ from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.ledger.amendments import Amendment
 from quiver_client.loader.ledger.recording import open_recording
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopSpeed, LoopTurn
 from quiver_client.loader.merged_state import unpacked
 from quiver_client.loader.order_sampler import OrderSampler
 from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.probing import Probed
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.rank_agreement import RankAgreement
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
-from quiver_client.loader.state import State
+from quiver_client.loader.state import State, counted
 from quiver_client.loader.trainers.rebuilding import rebuildable
 from quiver_client.loader.trainers.wrappers import share_of
 from quiver_client.loader.user_sampler import UserSampler, rank_given
@@ -85,6 +88,8 @@ class BatchSampler(OrderSampler):
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
+        group: str | None = None,
+        tenant: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
@@ -99,10 +104,11 @@ class BatchSampler(OrderSampler):
         for name, file in (("ledger", ledger), ("replay", replay)):
             if file is not None and sampler is not None:
                 raise ValueError(f"{name}: it records orders that follow from a seed, and a sampler's does not")
-        group = group_of(mesh, replicate, rank, world_size)
-        if group is not None:
-            rank, world_size = group.rank, group.world_size
-        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=group is not None)
+        replicas = group_of(mesh, replicate, rank, world_size)
+        if replicas is not None:
+            rank, world_size = replicas.rank, replicas.world_size
+        settled = SettledRank(*rank_given(sampler, rank, world_size), of_group=replicas is not None)
+        self._whose = identity_of(job, group, tenant)
         self._name = shared_name(job_of(job), identity)
         self.dataset = dataset
         user = UserSampler(sampler, len(self.samples)) if sampler is not None else None
@@ -125,9 +131,9 @@ class BatchSampler(OrderSampler):
         self._lookahead = lookahead_of(lookahead)
         self._passes = Passes(identity, layout, deal, settled, user)
         # A rank that was told to read everything may be the only one that does, so it is not compared with others.
-        self._role = role_of(group, identity, self.deal, substitute=self.substitute, timeout=timeout)
+        self._role = role_of(replicas, identity, self.deal, substitute=self.substitute, timeout=timeout)
         is_compared = self._role.leads and not settled.is_whole
-        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=group is not None)
+        compared = RankAgreement(placement, identity, self.deal, sampler, of_groups=replicas is not None)
         self._agreement = compared if is_compared else None
         self._finalizer = weakref.finalize(self, self._role.stop)
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
@@ -261,6 +267,9 @@ class BatchSampler(OrderSampler):
             epoch = passes.begin(self._replay)
             self._aside.put(opened)
             self._become_current(epoch)
+            if passes.resumed_from is not None:
+                read_before = epoch.number * self.deal.share_samples
+                self._consumer.resume(read_before + counted(passes.resumed_from) * self.deal.batch_size)
             passes.rank.warn_of_replicas(is_fixed=not self.substitute)
         try:
             if self._agreement is not None:
@@ -331,6 +340,22 @@ class BatchSampler(OrderSampler):
         self._consumer.on_view = line.learn
 
     @property
+    def speeds(self) -> tuple[LoopSpeed, ...]:
+        """How fast the loop reads, and could, by dataset of a mixture."""
+        with self._lock:
+            return (self._consumer.speed,)
+
+    @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache asks this rank for a series of probes."""
+        return self._consumer.is_probe_wanted and self._passes.rank.current[0] == 0
+
+    def tell_probed(self, probed: Probed | None) -> None:
+        """A series of probes has ended: report its result; ``None``: there is none."""
+        with self._lock:
+            self._consumer.tell_probed(probed)
+
+    @property
     def leaves(self) -> tuple[Leaf, ...]:
         """What is read through caches."""
         return self._leaves
@@ -367,15 +392,15 @@ class BatchSampler(OrderSampler):
         self._leaves[0].count("skipped", len(failed) - len(added))
         return np.concatenate([rows, repeated])
 
-    def consumed(self, epoch: Epoch, number: int, waited_seconds: float = 0.0) -> None:
-        """The training loop received a batch, after waiting for it."""
+    def consumed(self, epoch: Epoch, number: int, turn: LoopTurn = NOT_TIMED) -> None:
+        """The training loop received a batch."""
         with self._lock:
             self._role.consumed(epoch, number)
             self._go_on(self._aside.take(epoch))  # in another thread another pass may have been asked meanwhile
             self._recorder.consumed(epoch, number)
             epoch.amendments.pop(number, None)
             rows = epoch.consume(number)
-            self._consumer.consumed(rows, waited_seconds)
+            self._consumer.consumed(rows, turn)
             if self.is_current(epoch):
                 self._passes.consumed(rows)
                 self._is_read_through = epoch.finished
@@ -455,7 +480,7 @@ class BatchSampler(OrderSampler):
 
     def _become_current(self, epoch: Epoch) -> None:
         self._wait.cancel()
-        self._consumer.begin(self._consumer_name)
+        self._consumer.begin(self._consumer_name, self._whose)
         self._recorder.begin(epoch, self._passes.done, resumed=self._passes.is_resumed)
 
     def _go_on(self, opened: OpenPass | None) -> None:

@@ -1,8 +1,9 @@
 """The needs of one consumer that reads several manifests, reported to the cache of each and answered as one.
 
 The loader numbers the shards of all manifests one after another; a cache knows one manifest at a time. So each report
-is divided: every cache gets its own shards, under a name of its own, since a cache keeps one report per name. The rate
-and what is left to read are divided by bytes, so that a part of which little is left claims little of the cache.
+is divided: every cache gets its own shards, under a name of its own, since a cache keeps one report per name. What was
+measured and what is left to read are divided by bytes, so that a part of which little is left claims little of the
+cache.
 """
 
 from __future__ import annotations
@@ -66,6 +67,11 @@ class SeveralNeeds:
         self.orphaned = orphaned if orphaned.any() else None
         return seen
 
+    @property
+    def probe_wanted(self) -> bool:
+        """Whether one of the caches asks for a series of probes."""
+        return any(getattr(channel, "probe_wanted", False) for channel in self._channels)
+
     def close(self) -> None:
         with ExitStack() as each_one:
             for channel in self._channels:
@@ -82,12 +88,20 @@ class SeveralNeeds:
         self._divide_uses(report)
         for number, span in enumerate(self._spans):
             own = left[span]
+            share, measured = (float(own.sum()) / total if total else 0.0), report.measured
             parts.append(
                 replace(
                     report,
                     consumer=part_name(report.consumer, number),
                     left=report.left[span],
-                    rate=report.rate * float(own.sum()) / total if total else 0.0,
+                    rate=report.rate * share,
+                    measured=replace(
+                        measured,
+                        throughput=measured.throughput * share,
+                        attained_bytes=measured.attained_bytes * share,
+                        probed_hits=measured.probed_hits * share,
+                        probed_misses=measured.probed_misses * share,
+                    ),
                     ahead_bytes=float(here[span].sum()) * share_ahead,
                     soon=tuple(shard - span.start for shard in report.soon if span.start <= shard < span.stop),
                     **self._uses_of(report, number),

@@ -20,7 +20,9 @@ from quiver_client.failure import Named, annotate
 from quiver_client.loaded import Loaded, made_one, made_singly
 from quiver_client.loader.bad_samples import BadSample, Incomplete, is_bad_sample
 from quiver_client.loader.epoch import Drawn
+from quiver_client.loader.making import Making, WorkerRows
 from quiver_client.loader.randomness import Randomness, Turn
+from quiver_client.read_clock import Stopwatch, past_the_cache
 from quiver_client.seeding import Seeds
 
 Collate = Callable[[list[Any]], Any]
@@ -32,6 +34,7 @@ class Request(NamedTuple):
     epoch: int
     rows: Ints  # (n,): as the dataset counts its samples
     epochs: Ints | None = None  # (n,): where the samples are of different epochs of their own
+    is_probe: bool = False  # read it past the cache, to measure a miss
 
 
 class Outcome:
@@ -70,20 +73,29 @@ class Source:
         self._columns = CollatedDataset(dataset) if by_columns else None
         self._is_tolerant = is_tolerant
         self.randomness = Randomness()
+        self.rows: WorkerRows | None = None  # where workers say what their batches cost
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitems__(self, request: Request) -> Any:
         """Make a batch in a worker, where no other thread draws from the global generators."""
+        watch = Stopwatch(is_probe=request.is_probe)
         made = self.fetch(request)
-        return made.make() if isinstance(made, Unmade) else made
+        made = made.make() if isinstance(made, Unmade) else made
+        if self.rows is not None:
+            self.rows.add(watch.stop())
+        return made
 
     def fetch(self, request: Request) -> Any | Unmade:
         """Read a batch and make it, unless it has to be made in the training loop's thread.
 
         Most transforms draw nothing from the global generators, and then nothing is seeded.
         """
+        with past_the_cache(request.is_probe):
+            return self._fetched(request)
+
+    def _fetched(self, request: Request) -> Any | Unmade:
         if self._columns is not None:
             return self._by_columns(request, self._columns)
         if not hasattr(self.dataset, "load"):
@@ -236,17 +248,30 @@ def _names(loaded: Loaded) -> tuple[list[Named], int]:
 class ThreadedSource:
     """A source as the threads of one pass use it, and the training loop's thread."""
 
-    def __init__(self, source: Source, epoch: int, finish: Callable[[Any], Any], took: Callable[[float], None]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        epoch: int,
+        finish: Callable[[Any], Any],
+        took: Callable[[float], None],
+        making: Making,
+        is_probe: Callable[[], bool],
+    ) -> None:
         """``finish`` is applied to each batch, in the thread that made it: it pins memory; ``took`` to the seconds that
-        it took to read and make the batch."""
+        it took to read and make the batch. ``is_probe`` says of the next batch whether to read it past the cache."""
         self._source, self._epoch, self._finish, self._took = source, epoch, finish, took
+        self._making, self._is_probe = making, is_probe
         source.randomness.has_loop = True
 
     def fetch(self, drawn: Drawn) -> Any:
-        begun = time.monotonic()
-        made = self._source.fetch(Request(self._epoch, drawn.rows, drawn.epochs))
-        self._took(time.monotonic() - begun)
-        return made if isinstance(made, Unmade | Incomplete) else self._finish(made)
+        request = Request(self._epoch, drawn.rows, drawn.epochs, self._is_probe())
+        watch = Stopwatch(is_probe=request.is_probe)
+        made = self._source.fetch(request)
+        finished = made if isinstance(made, Unmade | Incomplete) else self._finish(made)
+        cost = watch.stop()
+        self._making.add(cost)
+        self._took(cost.read_seconds + cost.making_seconds)
+        return finished
 
     def asked(self) -> None:
         """The loop's thread waits for a batch."""
@@ -255,7 +280,9 @@ class ThreadedSource:
     def received(self, made: Any) -> Any:
         """Return the batch to hand to the loop, in whose thread this is called."""
         if isinstance(made, Unmade):
+            begun = time.perf_counter()
             made = made.make()
             made = made if isinstance(made, Incomplete) else self._finish(made)
+            self._making.here_seconds += time.perf_counter() - begun
         self._source.randomness.loop_left()
         return made

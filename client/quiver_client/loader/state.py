@@ -9,6 +9,8 @@
     block_shards  of a block shuffle; missing for a full one, and without a shuffle
     positions     one bit per sample that is not done, in the order that was dealt: consumed since by any rank; only
             where states of a block shuffle were merged, whose order ``merge_states`` cannot know; missing for none
+    in_order True where a full shuffle is read without substitution, and missing elsewhere: no loader reads it, and what
+            fetches for the job that will resume does
     sampler True where a sampler gives the order, and missing elsewhere
     rest    the samples that such an order has left, 8 bytes each; missing where the sampler gives each sample once
     given   how many samples a sampler that has no end in sight had given when these were handed out
@@ -105,6 +107,20 @@ def counted(state: Mapping[str, Any]) -> int:
     return before + int(state["batches"])
 
 
+def marked(state: State, *, in_order: bool) -> State:
+    """Return the state with the mark that a shuffled order is read as it is, or without it."""
+    state = {name: value for name, value in state.items() if name != "in_order"}
+    is_full = state["shuffle"] and not state.get("block_shards") and not state.get("sampler") and "parts" not in state
+    return {**state, "in_order": True} if in_order and is_full else state
+
+
+def reads_in_order(state: Mapping[str, Any]) -> bool:
+    """Whether the job reads what is left in the order of the state, and nothing before its turn."""
+    if state.get("sampler"):
+        return "rest" in state
+    return not state["shuffle"] or bool(state.get("block_shards")) or bool(state.get("in_order"))
+
+
 def of_sampler(state: State, rest: Ints | None) -> State:
     """Return the state of a sampler's order, of which ``rest`` is left; ``None``: all samples that are not done."""
     return {**state, "sampler": True} | ({"rest": rest.astype(_REST).tobytes()} if rest is not None else {})
@@ -119,7 +135,7 @@ def belonging(state: Mapping[str, Any], dataset: str, deal: Deal) -> State:
     """Return the state, checked. Raises ``ValueError`` if it is of another dataset or seed; its rank may be any."""
     if isinstance(state, Mapping) and "parts" in state:
         raise ValueError("state: it is of a Mix, and this loader reads one dataset; give the loader that Mix")
-    state = _checked(state)
+    state = checked(state)
     ours = make_state(dataset, deal, 0, 0, np.zeros(0, bool), np.zeros(0, bool))
     for name in _SAME:
         theirs, our = state.get(name, 0), ours.get(name, 0)
@@ -216,7 +232,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
         from quiver_client.loader.mix.state import merge_mixes  # it merges the states of parts by this function
 
         return merge_mixes(states)
-    states = [_checked(state) for state in states]
+    states = [checked(state) for state in states]
     given = sorted(state["rank"] for state in states)
     states = _distinct(states)
     world_size = states[0]["world_size"]
@@ -386,7 +402,7 @@ def _consumed(state: Mapping[str, Any]) -> Mask:
     return done
 
 
-def _checked(state: Mapping[str, Any]) -> State:
+def checked(state: Mapping[str, Any]) -> State:
     """Return the state with plain numbers: a serialiser may have turned them into numpy's."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: give a dictionary made by state_dict(), not {type(state).__name__}")

@@ -25,6 +25,7 @@ from quiver.errors import (
     Unavailable,
 )
 from quiver.expiring import Expiring
+from quiver.introduction import Introduction
 from quiver.location import shown
 from quiver.manifest import Manifest
 from quiver.peer import PeerClient
@@ -54,8 +55,12 @@ UNKNOWN: Final = -2
 class Members:
     """The daemons of the rack, and their ring. Safe from threads."""
 
-    def __init__(self, manifest: Manifest, seeds: Sequence[str], stats: Stats) -> None:
+    def __init__(
+        self, manifest: Manifest, seeds: Sequence[str], stats: Stats, introduction: Introduction | None = None
+    ) -> None:
+        """``introduction``: what this process says of itself with its reads."""
         self._manifest = manifest
+        self._introduction = introduction.encode() if introduction is not None else ""
         self._seeds = tuple(seeds)
         self._stats = stats
         self.token = TokenSource.from_environment()
@@ -85,7 +90,13 @@ class Members:
             return self._peers[url, node]
 
     def _new_peer(self, url: str, patience: Patience) -> PeerClient:
-        return PeerClient(url, patience=patience, node=self._certified.get(url, ""), token=self.token)
+        return PeerClient(
+            url,
+            patience=patience,
+            node=self._certified.get(url, ""),
+            token=self.token,
+            introduction=self._introduction,
+        )
 
     def digests(self, shards: npt.NDArray[np.int64]) -> tuple[Digest, ...]:
         """Return the names of shards."""

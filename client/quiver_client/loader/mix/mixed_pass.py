@@ -16,6 +16,7 @@ from quiver_client.loader.consumer import CacheConsumer
 from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Deal, Epoch, ShardLayout
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
+from quiver_client.loader.loop_rate import LoopTurn
 from quiver_client.loader.mix.part import Chosen, PartPasses, Taken
 from quiver_client.loader.mix.schedule import Schedule, spread
 from quiver_client.mix import Mix
@@ -92,10 +93,10 @@ class MixedPart:
         self._leaves[0].count("substitutions", taken.substituted)
         return taken
 
-    def consume(self, taken: Taken, waited_seconds: float) -> None:
+    def consume(self, taken: Taken, turn: LoopTurn) -> None:
         """The training loop received these samples."""
         passes = self.passes.consume(taken)
-        self.consumer.consumed(taken.rows, waited_seconds)
+        self.consumer.consumed(taken.rows, turn)
         self._mix.count(self.name, "drawn", len(taken.rows))
         self._mix.count(self.name, "passes", passes)
         if self._labels is not None:

@@ -23,15 +23,18 @@ from quiver import forks
 from quiver.residency import CONSUMER_BYTES
 from quiver.substitution import Ints
 from quiver_client.failure import NAMED, failure
+from quiver_client.identity import identity_of
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopSpeed, LoopTurn
 from quiver_client.loader.mix.agreement import MixAgreement
 from quiver_client.loader.mix.guided import Losses
 from quiver_client.loader.mix.mixed_pass import MixedPart, MixPass
 from quiver_client.loader.mix.part import Chosen
 from quiver_client.loader.mix.schedule import Schedule, in_units, placed_after, samples_for, spread
 from quiver_client.loader.mix.state import VERSION, MixState, PartState
+from quiver_client.loader.probing import Probed
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
@@ -88,6 +91,8 @@ class MixBatchSampler(BatchSampler):
         rank: int | None = None,
         world_size: int | None = None,
         job: str | None = None,
+        group: str | None = None,
+        tenant: str | None = None,
         ledger: str | None = None,
         replay: str | None = None,
         sampler: Iterable[int] | None = None,
@@ -105,12 +110,12 @@ class MixBatchSampler(BatchSampler):
         mix: Mix = dataset
         self.mix = self.samples = mix
         mix.is_ordered = True
-        group = group_of(mesh, replicate, rank, world_size)
-        if group is not None:
-            rank, world_size = group.rank, group.world_size
-            if mix.guided is not None and len(group.members) > 1:
+        replicas = group_of(mesh, replicate, rank, world_size)
+        if replicas is not None:
+            rank, world_size = replicas.rank, replicas.world_size
+            if mix.guided is not None and len(replicas.members) > 1:
                 raise ValueError(f"{'replicate' if mesh is None else 'mesh'}: {GUIDED}")
-        self._rank = SettledRank(rank, world_size, of_group=group is not None)
+        self._rank = SettledRank(rank, world_size, of_group=replicas is not None)
         self._lookahead = lookahead_of(lookahead)
         self._deal = Deal(
             samples=len(mix),
@@ -128,11 +133,12 @@ class MixBatchSampler(BatchSampler):
         takes_any = self.substitute and self._lookahead is None
         soon = None if takes_any else self._lookahead or SOON_BATCHES * self._deal.batch_size
         self._parts = [MixedPart(mix, name, self._part_deal, self._lock, soon) for name in mix.parts]
+        self._whose = identity_of(job, group, tenant)
         self._name = shared_name(job_of(job), mix.identity)
-        self._role = role_of(group, mix.identity, self._deal, substitute=self.substitute, timeout=timeout)
+        self._role = role_of(replicas, mix.identity, self._deal, substitute=self.substitute, timeout=timeout)
         self._finalizer = weakref.finalize(self, self._role.stop)
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
-        agreed = MixAgreement(mix, self._deal, of_groups=group is not None)
+        agreed = MixAgreement(mix, self._deal, of_groups=replicas is not None)
         self._agreed = agreed if self._role.leads and not self._rank.is_whole else None
         # Guided weights change, so all have one unit.
         self._base = mix.shares if mix.guided is None else in_units(mix.weights)
@@ -293,7 +299,7 @@ class MixBatchSampler(BatchSampler):
             self._current = self._reading = epoch
             for part in self._drawn_parts:
                 part.wait.cancel()
-                part.consumer.begin(self._name_of(part))
+                part.consumer.begin(self._name_of(part), self._whose)
                 part.passes.is_read = True
                 part.passes.is_repeated = part.passes.share <= self._soon_samples(part)
                 part.passes.open_next()
@@ -356,8 +362,8 @@ class MixBatchSampler(BatchSampler):
                 for part, taken in epoch.in_flight[number].taken:
                     part.passes.fetched(taken)
 
-    def consumed(self, epoch: Any, number: int, waited_seconds: float = 0.0) -> None:
-        """The training loop received a batch, after waiting for it."""
+    def consumed(self, epoch: Any, number: int, turn: LoopTurn = NOT_TIMED) -> None:
+        """The training loop received a batch."""
         with self._lock:
             self._role.consumed(epoch, number)
             batch = epoch.in_flight.pop(number)
@@ -365,7 +371,10 @@ class MixBatchSampler(BatchSampler):
                 return
             self._take_reports()
             for part, taken in batch.taken:
-                part.consume(taken, waited_seconds)
+                part.consume(taken, turn)
+            drawn = {part.name for part, _ in batch.taken}
+            for other in (part for part in self._parts if part.name not in drawn):
+                other.consumer.passed_over(turn)
             self._handed_out, self._has_begun = batch.after, True
             self._steps += 1
             at = self._at
@@ -403,6 +412,24 @@ class MixBatchSampler(BatchSampler):
 
     def show_first_fill(self, line: Any) -> None:
         """Show nothing: a mixture fills several caches, at rates of their own."""
+
+    @property
+    def speeds(self) -> tuple[LoopSpeed, ...]:
+        """How fast the loop reads each part, and could."""
+        with self._lock:
+            return tuple(part.consumer.speed for part in self._parts)
+
+    @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache of a part asks this rank for a series of probes."""
+        return self._ranks[0] == 0 and any(part.consumer.is_probe_wanted for part in self._parts)
+
+    def tell_probed(self, probed: Probed | None) -> None:
+        """A series of probes has ended: report its result, divided between the parts as what they read is."""
+        with self._lock:
+            sizes = [part.consumer.speed.batch_bytes for part in self._parts]
+            for part, size in zip(self._parts, sizes, strict=True):
+                part.consumer.tell_probed(probed and probed.of_share(size / max(sum(sizes), 1.0)))
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
