@@ -35,13 +35,15 @@ def local(tmp_path: Path) -> Files:
 
 
 @contextlib.contextmanager
-def rack(etcd: Etcd, where: Path, origin: CountingOrigin, *flags: str) -> Iterator[dict[str, Daemon]]:
+def rack(
+    etcd: Etcd, where: Path, origin: CountingOrigin, *flags: str, make: type[Daemon] = Daemon
+) -> Iterator[dict[str, Daemon]]:
     """Run three daemons whose ring etcd keeps."""
     with contextlib.ExitStack() as stack:
         daemons = {}
         for name in NODES:
             ring = ("--etcd", etcd.url, "--rack", where.name, "--node-id", name)
-            daemons[name] = Daemon(where / name, *ring, *flags, origins=[origin.url])
+            daemons[name] = make(where / name, *ring, *flags, origins=[origin.url])
             stack.callback(daemons[name].kill)
             daemons[name].start()
         for daemon in daemons.values():
