@@ -77,6 +77,14 @@ class Overview:
             )
             name = node.dataset_names.shown(manifest, domain)
             found.append(Reading(report.identity, dataset_id(manifest, domain), name, rank, report.ordered))
+        for seen in node.readers.seen(time.monotonic()):
+            if sees in (None, seen.domain):
+                name = node.dataset_names.shown(seen.manifest, seen.domain)
+                rank = RankView(
+                    rank_id(seen.name.encode()), throughput=seen.throughput, attained_bytes=seen.attained_bytes
+                )
+                identifier = dataset_id(seen.manifest, seen.domain)
+                found.append(Reading(seen.identity, identifier, name, rank, True, True, seen.processes))
         return found
 
     # -- what there is ------------------------------------------------------------------------------------------------
