@@ -34,7 +34,10 @@ def test_a_job_goes_where_its_data_is_unless_the_origin_is_fast_enough_elsewhere
     racks = [rack("near", resident={"a": 60 * GB}), rack("far", rate=2.0)]
     assert where([job("a")], racks) == ["near"]
     assert where([job("a")], [racks[0], rack("far", rate=3.0)]) == ["far"]
-    assert where([job("a", rate=GB / 10)], [racks[0], rack("far", rate=3.0)]) == ["near"]  # it never waits: fewer bytes
+    slow = [rack("far", rate=3.0, resident={"a": 10 * GB}), rack("near", rate=3.0, resident={"a": 90 * GB})]
+    [found] = place_jobs([job("a", rate=GB / 10)], slow)  # it never waits, so the bytes decide
+    assert slow[found.rack].name == "near"
+    assert "in far it would be as fast and read more" in found.reason
 
 
 def test_what_does_not_fit_counts_in_every_epoch() -> None:

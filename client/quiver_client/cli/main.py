@@ -23,6 +23,7 @@ COMMANDS: Final = {
     "info": "Print what a manifest contains.",
     "verify": "Read and hash everything again, through a cache.",
     "warm": "Fill a dataset into a cache before it is needed.",
+    "place": "Say which rack should run which job.",
     "status": "Say how a cache is doing.",
     "jobs": "Show who reads from a rack, how fast, and how long it waits.",
     "datasets": "Show what a rack holds of each dataset, and who reads it.",

@@ -2,8 +2,8 @@
 
 A job can make up for a slow origin with cache, and for a small cache with bandwidth: racks are interchangeable
 resources on which it has different costs. The cost of a job in a rack is the time of its first ``epochs``, as the
-allocation of that rack predicts with this job in it, and the time that the jobs running there lose. What its misses
-occupy of the origin delays whoever is placed there as well: jobs are matched with positions in the racks
+allocation of that rack predicts with this job in it, the time that the jobs running there lose, and, with less weight,
+the bytes that it reads from the origin, as the time that those take. What its misses occupy of the origin delays whoever is placed there as well: jobs are matched with positions in the racks
 (``quiver.matching.place``, after AlloX), so the second job in a rack costs more than the first.
 
 Jobs that read one dataset share its reads in a rack, so they are placed together, as one.
@@ -22,6 +22,7 @@ from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, Reader
 from quiver.matching import place
 
 EPOCHS: Final = 10  # a training run has tens of them: what does not fit is read again in each
+ORIGIN_WEIGHT: Final = 0.1  # of a second of the origin's time: it costs even where the job does not wait for it
 ASSUMED_RATE: Final = 1e9  # bytes per second of an origin of which no rack knows the rate: one value for all
 NEW: Final = "\0new"  # the reader that is placed, in a problem
 
@@ -54,6 +55,7 @@ class Rack:
     largest_bytes: float = math.inf  # the capacity of its smallest daemon
     resident: Mapping[str, float] = field(default_factory=dict)
     origin_rate: float = 0.0
+    members: frozenset[str] = frozenset()
     policy: Policy = Policy.MAX_MIN
     problem: Problem | None = None
 
@@ -184,8 +186,10 @@ def _slowed(before: Allocation | None, after: Allocation) -> float:
 
 
 def _cost(it: Prediction) -> float:
-    """Return the seconds that a job takes, and that the others lose meanwhile."""
-    return it.seconds * (1 + it.slowed) if it.is_possible else math.inf
+    """Return the seconds that a job takes and that others lose meanwhile, and a little for the origin's time."""
+    if not it.is_possible:
+        return math.inf
+    return it.seconds * (1 + it.slowed) + ORIGIN_WEIGHT * it.occupied_seconds
 
 
 def _seconds(count: float, rate: float) -> float:
@@ -207,8 +211,10 @@ def _reason(chosen: int, its: Sequence[Prediction], racks: Sequence[Rack], *, to
     if not possible:
         return "; ".join([*words, "no other rack can hold it" if others else "the only rack"])
     best, other = min(possible, key=lambda pair: _cost(pair[0]))
-    ratio = _cost(best) / _cost(mine) if _cost(mine) > 0 else 1.0
-    if ratio >= 1.01:
+    ratio = best.seconds / mine.seconds if mine.seconds > 0 else math.inf if best.seconds > 0 else 1.0
+    if 0.99 < ratio < 1.01 and best.occupied_seconds > 1.01 * mine.occupied_seconds:
+        words.append(f"in {other.name} it would be as fast and read more from the origin")
+    elif ratio >= 1.01:
         words.append(f"{other.name} would take {_times(ratio)} as long")
     elif ratio > 0.99:
         words.append(f"as good as {other.name}")
@@ -218,4 +224,4 @@ def _reason(chosen: int, its: Sequence[Prediction], racks: Sequence[Rack], *, to
 
 
 def _times(ratio: float) -> str:
-    return f"{ratio:.1f} times" if ratio < 100 else "over 100 times"
+    return f"{ratio:.1f} times" if ratio < 100 else "more than 100 times"
