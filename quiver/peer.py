@@ -18,7 +18,16 @@ from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.handover import DrainRequest, DrainStatus, HandoverAnswer, HandoverRequest
 from quiver.introduction import HEADER as INTRODUCTION
-from quiver.overview import AllocationView, DatasetRequest, DatasetsView, EvictAnswer, JobsView, PinAnswer
+from quiver.overview import (
+    AllocationView,
+    DatasetRequest,
+    DatasetsView,
+    EvictAnswer,
+    JobsView,
+    PinAnswer,
+    ProbeRequest,
+    ProbeView,
+)
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.token_source import NO_TOKEN, TokenSource
@@ -229,6 +238,13 @@ class PeerClient:
         answer = self._http.request(method, "/v1/drain", body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX)
         status: DrainStatus = decode_json(answer.data, DrainStatus, f"the state of the drain that {self.url} answered")
         return status
+
+    def probe(self, job: str, *, begin: bool = False) -> ProbeView:
+        """Return what the daemon knows of a job's probes; ``begin``: ask for some first. Raises ``NotFound`` if old."""
+        body = msgspec.json.encode(ProbeRequest(job, begin))
+        answer = self._http.request("POST", "/v1/probe", body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX)
+        view: ProbeView = decode_json(answer.data, ProbeView, f"what {self.url} answered about probes")
+        return view
 
     def load(self, digest: Digest, size_bytes: int) -> Bytes:
         """Return a shard that is resident at the peer, which does not fill it. ``ShardSource``."""

@@ -115,7 +115,7 @@ class Node:
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
         self.receiver = Receiver(self._needs, self.rooms, self.peers, self.filler, self.manifests, self.fills)
         giver = Giver(registry, name, self.peers, self.rooms, self._needs, self.counters)
-        self.drain = Drain(name, registry, giver)
+        self.drain = Drain(name, registry, giver, lambda: bool(self._needs.commitments.promised()))
 
     @property
     def state(self) -> Literal["up", "draining"]:

@@ -169,6 +169,7 @@ class _Stop:
         if not self.drain.is_set():
             self.drain.set()
         elif number is not signal.SIGHUP:
+            log.info("told again to end: the drain ends")
             self.now.set()
 
 

@@ -132,6 +132,10 @@ class Rooms:
         needed[pinned], in_use[pinned] = 1, True
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
 
+    def pinned_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Return which of these ``(n, 32)``, held or not, are of pinned datasets."""
+        return self._pins.among(shards)
+
     def in_use_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return which of these ``(n, 32)``, held or not, are of datasets that were read recently."""
         return self._opened.in_use_of(shards)
