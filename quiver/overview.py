@@ -149,6 +149,32 @@ class DatasetRequest(msgspec.Struct, frozen=True):
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 0
 
 
+class ProbeRequest(msgspec.Struct, frozen=True):
+    """The body of ``POST /v1/probe``. ``begin``: ask the job for a series of probes; else only for what is known."""
+
+    job: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    begin: bool = False
+
+
+class ProbeView(msgspec.Struct, frozen=True):
+    """What a daemon knows of the probes of a job, by its reports. ``ranks``: reports of its ranks, one for each
+    dataset; 0: it knows no such job.
+
+    ``series``: how many series of probes the rank that probes has ended. Of that rank: ``hits`` and ``misses``, the
+    throughput that the last series measured with everything in the cache and with nothing, 0 if it could not; and
+    ``rate`` and ``throughput``, as in ``RankView``.
+    """
+
+    node: Text
+    job: Text
+    ranks: int = 0
+    series: int = 0
+    hits: float = 0.0
+    misses: float = 0.0
+    rate: float = 0.0
+    throughput: float = 0.0
+
+
 class PinAnswer(msgspec.Struct, frozen=True):
     """``known``: whether this daemon knows the dataset already. ``resident_bytes``: of it, here."""
 

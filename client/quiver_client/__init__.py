@@ -17,6 +17,7 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 - ``mix`` draws several datasets in given proportions
 - ``integrations``: what other libraries' trainers need beside the loader
 - ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
+- ``read_clock`` tells reading from making samples
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
 - ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from quiver_client.joined import Joined
     from quiver_client.loader.dataloader import DataLoader
     from quiver_client.loader.mix.guided import Guided
+    from quiver_client.loader.profile import Profile
     from quiver_client.loader.sampler import BatchSampler
     from quiver_client.loader.state import merge_states
     from quiver_client.migration.warming import warm
@@ -52,6 +54,7 @@ __all__ = [
     "Guided",
     "Joined",
     "Mix",
+    "Profile",
     "index",
     "merge_states",
     "warm",
@@ -65,6 +68,7 @@ _HOME: Final = {
     "Guided": "quiver_client.loader.mix.guided",
     "Joined": "quiver_client.joined",
     "Mix": "quiver_client.mix",
+    "Profile": "quiver_client.loader.profile",
     "index": "quiver_client.indexing",
     "merge_states": "quiver_client.loader.state",
     "warm": "quiver_client.migration.warming",

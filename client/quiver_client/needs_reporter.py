@@ -75,6 +75,11 @@ class NeedsReporter:
         return self._view
 
     @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache asks for probes, in its last answer."""
+        return bool(getattr(self._channel, "probe_wanted", False))  # channels of folders have nobody who asks
+
+    @property
     def is_answered(self) -> bool:
         """Whether ``view`` is an answer."""
         return self._turns > 0

@@ -29,7 +29,8 @@ class BatchCost(NamedTuple):
     cpu_seconds: float
     tier_seconds: tuple[float, ...]
     tier_bytes: tuple[float, ...]
-    is_probe: bool = False  # some of it was read past the cache
+    is_probe: bool = False  # it was to be read past the cache,
+    is_answered: bool = False  # and was
 
     @property
     def read_bytes(self) -> float:
@@ -43,7 +44,7 @@ class _Clock(threading.local):
         self.tier_seconds = [0.0] * len(TIERS)
         self.tier_bytes = [0.0] * len(TIERS)
         self.is_past_the_cache = False
-        self.probes = 0
+        self.answered = self.failed = 0  # reads that were to be answered as misses
 
 
 _clock: Final = _Clock()
@@ -84,15 +85,16 @@ def is_past_the_cache() -> bool:
     return _clock.is_past_the_cache
 
 
-def count_probe() -> None:
-    """A read was answered as a miss, although there is a cache."""
-    _clock.probes += 1
+def count_probe(*, answered: bool) -> None:
+    """A read was to be answered as a miss, and was or could not be."""
+    _clock.answered += answered
+    _clock.failed += not answered
 
 
 @contextlib.contextmanager
-def past_the_cache() -> Iterator[None]:
-    """Have this thread's reads answered as misses meanwhile."""
-    _clock.is_past_the_cache = True
+def past_the_cache(is_wanted: bool) -> Iterator[None]:
+    """Have this thread's reads answered as misses meanwhile, if that is wanted."""
+    _clock.is_past_the_cache = is_wanted
     try:
         yield
     finally:
@@ -100,11 +102,12 @@ def past_the_cache() -> Iterator[None]:
 
 
 class Stopwatch:
-    """Measures one batch: begun when it is made, in the thread that reads and makes the batch."""
+    """Measures one batch, from its construction on, in the thread that reads and makes the batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_probe: bool = False) -> None:
         clock = _clock
-        self._probes, self._read = clock.probes, clock.seconds
+        self._is_probe, self._answered, self._failed = is_probe, clock.answered, clock.failed
+        self._read = clock.seconds
         self._tier_seconds, self._tier_bytes = list(clock.tier_seconds), list(clock.tier_bytes)
         self._cpu, self._begun = time.thread_time(), time.perf_counter()
 
@@ -118,5 +121,6 @@ class Stopwatch:
             cpu - self._cpu,
             tuple(a - b for a, b in zip(clock.tier_seconds, self._tier_seconds, strict=True)),
             tuple(a - b for a, b in zip(clock.tier_bytes, self._tier_bytes, strict=True)),
-            clock.probes > self._probes,
+            self._is_probe,
+            clock.answered > self._answered and clock.failed == self._failed,
         )

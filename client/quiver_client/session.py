@@ -177,6 +177,8 @@ class Session:
 
     def _ask_tiers(self, batch: Batch) -> None:
         """Ask one tier after the other for what is not verified yet."""
+        if read_clock.is_past_the_cache():
+            self._ask_origin_first(batch)
         for tier in self.tiers:
             before = batch.verified.copy()
             begun = time.monotonic()
@@ -193,6 +195,19 @@ class Session:
                 return
         why = f"{self._described(batch)} could not be read"
         raise Unavailable(self.manifest.header.base, why, lasting=True)
+
+    def _ask_origin_first(self, batch: Batch) -> None:
+        """Answer a batch as a miss, to measure one. What cannot be read this way is left to the tiers."""
+        if len(self.tiers) == 1 or batch.is_retry:
+            read_clock.count_probe(answered=False)
+            return
+        try:
+            self._ask(self.tiers[-1], batch)
+        except QuiverError:  # this process may not read the origin, or it does not answer, or lost samples
+            read_clock.count_probe(answered=False)
+        else:
+            read_clock.count_probe(answered=True)
+            self.stats.add("samples_origin", len(batch.plan))
 
     def _described(self, batch: Batch) -> str:
         """Return how many samples are missing, and the name of one."""

@@ -22,6 +22,7 @@ from quiver.allocation.knapsack import spread
 
 SET_ASIDE: Final = 0.01  # of the bandwidth, for an equal split: a loop that gets nothing at all would time out
 _STEPS_MAX: Final = 8
+SEARCHED_MAX: Final = 24  # datasets: with more, adding them one by one takes too long
 
 
 def most_throughput(instance: Instance, fair: Floats, full: Floats) -> tuple[Floats, Floats]:
@@ -90,6 +91,33 @@ def _starts(instance: Instance, fair: Floats, full: Floats) -> Iterator[Floats]:
     every = total(instance.dataset, instance.weight * full, len(demand))
     for value in (demand, every):
         yield spread(instance, instance.pinned, value * tight[instance.origin])
+    if len(demand) <= SEARCHED_MAX:
+        yield _whole_by_whole(instance, full)
+
+
+def _whole_by_whole(instance: Instance, full: Floats) -> Floats:
+    """Return what is cached if dataset by dataset is added, each time the one with which readers gain most per
+    byte.
+    """
+    cached = instance.pinned
+    before = _value(instance, cached, full)
+    while True:
+        best = (0.0, before, cached)
+        for dataset in range(len(cached)):
+            larger = spread(instance, cached, np.ones_like(cached), only=dataset)
+            added = float((larger - cached).sum())
+            if added <= 0:
+                continue
+            value = _value(instance, larger, full)
+            if (value - before) / added > best[0]:
+                best = ((value - before) / added, value, larger)
+        if best[2] is cached:
+            return cached
+        _, before, cached = best
+
+
+def _value(instance: Instance, cached: Floats, full: Floats) -> float:
+    return float((instance.weight * best_rates(instance, cached, full)[0]).sum())
 
 
 def _weight_above(weight: Floats, stream: Indices) -> Floats:

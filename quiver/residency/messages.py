@@ -74,6 +74,9 @@ class _ReportMessage(msgspec.Struct, tag_field="type", tag="needs", kw_only=True
     throughput: float = 0.0
     waited: float = 0.0
     attained_bytes: float = 0.0
+    probe_series: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
+    probed_hits: float = 0.0
+    probed_misses: float = 0.0
     reader: Annotated[bytes, Meta(max_length=READER_BYTES)] = b""
     hold: bool = False
 
@@ -84,6 +87,7 @@ class _AnswerMessage(msgspec.Struct, tag_field="type", tag="residency", kw_only=
     seen: _Packed
     uploads: Annotated[list[_Number], Meta(max_length=UPLOADS_MAX)] = []
     order_wanted: bool = False
+    probe_wanted: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -134,6 +138,9 @@ class NeedsReport:
                 throughput=report.measured.throughput,
                 waited=report.measured.waited,
                 attained_bytes=report.measured.attained_bytes,
+                probe_series=report.measured.probe_series,
+                probed_hits=report.measured.probed_hits,
+                probed_misses=report.measured.probed_misses,
                 reader=report.reader,
                 hold=report.hold,
             )
@@ -168,7 +175,14 @@ class NeedsReport:
             uses=_uses(message),
             identity=Identity(message.job, message.group, message.tenant),
             dataset_name=message.dataset_name,
-            measured=Measured(message.throughput, message.waited, message.attained_bytes),
+            measured=Measured(
+                message.throughput,
+                message.waited,
+                message.attained_bytes,
+                message.probe_series,
+                message.probed_hits,
+                message.probed_misses,
+            ),
             reader=message.reader,
             hold=message.hold,
         )
@@ -183,13 +197,20 @@ class NeedsAnswer:
     seen: npt.NDArray[np.uint8]
     uploads: tuple[int, ...] = ()
     order_wanted: bool = False  # the consumer should send the list of uses that its report named
+    probe_wanted: bool = False  # an operator asks the consumer's job for a series of probes
 
     def encode(self) -> bytes:
         seen = zlib.compress(self.seen.tobytes(), 1)
         uploads = list(self.uploads[:UPLOADS_MAX])
-        shards, wanted = len(self.seen), self.order_wanted
         return _encode(
-            _AnswerMessage(status=self.status, shards=shards, seen=seen, uploads=uploads, order_wanted=wanted)
+            _AnswerMessage(
+                status=self.status,
+                shards=len(self.seen),
+                seen=seen,
+                uploads=uploads,
+                order_wanted=self.order_wanted,
+                probe_wanted=self.probe_wanted,
+            )
         )
 
     @classmethod
@@ -202,9 +223,9 @@ class NeedsAnswer:
         except MALFORMED as error:
             raise BadRequest(f"malformed answer to a report of needs: {error}") from error
         _check_numbers(message.uploads, message.shards)
-        return cls(
-            message.status, _unpacked(message.seen, message.shards), tuple(message.uploads), message.order_wanted
-        )
+        seen = _unpacked(message.seen, message.shards)
+        uploads = tuple(message.uploads)
+        return cls(message.status, seen, uploads, message.order_wanted, message.probe_wanted)
 
 
 def _report_message(body: Bytes) -> _ReportMessage:
@@ -218,6 +239,8 @@ def _report_message(body: Bytes) -> _ReportMessage:
         raise BadRequest("malformed report of needs: its rate or its runway is not a number of bytes")
     if not (0 <= message.throughput < 1e15 and 0 <= message.waited <= 1 and 0 <= message.attained_bytes < 1e21):
         raise BadRequest("malformed report of needs: what the consumer measured of itself is not possible")
+    if not (0 <= message.probed_hits < 1e15 and 0 <= message.probed_misses < 1e15):
+        raise BadRequest("malformed report of needs: what its probes measured is not possible")
     try:
         for what in ("job", "group", "tenant", "dataset_name"):
             check_name(what, getattr(message, what))

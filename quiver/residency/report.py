@@ -19,12 +19,17 @@ class Measured:
     """What a consumer measured of itself.
 
     ``throughput``: bytes per second that it read lately, waiting included. ``waited``: the share of that time in which
-    it waited for data, 0 to 1. ``attained_bytes``: what it has read since its job began.
+    it waited for data, 0 to 1. ``attained_bytes``: what it has read since its job began. ``probe_series``: how many
+    series of probes have ended; ``probed_hits`` and ``probed_misses``: the throughput that the last one measured with
+    everything in the cache and with nothing, 0 if it could not.
     """
 
     throughput: float = 0.0
     waited: float = 0.0
     attained_bytes: float = 0.0
+    probe_series: int = 0
+    probed_hits: float = 0.0
+    probed_misses: float = 0.0
 
 
 NOT_MEASURED: Final = Measured()

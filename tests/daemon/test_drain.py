@@ -71,7 +71,6 @@ def test_what_a_drained_daemon_held_is_not_read_from_the_origin_again(etcd: Etcd
             held = {name: daemon.status()["resident_bytes"] for name, daemon in daemons.items()}
             read = origin.bytes_sent
             status = drained(daemons, "b", "--deadline", "60s")
-            print(status, daemons["b"].log, daemons["a"].log)
             assert status["state"] == "drained"
             assert status["handed_over_bytes"] == status["held_bytes"] > 0
             assert set(status["receivers"]) <= {"a", "c"}

@@ -59,6 +59,7 @@ RIGHTS: Final[Mapping[str, Right | None]] = MappingProxyType(
         "POST /v1/pin": Right.OPERATE,
         "POST /v1/unpin": Right.OPERATE,
         "POST /v1/evict": Right.OPERATE,
+        "POST /v1/probe": Right.OPERATE,
         "GET /healthz": PUBLIC,
         "GET /readyz": PUBLIC,  # the reasons for "not ready" name origins: they are for ``READYZ_REASONS``
         "readyz reasons": Right.OPERATE,

@@ -24,6 +24,8 @@ from quiver.overview import (
     EvictAnswer,
     JobsView,
     PinAnswer,
+    ProbeRequest,
+    ProbeView,
     RankView,
     TierBytes,
 )
@@ -78,6 +80,30 @@ class Overview:
             name = node.dataset_names.shown(manifest, domain)
             found.append(Reading(report.identity, dataset_id(manifest, domain), name, rank, report.ordered))
         return found
+
+    def probe(self, asked: ProbeRequest, caller: Caller) -> ProbeView:
+        """Ask a job for probes, or return what is known of those that it made."""
+        node = self._node
+        reports = [
+            consumer.report
+            for consumer in node.needs.consumers.values()
+            if consumer.report.identity.job == asked.job
+            and caller.sees in (None, node.datasets[consumer.dataset].domain)
+        ]
+        series = max((report.measured.probe_series for report in reports), default=0)
+        if asked.begin and reports:
+            node.reports.probes.ask(asked.job, caller.sees, series)
+        its = [report for report in reports if report.measured.probe_series == series] if series else []
+        return ProbeView(
+            node.name,
+            asked.job,
+            len({report.consumer for report in reports}),
+            series,
+            hits=sum(report.measured.probed_hits for report in its),
+            misses=sum(report.measured.probed_misses for report in its),
+            rate=sum(report.rate for report in its),
+            throughput=sum(report.measured.throughput for report in its),
+        )
 
     # -- what there is ------------------------------------------------------------------------------------------------
 

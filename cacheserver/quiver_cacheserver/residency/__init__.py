@@ -8,5 +8,5 @@
 kernel's policy and carries out its decisions; ``fills`` runs the fetches, one per shard, and ``filler`` makes one shard
 resident; ``uploads`` knows which shards clients were asked to upload; ``rooms`` decides what to evict for each file,
 and ``holders`` records for which client each file was filled. Each module knows only those to its right. ``readers``
-counts what is read by those that report nothing.
+counts what is read by those that report nothing; ``probes`` has what an operator asks of jobs.
 """

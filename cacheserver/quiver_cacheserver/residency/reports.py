@@ -19,6 +19,7 @@ from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.names import consumer_in, name_in
 from quiver_cacheserver.residency.datasets import Datasets
 from quiver_cacheserver.residency.decider import Decider
+from quiver_cacheserver.residency.probes import ProbeRequests
 
 INLINE_SHARDS_MAX: Final = 1 << 20  # larger reports are unpacked, and answers packed, in a thread: milliseconds
 
@@ -34,6 +35,7 @@ class Reports:
         self._datasets = datasets
         self._decider = decider
         self._budgets = budgets
+        self.probes = ProbeRequests()
 
     async def take(self, body: bytes, client: str, domain: Domain = SINGLE, *, tenant: str = "") -> NeedsAnswer:
         """Take one report. Raises ``BadRequest`` for one that does not fit its manifest.
@@ -66,6 +68,8 @@ class Reports:
         report = replace(told.report, consumer=consumer_in(domain, told.report.consumer), identity=identity)
         self._names.heard(told.manifest, domain, own=manifest.header.name, told=report.dataset_name)
         answer = self._answer(name_in(domain, told.manifest), report, now, client)
+        if self.probes.answered(report, domain):
+            answer = replace(answer, probe_wanted=True)
         dataset.used = now
         self._datasets.changed.set()
         done = time.monotonic()

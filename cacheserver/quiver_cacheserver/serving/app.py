@@ -122,6 +122,7 @@ def _for_operators(node: Node, overview: Overview) -> list[Route]:
         Route("POST", "/v1/pin", operator.pin),
         Route("POST", "/v1/unpin", operator.unpin),
         Route("POST", "/v1/evict", operator.evict),
+        Route("POST", "/v1/probe", operator.probe),
     ]
 
 

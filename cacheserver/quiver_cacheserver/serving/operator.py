@@ -10,7 +10,7 @@ from aiohttp import web
 from quiver.errors import BadRequest
 from quiver.identity import check_name
 from quiver.malformed import MALFORMED
-from quiver.overview import REQUEST_BYTES_MAX, DatasetRequest
+from quiver.overview import REQUEST_BYTES_MAX, DatasetRequest, ProbeRequest
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.overview.overview import Overview
@@ -50,6 +50,16 @@ class Operator:
         """``POST /v1/evict``."""
         unhurried(request)  # it removes as many files as the dataset has shards
         return await self._do(request, self._overview.evict)
+
+    async def probe(self, request: web.Request) -> web.Response:
+        """``POST /v1/probe``."""
+        async with body_of(request, self._node.budgets, REQUEST_BYTES_MAX) as body:
+            try:
+                asked = msgspec.json.decode(body, type=ProbeRequest)
+                check_name("job", asked.job)
+            except (*MALFORMED, ValueError) as error:
+                raise BadRequest(f"a request to probe a job: {error}") from error
+        return _json(self._overview.probe(asked, caller_of(request)))
 
     async def _do(self, request: web.Request, verb: Verb) -> web.Response:
         async with body_of(request, self._node.budgets, REQUEST_BYTES_MAX) as body:

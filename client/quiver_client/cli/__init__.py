@@ -1,7 +1,7 @@
 """The command ``quiver``.
 
-Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``drain``, ``undrain``, ``tls`` and ``token`` is a
-command; ``main`` groups them and turns errors into exit statuses, ``options`` has what they share, ``progress`` draws
+Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``probe``, ``drain``, ``undrain``, ``tls`` and ``token``
+is a command; ``main`` groups them and turns errors into exit statuses, ``options`` has what they share, ``progress`` draws
 their progress bar, and ``decoding`` is what ``verify --decode`` does.
 """
 

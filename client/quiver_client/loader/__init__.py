@@ -7,8 +7,9 @@ means of
 - ``passes``: which epoch comes next and what of it is consumed; ``epoch``: one pass over one epoch's share;
   ``state``: the checkpoint, and how ranks merge theirs; ``merged_state``: the same, through ``group_store``
 - ``consumer``: what is reported to the cache, and what is resident; ``several_needs``: the same over several caches;
-  ``draw_wait``: how long a draw waits for that; ``loop_rate``: how fast the loop reads, and when it pauses;
-  ``known_order``: the uses to come of a fixed order
+  ``draw_wait``: how long a draw waits for that; ``known_order``: the uses to come of a fixed order
+- ``loop_rate``: how fast the loop reads and could read, and when it pauses; ``turns`` measures it in the loop's thread,
+  ``making`` where batches are made; ``probing``: what hits are worth, measured; ``profile``: what of it users see
 - ``replicas``: ranks that get the same samples in the same order: one decides, the others follow
 - ``rank``: which share this process reads; ``rank_agreement``: whether all ranks deal the same epoch;
   ``user_sampler``: an order of the user's, ``lazy_sampler``: one that is read while the loop runs

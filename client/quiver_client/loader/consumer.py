@@ -21,6 +21,7 @@ from quiver_client.loader.draw_wait import DrawWait
 from quiver_client.loader.epoch import Epoch, ShardLayout
 from quiver_client.loader.known_order import KnownOrder, KnownUses
 from quiver_client.loader.loop_rate import LoopPauses, LoopRate, LoopSpeed, LoopTurn
+from quiver_client.loader.probing import Probed
 from quiver_client.loader.several_needs import needs_of
 from quiver_client.needs_reporter import NeedsReporter
 from quiver_client.placement import Leaf
@@ -79,6 +80,7 @@ class CacheConsumer:
         self._known = known
         self._rate = LoopRate()
         self._pauses = LoopPauses()
+        self._series, self._probed = 0, Probed()
         self._name = b""
         self._identity = NOBODY
         self.on_view: Callable[[Read, Mask], None] | None = None  # told of what is resident, before each report
@@ -146,7 +148,21 @@ class CacheConsumer:
     def consumed(self, rows: Ints, turn: LoopTurn) -> None:
         """The training loop received these samples. Locked."""
         self._pauses.consumed(time.monotonic())
-        self._rate.consumed(self._layout.bytes(rows), turn)
+        self._rate.consumed(self._layout.bytes(rows), turn, len(rows))
+
+    @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache asks this rank for a series of probes."""
+        return self._reporter is not None and self._reporter.is_probe_wanted
+
+    def tell_probed(self, probed: Probed | None) -> None:
+        """A series of probes has ended; ``None``: without a result. Locked."""
+        self._series += 1
+        self._probed = probed or Probed()
+
+    def passed_over(self, turn: LoopTurn) -> None:
+        """The training loop received a batch without any of these samples. Locked."""
+        self._rate.consumed(0.0, turn)
 
     def close(self) -> None:
         """Withdraw what this consumer needs. ``start`` may follow. Not locked: it waits for the reporting thread."""
@@ -187,7 +203,14 @@ class CacheConsumer:
             order_at=known.at,
             uses=known.shards,
             identity=self._identity,
-            measured=Measured(speed.throughput, speed.waited, speed.attained_bytes),
+            measured=Measured(
+                speed.throughput,
+                speed.waited,
+                speed.attained_bytes,
+                self._series,
+                self._probed.hits,
+                self._probed.misses,
+            ),
         )
         # A loop that is held back needs a report no more often than it reads a shard.
         pace = speed.throughput or rate

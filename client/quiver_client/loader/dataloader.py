@@ -20,6 +20,8 @@ from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPol
 from quiver_client.loader.loop_pass import Batches, LoopPass
 from quiver_client.loader.making import Making
 from quiver_client.loader.order import OrderPass
+from quiver_client.loader.probing import Prober
+from quiver_client.loader.profile import Profile
 from quiver_client.loader.progress import ProgressLine, is_wanted
 from quiver_client.loader.sampler import BatchSampler
 from quiver_client.loader.source import Source, ThreadedSource
@@ -78,6 +80,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
     and counted as consumed. Where nothing is pending a good sample is repeated if there are several ranks, or with
     ``drop_last``. ``errors_max``: how many bad samples an epoch may have, or which fraction of the rank's samples; by
     default one in a thousand and at least one. Beyond it a ``RuntimeError`` names them all (docs/transforms.md).
+    ``probe``: once, and for at most 1 % of the time, have twenty batches read past the cache, in rank 0, to measure
+    what the cache is worth to this job; ``profile().probed`` has the result (docs/profiling.md).
     ``progress``: show, on a terminal and in rank 0, a line while the first epoch fills the cache; ``None``: unless
     ``$QUIVER_PROGRESS`` is 0. ``batch_sampler``: a ``quiver_client.BatchSampler``, which then determines the order.
 
@@ -126,6 +130,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         progress: bool | None = None,
         on_error: str = "raise",
         errors_max: float | None = None,
+        probe: bool = False,
         **stock: Any,
     ) -> None:
         if batch_size is None:
@@ -207,6 +212,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._watch = LoopWatch(order, num_workers)
         self._making = Making(num_workers, min(self._ahead, FETCHERS))
         self._source.rows = self._making.rows
+        self._prober = Prober(lambda: self._making.costs, lambda: order.is_probe_wanted)
+        self._probes = probe
         self._progress = progress
         self._line: ProgressLine | None = None
         is_wanted(progress, 0)
@@ -257,6 +264,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self.order.attend(Reader.of(asking))
         epoch = self.order.begin()
         self.epoch = epoch
+        if self._probes and self.order.deal.rank == 0:
+            self._probes = False
+            self._prober.begin()
         samples = epoch.pending
         if self._on_error.on_error == "replace":
             self.order.hold_last(epoch)
@@ -266,7 +276,9 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             batches: Batches = NumberedBatches(cast(WorkerBatches, workers))
         else:
             keep_what_is_freed()
-            source = ThreadedSource(self._source, epoch.number, self._pinned, self._watch.fetched, self._making)
+            source = ThreadedSource(
+                self._source, epoch.number, self._pinned, self._watch.fetched, self._making, self.is_probe
+            )
             batches = ThreadedBatches(self.order, epoch, source, self._ahead, self.timeout)
         if self._on_error.is_tolerant:
             self._errors.begin(samples)
@@ -286,6 +298,27 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             self._line = ProgressLine()
             self.order.show_first_fill(self._line)
         return self._line
+
+    def profile(self) -> Profile:
+        """Return how fast this rank's loop reads, what it could read, and where its time goes (docs/profiling.md).
+
+            print(loader.profile())                  # a table
+            loader.profile().possible_rate           # f*, bytes per second that it would read if it never waited
+            loader.profile().as_dict()               # for JSON
+
+        Measured all the time, at a few microseconds per batch; rates are of the last seconds of the loop.
+        """
+        making, deal = self._making, self.order.deal
+        rank = deal.rank, deal.world_size
+        return Profile.of(self.order.speeds, making.costs, rank=rank, makers=making.makers)
+
+    def is_probe(self) -> bool:
+        """Return whether the next batch is to be read past the cache. Called by what makes batches."""
+        before = self._prober.series
+        is_probe = self._prober.take()
+        if self._prober.series != before:
+            self.order.tell_probed(self.profile().probed)
+        return is_probe
 
     def stats(self) -> dict[str, int]:
         """Return the counters of this process, as ``dataset.stats()`` does, ``skipped`` and ``replaced`` among them:

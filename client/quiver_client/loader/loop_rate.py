@@ -60,6 +60,7 @@ class LoopSpeed:
     making_seconds: float = 0.0
     gpu_seconds: float = 0.0
     batch_bytes: float = 0.0
+    batch_samples: float = 0.0
     attained_bytes: float = 0.0
 
 
@@ -69,6 +70,7 @@ class _Sums:
 
     turns: float = 0.0
     bytes: float = 0.0
+    samples: float = 0.0
     seconds: float = 0.0  # all in all
     waited: float = 0.0
     step: float = 0.0
@@ -119,6 +121,7 @@ class LoopRate:
             making_seconds=known.making / known.turns,
             gpu_seconds=known.gpu_seconds,
             batch_bytes=known.bytes / known.turns,
+            batch_samples=known.samples / known.turns,
             attained_bytes=self._attained_bytes,
         )
 
@@ -130,8 +133,8 @@ class LoopRate:
         """Record that no batch could be drawn for so long."""
         self._starved_seconds += seconds
 
-    def consumed(self, size_bytes: float, turn: LoopTurn) -> None:
-        """The loop received a batch."""
+    def consumed(self, size_bytes: float, turn: LoopTurn, samples: int = 0) -> None:
+        """The loop received a batch; with 0 bytes, one that has nothing of what is measured here."""
         now, last = self._clock(), self._last
         self._last, starved, self._starved_seconds = now, self._starved_seconds, 0.0
         self._attained_bytes += size_bytes
@@ -146,6 +149,7 @@ class LoopRate:
         window = self._window
         window.turns += 1
         window.bytes += size_bytes
+        window.samples += samples
         window.seconds += seconds
         window.waited += min(waited, seconds)
         window.step += step

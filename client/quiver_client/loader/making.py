@@ -27,23 +27,25 @@ from quiver_client.read_clock import TIERS, BatchCost
 HISTORY_BATCHES: Final = 64  # over which costs are averaged
 FAST_SHARE: Final = 0.25  # the fastest reads, by which hits are known
 FAST_OF: Final = 32  # of so many
-_BEFORE_TIERS: Final = 8
+_BEFORE_TIERS: Final = 10
 COLUMNS: Final = _BEFORE_TIERS + 2 * len(TIERS)
 
 Floats = npt.NDArray[np.float64]
 
 
 class Costs(NamedTuple):
-    """Sums over batches. ``fast_seconds``: of reading a byte from the cache, as of now; 0 until known."""
+    """Sums over batches. ``fast_seconds``: of reading a batch from the cache, as of now; 0 until known."""
 
     batches: float = 0.0
     making_seconds: float = 0.0
     cpu_seconds: float = 0.0
     read_seconds: float = 0.0
-    probes: float = 0.0
+    probes_ended: float = 0.0  # of all probes, those that failed among them,
+    probes_failed: float = 0.0
+    probes_spent: float = 0.0  # and the seconds of their reads
+    probes: float = 0.0  # those that count: all but the first of each writer, which connects to the origin
     probe_seconds: float = 0.0
-    probe_bytes: float = 0.0
-    fast_seconds: float = 0.0  # per byte
+    fast_seconds: float = 0.0  # see above
     tier_seconds: tuple[float, ...] = (0.0,) * len(TIERS)
     tier_bytes: tuple[float, ...] = (0.0,) * len(TIERS)
 
@@ -62,8 +64,8 @@ class Row:
 
     def __init__(self, row: Floats) -> None:
         self._row = row
-        self._is_warm = False
-        self._reads: list[float] = []  # seconds per byte of the last reads
+        self._is_warm = self._is_probe_warm = False
+        self._reads: list[float] = []  # seconds of the last batches' reads
 
     def add(self, cost: BatchCost) -> None:
         """Add what a batch cost."""
@@ -73,18 +75,24 @@ class Row:
             row[1] += cost.making_seconds
             row[2] += cost.cpu_seconds
         self._is_warm = True
-        size_bytes = cost.read_bytes
-        if cost.is_probe:
-            row[4] += 1
-            row[5] += cost.read_seconds
-            row[6] += size_bytes
-            return  # what is read by tier, and how long it takes, is the job's own
-        row[3] += cost.read_seconds
         row[_BEFORE_TIERS:] += (*cost.tier_seconds, *cost.tier_bytes)
-        if size_bytes:
-            self._reads = [*self._reads[1 - FAST_OF :], cost.read_seconds / size_bytes]
+        row[3] += cost.read_seconds
+        if cost.is_probe:
+            self._probed(cost)
+        elif cost.read_bytes:
+            self._reads = [*self._reads[1 - FAST_OF :], cost.read_seconds]
             fastest = sorted(self._reads)[: max(int(FAST_SHARE * len(self._reads)), 1)]
-            row[7] = sum(fastest) / len(fastest)
+            row[9] = sum(fastest) / len(fastest)
+
+    def _probed(self, cost: BatchCost) -> None:
+        row = self._row
+        row[6] += cost.read_seconds
+        if cost.is_answered and self._is_probe_warm:
+            row[8] += cost.read_seconds
+            row[7] += 1
+        self._is_probe_warm |= cost.is_answered
+        row[5] += not cost.is_answered
+        row[4] += 1
 
 
 class WorkerRows:
@@ -164,8 +172,8 @@ class Making:
             tables = [self._own] if self.rows is None else [self._own, self.rows.rows]
             rows = np.concatenate(tables)
         total = rows.sum(axis=0)
-        fast = rows[:, 7][rows[:, 7] > 0]
-        total[7] = fast.mean() if len(fast) else 0.0
+        fast = rows[:, 9][rows[:, 9] > 0]
+        total[9] = fast.mean() if len(fast) else 0.0
         return Costs.of(total)
 
     @property

@@ -31,10 +31,11 @@ from quiver_client.loader.known_order import KnownOrder
 from quiver_client.loader.labels import ADVICE, ADVICE_ON_BLOCKS, LabelWatch
 from quiver_client.loader.ledger.amendments import Amendment
 from quiver_client.loader.ledger.recording import open_recording
-from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopSpeed, LoopTurn
 from quiver_client.loader.merged_state import unpacked
 from quiver_client.loader.order_sampler import OrderSampler
 from quiver_client.loader.passes import OpenPass, Passes
+from quiver_client.loader.probing import Probed
 from quiver_client.loader.progress import ProgressLine
 from quiver_client.loader.put_aside import PutAside
 from quiver_client.loader.rank import SettledRank
@@ -337,6 +338,22 @@ class BatchSampler(OrderSampler):
         layout = self._passes.layout
         line.measure(self._leaves[0].manifest.path.stem, layout.sample_bytes * layout.counts)
         self._consumer.on_view = line.learn
+
+    @property
+    def speeds(self) -> tuple[LoopSpeed, ...]:
+        """How fast the loop reads, and could, by dataset of a mixture."""
+        with self._lock:
+            return (self._consumer.speed,)
+
+    @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache asks this rank for a series of probes."""
+        return self._consumer.is_probe_wanted and self._passes.rank.current[0] == 0
+
+    def tell_probed(self, probed: Probed | None) -> None:
+        """A series of probes has ended: report its result; ``None``: there is none."""
+        with self._lock:
+            self._consumer.tell_probed(probed)
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:

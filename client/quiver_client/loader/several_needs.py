@@ -67,6 +67,11 @@ class SeveralNeeds:
         self.orphaned = orphaned if orphaned.any() else None
         return seen
 
+    @property
+    def probe_wanted(self) -> bool:
+        """Whether one of the caches asks for a series of probes."""
+        return any(getattr(channel, "probe_wanted", False) for channel in self._channels)
+
     def close(self) -> None:
         with ExitStack() as each_one:
             for channel in self._channels:
@@ -94,6 +99,8 @@ class SeveralNeeds:
                         measured,
                         throughput=measured.throughput * share,
                         attained_bytes=measured.attained_bytes * share,
+                        probed_hits=measured.probed_hits * share,
+                        probed_misses=measured.probed_misses * share,
                     ),
                     ahead_bytes=float(here[span].sum()) * share_ahead,
                     soon=tuple(shard - span.start for shard in report.soon if span.start <= shard < span.stop),

@@ -22,7 +22,7 @@ from quiver_client.loader.bad_samples import BadSample, Incomplete, is_bad_sampl
 from quiver_client.loader.epoch import Drawn
 from quiver_client.loader.making import Making, WorkerRows
 from quiver_client.loader.randomness import Randomness, Turn
-from quiver_client.read_clock import Stopwatch
+from quiver_client.read_clock import Stopwatch, past_the_cache
 from quiver_client.seeding import Seeds
 
 Collate = Callable[[list[Any]], Any]
@@ -34,6 +34,7 @@ class Request(NamedTuple):
     epoch: int
     rows: Ints  # (n,): as the dataset counts its samples
     epochs: Ints | None = None  # (n,): where the samples are of different epochs of their own
+    is_probe: bool = False  # read it past the cache, to measure a miss
 
 
 class Outcome:
@@ -79,7 +80,7 @@ class Source:
 
     def __getitems__(self, request: Request) -> Any:
         """Make a batch in a worker, where no other thread draws from the global generators."""
-        watch = Stopwatch()
+        watch = Stopwatch(is_probe=request.is_probe)
         made = self.fetch(request)
         made = made.make() if isinstance(made, Unmade) else made
         if self.rows is not None:
@@ -91,6 +92,10 @@ class Source:
 
         Most transforms draw nothing from the global generators, and then nothing is seeded.
         """
+        with past_the_cache(request.is_probe):
+            return self._fetched(request)
+
+    def _fetched(self, request: Request) -> Any | Unmade:
         if self._columns is not None:
             return self._by_columns(request, self._columns)
         if not hasattr(self.dataset, "load"):
@@ -250,15 +255,18 @@ class ThreadedSource:
         finish: Callable[[Any], Any],
         took: Callable[[float], None],
         making: Making,
+        is_probe: Callable[[], bool],
     ) -> None:
         """``finish`` is applied to each batch, in the thread that made it: it pins memory; ``took`` to the seconds that
-        it took to read and make the batch."""
-        self._source, self._epoch, self._finish, self._took, self._making = source, epoch, finish, took, making
+        it took to read and make the batch. ``is_probe`` says of the next batch whether to read it past the cache."""
+        self._source, self._epoch, self._finish, self._took = source, epoch, finish, took
+        self._making, self._is_probe = making, is_probe
         source.randomness.has_loop = True
 
     def fetch(self, drawn: Drawn) -> Any:
-        watch = Stopwatch()
-        made = self._source.fetch(Request(self._epoch, drawn.rows, drawn.epochs))
+        request = Request(self._epoch, drawn.rows, drawn.epochs, self._is_probe())
+        watch = Stopwatch(is_probe=request.is_probe)
+        made = self._source.fetch(request)
         finished = made if isinstance(made, Unmade | Incomplete) else self._finish(made)
         cost = watch.stop()
         self._making.add(cost)

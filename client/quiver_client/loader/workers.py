@@ -6,6 +6,7 @@ batch back. Here such a draw is postponed while other batches are in flight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch._utils import ExceptionWrapper
@@ -41,6 +42,7 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         self._order: BatchOrder = loader.order
+        self._is_probe: Callable[[], bool] = loader.is_probe
         self.taken = -1
         super().__init__(loader)
 
@@ -53,7 +55,7 @@ class WorkerBatches(_MultiProcessingDataLoaderIter):
         drawn = self._order.draw(self._epoch)
         if drawn is None:
             raise StopIteration
-        return Request(self._epoch.number, drawn.rows, drawn.epochs)
+        return Request(self._epoch.number, drawn.rows, drawn.epochs, self._is_probe())
 
     def _try_put_index(self) -> None:
         if self._postponed or not self._order.poll(self._epoch):

@@ -62,6 +62,7 @@ class RackNeeds:
         self._forbidden: Expiring[str, None] = Expiring(clock=clock)  # daemons that accept no reports from this token
         self._sent: Expiring[str, None] = Expiring(clock=clock)  # daemons that were sent a list of uses a moment ago
         self._uploading: set[int] = set()
+        self._probe_wanted: Expiring[str, None] = Expiring(clock=clock)  # daemons that ask for probes
         self.orphaned: Mask | None = None
         self._owned: tuple[Ring, npt.NDArray[np.int32]] | None = None  # the first owner of each shard, by this ring
 
@@ -87,6 +88,11 @@ class RackNeeds:
             else:
                 np.maximum(seen, answer, out=seen)
         return seen
+
+    @property
+    def probe_wanted(self) -> bool:
+        """Whether a daemon asks for a series of probes, in its last answer."""
+        return len(self._probe_wanted) > 0 and any(True for _ in self._probe_wanted)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -151,6 +157,10 @@ class RackNeeds:
         self._members.answered(url)
         if answer.status is NeedsStatus.TAKEN and len(answer.seen) == self._manifest.shard_count:
             self._seen.set(url, answer.seen, STALE_SECONDS)
+            if answer.probe_wanted:
+                self._probe_wanted.set(url, None, STALE_SECONDS)
+            else:
+                self._probe_wanted.pop(url)
             for shard in answer.uploads:
                 self._begin_upload(peer, shard)
 

@@ -27,13 +27,14 @@ from quiver_client.identity import identity_of
 from quiver_client.loader import draw_wait
 from quiver_client.loader.arguments import job_of, lookahead_of, shared_name, shuffle_of, whole
 from quiver_client.loader.epoch import Deal, Drawn, ShardLayout
-from quiver_client.loader.loop_rate import NOT_TIMED, LoopTurn
+from quiver_client.loader.loop_rate import NOT_TIMED, LoopSpeed, LoopTurn
 from quiver_client.loader.mix.agreement import MixAgreement
 from quiver_client.loader.mix.guided import Losses
 from quiver_client.loader.mix.mixed_pass import MixedPart, MixPass
 from quiver_client.loader.mix.part import Chosen
 from quiver_client.loader.mix.schedule import Schedule, in_units, placed_after, samples_for, spread
 from quiver_client.loader.mix.state import VERSION, MixState, PartState
+from quiver_client.loader.probing import Probed
 from quiver_client.loader.rank import SettledRank
 from quiver_client.loader.replicas.group import group_of
 from quiver_client.loader.replicas.role import role_of
@@ -371,6 +372,9 @@ class MixBatchSampler(BatchSampler):
             self._take_reports()
             for part, taken in batch.taken:
                 part.consume(taken, turn)
+            drawn = {part.name for part, _ in batch.taken}
+            for other in (part for part in self._parts if part.name not in drawn):
+                other.consumer.passed_over(turn)
             self._handed_out, self._has_begun = batch.after, True
             self._steps += 1
             at = self._at
@@ -408,6 +412,24 @@ class MixBatchSampler(BatchSampler):
 
     def show_first_fill(self, line: Any) -> None:
         """Show nothing: a mixture fills several caches, at rates of their own."""
+
+    @property
+    def speeds(self) -> tuple[LoopSpeed, ...]:
+        """How fast the loop reads each part, and could."""
+        with self._lock:
+            return tuple(part.consumer.speed for part in self._parts)
+
+    @property
+    def is_probe_wanted(self) -> bool:
+        """Whether the cache of a part asks this rank for a series of probes."""
+        return self._ranks[0] == 0 and any(part.consumer.is_probe_wanted for part in self._parts)
+
+    def tell_probed(self, probed: Probed | None) -> None:
+        """A series of probes has ended: report its result, divided between the parts as what they read is."""
+        with self._lock:
+            sizes = [part.consumer.speed.batch_bytes for part in self._parts]
+            for part, size in zip(self._parts, sizes, strict=True):
+                part.consumer.tell_probed(probed and probed.of_share(size / max(sum(sizes), 1.0)))
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
