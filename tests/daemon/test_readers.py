@@ -85,6 +85,14 @@ def test_what_a_job_reads_is_seen_with_its_name_and_rate(board: Board) -> None:
     assert board.names.shown(A) == "train"
 
 
+def test_a_reader_that_is_slowed_down_is_known_to_be_faster(board: Board) -> None:
+    board.read([by(1, "resnet")], 1000.0, 10.0)
+    board.read([by(1, "resnet")], 200.0, 30.0)
+    [it] = board.seen()
+    assert it.throughput == pytest.approx(200.0, rel=0.1)
+    assert it.rate == pytest.approx(1000.0, rel=0.1)
+
+
 def test_a_daemon_that_owns_a_third_sees_a_third() -> None:
     board = Board(share=1 / 3)
     board.read([by(1, "resnet")], 1000.0, 5.0)

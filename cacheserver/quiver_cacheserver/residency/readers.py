@@ -35,6 +35,7 @@ from quiver_cacheserver.rack.registry import Registry
 READERS_MAX: Final = 8192  # of a rack's 2,000 processes each reads a few datasets; workers count with their parent
 READERS_PER_CLIENT_MAX: Final = 2048
 SAMPLE_SECONDS: Final = 1.0  # between two samples of a counter, and the least time that a rate is taken over
+STEADY_SECONDS: Final = 5.0  # of a window from which on its rate is no burst of workers that fill their queues
 WINDOW_SECONDS: Final = 15.0  # over which rates are taken: more than the pauses between batches of large samples
 SHARDS_LOOKED_AT: Final = 8192  # of a manifest, which takes milliseconds, and is exact to a few percent
 SHARES_MAX: Final = 1024  # remembered
@@ -67,7 +68,8 @@ class SeenReader:
     ``manifest`` and ``domain``: of the dataset, which ``dataset`` names there (``Needs.datasets``). ``name`` tells it
     from other jobs of its tenant on this dataset: its job, else something opaque, not to be shown. ``throughput``:
     bytes per second that it reads of the whole rack, as far as follows from this daemon's share of the dataset.
-    ``attained_bytes``: what it has read so, as long as it is remembered. ``processes``: how many opened the dataset.
+    ``rate``: the fastest that it was seen to read lately, so no more than f*, what it could read if it never waited.
+    ``attained_bytes``: what it has read, as long as it is remembered. ``processes``: how many opened the dataset.
     """
 
     dataset: Digest
@@ -77,6 +79,7 @@ class SeenReader:
     identity: Identity
     dataset_name: str
     throughput: float
+    rate: float
     attained_bytes: float
     processes: int = 1
 
@@ -90,12 +93,13 @@ class _Key(NamedTuple):
 class _Counted:
     """What one process and its workers read of one manifest."""
 
-    __slots__ = ("by", "bytes", "ignored_bytes", "read_at", "samples")
+    __slots__ = ("by", "bytes", "fastest", "ignored_bytes", "read_at", "samples")
 
     def __init__(self, by: ReadBy, now: float) -> None:
         self.by = by
         self.bytes = 0
         self.ignored_bytes = 0  # of them, those that were read for a consumer that reports
+        self.fastest = 0.0
         self.read_at = now
         self.samples: deque[tuple[float, int]] = deque([(now, 0)])
 
@@ -104,8 +108,12 @@ class _Counted:
         if reports:
             self.ignored_bytes = self.bytes
             self.samples.clear()
+            self.fastest = 0.0
         if not self.samples or now - self.samples[-1][0] >= SAMPLE_SECONDS:
+            fades = 1 - (now - self.samples[-1][0]) / FORGET_SECONDS if self.samples else 0.0
             self.samples.append((now, self.bytes))
+            steady = self.rate(now) if now - self.samples[0][0] >= STEADY_SECONDS else 0.0
+            self.fastest = max(self.fastest * max(fades, 0.0), steady)
         while len(self.samples) > 2 and now - self.samples[1][0] >= WINDOW_SECONDS:
             self.samples.popleft()
 
@@ -184,6 +192,7 @@ class Readers:
             identity=latest.by.identity,
             dataset_name=said.dataset_name if said is not None else "",
             throughput=sum(counted.rate(now) for _, counted in its) * whole,
+            rate=sum(max(counted.fastest, counted.rate(now)) for _, counted in its) * whole,
             attained_bytes=sum(counted.bytes - counted.ignored_bytes for _, counted in its) * whole,
             processes=len(its),
         )
