@@ -182,7 +182,7 @@ class Readers:
         key, latest = max(its, key=lambda each: each[1].read_at)
         share = self._share_of(key.manifest, key.domain)
         whole = 1 / share if share > 0 else 0.0
-        said = latest.by.introduction
+        said, rates = latest.by.introduction, [counted.rate(now) for _, counted in its]
         self._names.heard(key.manifest, key.domain, told=said.dataset_name if said is not None else "")
         return SeenReader(
             dataset=dataset,
@@ -191,8 +191,8 @@ class Readers:
             name=name,
             identity=latest.by.identity,
             dataset_name=said.dataset_name if said is not None else "",
-            throughput=sum(counted.rate(now) for _, counted in its) * whole,
-            rate=sum(max(counted.fastest, counted.rate(now)) for _, counted in its) * whole,
+            throughput=sum(rates) * whole,
+            rate=sum(max(counted.fastest, rate) for (_, counted), rate in zip(its, rates, strict=True) if rate) * whole,
             attained_bytes=sum(counted.bytes - counted.ignored_bytes for _, counted in its) * whole,
             processes=len(its),
         )
