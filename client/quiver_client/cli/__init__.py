@@ -1,8 +1,8 @@
 """The command ``quiver``.
 
 Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``probe``, ``drain``, ``undrain``, ``tls`` and ``token``
-is a command; ``main`` groups them and turns errors into exit statuses, ``options`` has what they share, ``progress`` draws
-their progress bar, and ``decoding`` is what ``verify --decode`` does.
+is a command; ``main`` groups them and turns errors into exit statuses, ``options`` has what they share, ``progress``
+draws their progress bar, and ``decoding`` is what ``verify --decode`` does.
 """
 
 from __future__ import annotations
