@@ -185,6 +185,25 @@ def test_who_stops_is_no_longer_seen_and_then_forgotten(board: Board) -> None:
     assert len(board.readers) == 0
 
 
+async def test_a_stock_reader_takes_part_in_the_allocation_as_an_ordered_one(files: Files, tmp_path: Path) -> None:
+    store = await asyncio.to_thread(Store.open, tmp_path / "store", 1 << 24, shared=False)
+    node = Node("0", store, StaticRegistry("r", Member("a", "http://a:7717")), [])
+    manifest, now = files.opened(), 0.0
+    node.manifests.opened.add(manifest.digest, manifest)
+    for _ in range(40):
+        now += 0.25
+        node.readers.read(by(1, "resnet", "sweep"), manifest.digest, 1000, now)
+        problem, names = node.allocator.problem(now)
+    [dataset] = problem.datasets
+    [reader] = dataset.readers
+    assert (dataset.name, names) == ("train", {manifest.digest: "train"})
+    assert (reader.name, reader.ordered) == ("sweep", True)
+    assert reader.rate >= 4000.0
+    node.allocator.take(node.allocator.solve(problem, names, now))
+    assert node.allocator.division == {}, "nobody reports, so nothing is divided"
+    await asyncio.to_thread(node.close)
+
+
 async def test_what_is_read_by_mapped_files_is_told_over_the_socket(files: Files, tmp_path: Path) -> None:
     store = await asyncio.to_thread(Store.open, tmp_path / "store", 1 << 24, shared=False)
     node = Node("0", store, StaticRegistry("r", Member("a", "http://a:7717")), [])
