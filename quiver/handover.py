@@ -38,7 +38,8 @@ class Taken(enum.IntEnum):
     PENDING = 2  # it is fetching it: ask again
     ABSENT = 3  # it does not hold it, and was not asked to take it
     NO_ROOM = 4  # there is no room that less needed shards would leave
-    FAILED = 5  # the giver did not deliver it, or what it delivered was wrong
+    FAILED = 5  # the giver did not deliver it now, or what it delivered was wrong
+    GONE = 6  # the giver does not hold it any more
 
 
 class _Handover(msgspec.Struct, frozen=True, omit_defaults=True):

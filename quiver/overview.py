@@ -43,7 +43,8 @@ class JobView(msgspec.Struct, frozen=True):
     dataset_id: Text
     ranks: list[RankView]
     ordered: bool = False  # its order is fixed, or it is a stock loader: its misses are its own
-    stock: bool = False  # it sends no reports: what the daemon saw of its reads
+    stock: bool = False  # it sends no reports: what the daemon saw of its reads, as one rank
+    processes: int = 0  # of a stock loader's: how many opened the dataset
 
 
 class JobsView(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ to the process that opened them. The request bounds the size of every answer. Re
 from __future__ import annotations
 
 import copy
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,7 +18,16 @@ from quiver.domain import HEADER, Domain
 from quiver.errors import BadRequest, Corrupt, NotFound, QuiverError
 from quiver.handover import DrainRequest, DrainStatus, HandoverAnswer, HandoverRequest
 from quiver.introduction import HEADER as INTRODUCTION
-from quiver.overview import ProbeRequest, ProbeView
+from quiver.overview import (
+    AllocationView,
+    DatasetRequest,
+    DatasetsView,
+    EvictAnswer,
+    JobsView,
+    PinAnswer,
+    ProbeRequest,
+    ProbeView,
+)
 from quiver.residency.messages import ANSWER_BYTES_MAX, NEEDS_TYPE, NeedsAnswer, NeedsReport, NeedsStatus
 from quiver.ring import check_url
 from quiver.token_source import NO_TOKEN, TokenSource
@@ -45,6 +54,9 @@ from quiver.wire import (
     decode_json,
 )
 
+T = TypeVar("T")
+
+EVICTION_SECONDS: Final = 300.0  # of a dataset of a hundred thousand shards, from a slow disk
 JSON_TYPE: Final = "application/json"
 STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 
@@ -98,6 +110,28 @@ class PeerClient:
     def status(self) -> NodeStatus:
         status: NodeStatus = decode_json(self._json("/v1/status"), NodeStatus, f"the status of {self.url}")
         return status
+
+    def jobs(self) -> JobsView:
+        """Return who reads from the daemon. Raises ``NotFound`` if it is an older one, as the next two do."""
+        return self._told("/v1/jobs", JobsView)
+
+    def datasets(self) -> DatasetsView:
+        return self._told("/v1/datasets", DatasetsView)
+
+    def allocation(self) -> AllocationView:
+        return self._told("/v1/allocation", AllocationView)
+
+    def pin(self, request: DatasetRequest) -> PinAnswer:
+        """Pin a dataset at the daemon. Raises ``BadRequest`` if it is larger than pins may be there."""
+        return self._done("/v1/pin", request, PinAnswer)
+
+    def unpin(self, request: DatasetRequest) -> PinAnswer:
+        """Unpin a dataset. Raises ``NotFound`` if it is not pinned."""
+        return self._done("/v1/unpin", request, PinAnswer)
+
+    def evict(self, request: DatasetRequest) -> EvictAnswer:
+        """Evict a dataset. Raises ``NotFound`` if the daemon does not know it, ``BadRequest`` if it is pinned."""
+        return self._done("/v1/evict", request, EvictAnswer, wait_seconds=EVICTION_SECONDS)
 
     def read(self, request: ReadRequest, attempt: Attempt | None = None) -> tuple[U8, U8]:
         """Read ranges. Return a ``RangeStatus`` per range ``(n,)`` and the bytes of those present, back to back.
@@ -249,6 +283,18 @@ class PeerClient:
         except NotFound:
             return False
         return True
+
+    def _told(self, path: str, kind: type[T]) -> T:
+        told: T = decode_json(self._json(path), kind, f"the answer of {self.url} to {path}")
+        return told
+
+    def _done(self, path: str, request: DatasetRequest, kind: type[T], wait_seconds: float = 0.0) -> T:
+        body = msgspec.json.encode(request)
+        answer = self._http.request(
+            "POST", path, body, JSON_TYPE, answer_bytes_max=JSON_BYTES_MAX, wait_seconds=wait_seconds
+        )
+        told: T = decode_json(answer.data, kind, f"the answer of {self.url} to {path}")
+        return told
 
     def _json(self, path: str) -> Bytes:
         return self._http.request("GET", path, answer_bytes_max=JSON_BYTES_MAX).data

@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--faults", action="store_true", help="print which rows of the fault matrix survived")
 
 
-SETTINGS: Final = ("CACHE", "TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY")
+SETTINGS: Final = ("CACHE", "TOKEN", "TOKEN_FILE", "TLS_CA", "TLS_CERT", "TLS_KEY", "JOB", "GROUP", "TENANT")
 
 
 def pytest_configure(config: pytest.Config) -> None:

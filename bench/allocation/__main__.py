@@ -17,16 +17,21 @@ from rich.console import Console
 import bench.allocation
 from bench.allocation.cases import CASES, Case
 from bench.allocation.fleet import NO_POLICY, daemon_flags
-from bench.allocation.report import Row, show, write
+from bench.allocation.report import Row, show, show_story, write
 from bench.allocation.sources import origin, prepare
 from bench.allocation.steady import run
+from bench.allocation.stories import STORIES, Stage
 
 OUT = Path(__file__).parents[1] / "results"
 
 
+def chosen_stories(names: tuple[str, ...]) -> list[str]:
+    return [it for it in STORIES if not names or it in names]
+
+
 def chosen(names: tuple[str, ...]) -> list[Case]:
     """Return the cases with these names, or of these rows of the table."""
-    known = {it.name for it in CASES} | {it.row for it in CASES}
+    known = {it.name for it in CASES} | {it.row for it in CASES} | set(STORIES)
     for name in names:
         if name not in known:
             raise click.BadParameter(f"no case {name!r}; there are {', '.join(sorted(known))}", param_hint="--case")
@@ -74,6 +79,10 @@ def main(names: tuple[str, ...], policies: tuple[str, ...], rounds: int, pace: f
             for row in rows:
                 show(row, console)
             write(rows, (), out, {"rounds": rounds, "pace": pace, "quick": quick})
+        for name in chosen_stories(names):
+            story = STORIES[name](Stage(served, Path(folder), quick))
+            show_story(story, console)
+            write((), (story,), out, {"quick": quick})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import functools
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from bench.allocation.sources import Indexed, Origin, json_of
 from bench.servers import SERVERS, Server, quiver_rack
 
 NO_POLICY: Final = "none"
+RING_SECONDS_MAX: Final = 30.0
 _SHARD_FILE: Final = re.compile(r"[0-9a-f]{64}")
 
 
@@ -49,13 +51,31 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(
-    folder: Path, origin: Origin, indexed: Mapping[str, Indexed], capacity_bytes: float, *flags: str
+    folder: Path,
+    origin: Origin,
+    indexed: Mapping[str, Indexed],
+    capacity_bytes: float,
+    *flags: str,
+    ring: str = "",
 ) -> Iterator[Fleet]:
-    """Run daemons. Each may use its part of the capacity, and has room for the manifests beside it."""
+    """Run daemons. Each may use its part of the capacity, and has room for the manifests beside it.
+
+    ``ring``: the URL of the etcd that keeps it; by default it is static.
+    """
     manifests = sum(it.manifest.stat().st_size for it in indexed.values())
     each = int(capacity_bytes / SERVERS) + manifests
-    with quiver_rack(folder, f"{origin.url}/", each, *flags) as (urls, servers):
+    with quiver_rack(folder, f"{origin.url}/", each, *flags, ring=ring) as (urls, servers):
+        _await_ring(urls)
         yield Fleet(tuple(urls), tuple(servers), folder)
+
+
+def _await_ring(urls: Sequence[str]) -> None:
+    """Return once each daemon knows all of them."""
+    deadline = time.monotonic() + RING_SECONDS_MAX
+    while not all(len(json_of(f"{url}/v1/ring")["members"]) == len(urls) for url in urls):
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the ring is not complete after {RING_SECONDS_MAX:.0f} s")
+        time.sleep(0.05)
 
 
 @functools.cache

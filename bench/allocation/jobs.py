@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 from bench.allocation.cases import Job
 
 LINE_SECONDS: Final = 0.25
@@ -28,7 +30,10 @@ STEP_SECONDS: Final = 0.15  # about how long a step takes: the batch is chosen f
 
 @dataclass(frozen=True)
 class Rank:
-    """What one process does. ``epochs``: how many, 0 for as long as it lives. ``state``: to resume from."""
+    """What one process does. ``epochs``: how many, 0 for as long as it lives. ``state``: to resume from.
+
+    ``save``: where to write its state once ``save_after`` samples were read; then it ends.
+    """
 
     job: Job
     rank: int
@@ -37,6 +42,8 @@ class Rank:
     log: Path
     epochs: int = 0
     state: Path | None = None
+    save: Path | None = None
+    save_after: int = 0
 
     @property
     def batch(self) -> int:
@@ -136,9 +143,9 @@ def _loop(rank: Rank) -> None:
         **identity,
     )
     if rank.state is not None:
-        loader.load_state_dict(json.loads(rank.state.read_text()))
+        loader.load_state_dict(torch.load(rank.state, weights_only=True)["loader"])
     with contextlib.closing(dataset), contextlib.closing(loader), rank.log.open("w", buffering=1) as log:
-        _Loop(rank.batch / job.rate, log).run(loader, rank.epochs)
+        _Loop(rank, log).run(loader)
 
 
 def _sizes(samples: list[dict[str, Any]]) -> tuple[int, int]:
@@ -148,13 +155,14 @@ def _sizes(samples: list[dict[str, Any]]) -> tuple[int, int]:
 class _Loop:
     """The training loop, and what it has come to."""
 
-    def __init__(self, step_seconds: float, log: Any) -> None:
-        self._step, self._log = step_seconds, log
+    def __init__(self, rank: Rank, log: Any) -> None:
+        self._rank, self._step, self._log = rank, rank.batch / rank.job.rate, log
         self._samples = self._bytes = 0
         self._idle = 0.0  # seconds for which the accelerator had no batch
         self._told = 0.0
 
-    def run(self, loader: Any, epochs: int) -> None:
+    def run(self, loader: Any) -> None:
+        epochs = self._rank.epochs
         free_at = begun = time.monotonic()
         self._tell(begun)
         number = 0
@@ -170,6 +178,10 @@ class _Loop:
                 time.sleep(max(begin - time.monotonic(), 0.0))  # the step before is done: launch this one
                 if begin - self._told >= LINE_SECONDS:
                     self._tell(begin)
+                if self._rank.save is not None and self._samples >= self._rank.save_after:
+                    torch.save({"loader": loader.state_dict()}, self._rank.save)
+                    self._tell(time.monotonic())
+                    return
             now = time.monotonic()
             self._log.write(json.dumps({"epoch": number, "seconds": now - began, "t": now}) + "\n")
             number += 1

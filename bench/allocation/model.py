@@ -67,16 +67,21 @@ def predicted(case: Case, policy: str) -> Expected | None:
 
 
 def equal_split(case: Case) -> Expected:
-    """Return what each job would reach if cache and bandwidth were split equally between groups."""
+    """Return what each job would reach if cache and bandwidth were split equally between groups.
+
+    Groups that substitute on one dataset put their parts together: they share one stream.
+    """
     counted = {job.group or job.name for job in case.jobs}
     each, bandwidth = case.capacity_bytes / len(counted), case.origin_rate / len(counted)
     cache, rates = dict[str, float](), dict[str, float]()
     for source in case.sources:
-        readers = {job.group or job.name for job in case.jobs if job.source == source.name}
-        cache[source.name] = min(each * len(readers) / source.size_bytes, 1.0)
-    for job in case.jobs:
-        miss = 1 - cache[job.source]
-        rates[job.name] = min(case.need(job), bandwidth / miss) if miss > 0 and bandwidth else case.need(job)
+        its = [job for job in case.jobs if job.source == source.name]
+        cache[source.name] = min(each * len({job.group or job.name for job in its}) / source.size_bytes, 1.0)
+        miss = 1 - cache[source.name]
+        together = bandwidth * len({job.group or job.name for job in its if not job.ordered})
+        for job in its:
+            limit = (bandwidth if job.ordered else together) / miss if miss > 0 and bandwidth else case.need(job)
+            rates[job.name] = min(case.need(job), limit)
     return Expected(rates, cache)
 
 
@@ -94,8 +99,7 @@ def optimum(case: Case, objective: str = "throughput") -> Expected:
             value = found.total
         else:
             share = _evenly(case, cache, floor)
-            found = Expected({it.name: max(share * case.need(it), floor.rates[it.name]) for it in case.jobs}, cache)
-            value = share
+            found, value = _at(case, cache, share, floor), share
         if value > best_value:
             best, best_value = found, value
     return best
@@ -128,6 +132,17 @@ def _most(case: Case, cache: Mapping[str, float]) -> Expected:
         for job in jobs:
             rates[job.name] += fed
     return Expected(rates, cache)
+
+
+def _at(case: Case, cache: Mapping[str, float], share: float, floor: Expected) -> Expected:
+    """Return what each job reaches if every one gets this share of its rate: who shares a stream, reads as it flows."""
+    rates = {it.name: max(share * case.need(it), floor.rates[it.name]) for it in case.jobs}
+    flows = {
+        source.name: max((rates[it.name] for it in case.jobs if it.source == source.name and not it.ordered), default=0)
+        for source in case.sources
+    }
+    shared = {it.name: min(case.need(it), flows[it.source]) for it in case.jobs if not it.ordered}
+    return Expected(rates | shared, cache)
 
 
 def _evenly(case: Case, cache: Mapping[str, float], floor: Expected) -> float:

@@ -89,6 +89,16 @@ def show(row: Row, console: Console) -> None:
         console.print(f"  {name}: {held:.0%} resident{told}; {read / 1e6:.2f} MB/s from the origin", highlight=False)
 
 
+def show_story(story: dict[str, Any], console: Console) -> None:
+    """Print what a story was asked and came to."""
+    table = Table(title=story["case"], title_justify="left")
+    for name in ("what", "asked", "measured", "met"):
+        table.add_column(name)
+    for it in story["rows"]:
+        table.add_row(it["what"], it["asked"], f"{it['measured']:.3f}", "yes" if it["met"] else "no")
+    console.print(table)
+
+
 def _mb(rate: float | None) -> str:
     return "" if rate is None else f"{rate / 1e6:.2f}"
 
@@ -106,6 +116,7 @@ def write(rows: Sequence[Row], stories: Sequence[dict[str, Any]], out: Path, con
     new = {(it["case"], it["policy"]) for it in told}
     kept = [it for it in before["rows"] if (it["case"], it["policy"]) not in new]
     names = {it["case"] for it in stories}
-    before["stories"] = [it for it in before["stories"] if it["case"] not in names] + list(stories)
+    told_stories = [{"facts": facts() | {"packages": None}, "configuration": configuration} | it for it in stories]
+    before["stories"] = [it for it in before["stories"] if it["case"] not in names] + told_stories
     path.write_text(json.dumps({"rows": kept + told, "stories": before["stories"]}, indent=1) + "\n")
     return path

@@ -108,7 +108,7 @@ def measured(ranks: Sequence[Sequence[Line]], window: tuple[float, float], sampl
 
 
 def _busy(lines: Sequence[Line], window: tuple[float, float]) -> float:
-    """Return the seconds of the window in which a rank's accelerator worked. One that waits at its end counts as idle."""
+    """Return the seconds of the window in which a rank's accelerator worked; waiting at its end is idling."""
     told = [line for line in lines if "idle" in line]
     times = [line["t"] for line in told]
     busy = [line["t"] - told[0]["t"] - line["idle"] for line in told]

@@ -378,6 +378,12 @@ def header_with(**changes: Any) -> Callable[[dict[str, Any]], None]:
     [
         ({"format": FORMAT_VERSION + 1}, "newer"),
         ({"format": FORMAT_VERSION + 1, "fields": [], "extra": 1}, "newer"),
+        ({"format": 4, "name": "a\nb"}, "name"),
+        ({"format": 4, "name": "x" * 129}, "name"),
+        ({"format": 4, "name": "\u202egpj.tac"}, "name"),
+        ({"format": 4, "name": " a"}, "name"),
+        ({"format": 4, "name": 7}, "header"),
+        ({"format": 3, "name": "a"}, "format 3"),
         ({"format": 0}, "not read any more"),
         ({"format": "1"}, "header"),
         ({"format": None}, "header"),
@@ -600,3 +606,16 @@ def test_an_open_manifest_stays_whole_when_its_file_is_replaced(tmp_path: Path) 
 def test_the_header_is_plain_json_that_others_can_read() -> None:
     schema = pa.ipc.open_file(str(golden.MANIFEST)).schema
     assert msgspec.json.decode(schema.metadata[METADATA_KEY])["format"] == 1
+
+
+def test_a_name_is_stored_only_if_one_is_given_and_older_readers_are_told_that_it_is_newer(tmp_path: Path) -> None:
+    parts = parts_of(4)
+    named = replace(parts, header=msgspec.structs.replace(parts.header, name="Bilder 3"))
+    write_manifest(tmp_path / "named.quiver", named)
+    header = Manifest.open(tmp_path / "named.quiver").header
+    assert (header.name, header.format) == ("Bilder 3", 4)
+    write_manifest(tmp_path / "plain.quiver", parts)
+    raw = pa.ipc.open_file(str(tmp_path / "plain.quiver")).schema.metadata[METADATA_KEY]
+    assert "name" not in msgspec.json.decode(raw)
+    with pytest.raises(BadRequest, match="name"):
+        write_manifest(tmp_path / "bad.quiver", replace(parts, header=msgspec.structs.replace(header, name="a\nb")))

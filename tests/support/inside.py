@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import uvloop
@@ -34,6 +34,7 @@ def in_process(
     *,
     domain: Domain = SINGLE,
     tls: Credentials | None = None,
+    origins: Iterable[str] = (),
 ) -> Iterator[tuple[str, int]]:
     """Run a daemon under uvloop in a thread; yield its address. ``made`` is called with its node before it serves."""
     store = Store.open(where / "store", CAPACITY_BYTES, shared=False)
@@ -43,7 +44,7 @@ def in_process(
             writing.commit()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     url = url_of(listener.getsockname(), "https" if tls is not None else "http")
-    node = Node("0", store, StaticRegistry("r", Member("a", url)), [], tls=tls)
+    node = Node("0", store, StaticRegistry("r", Member("a", url)), origins, tls=tls)
     node.verification._unverified.clear()
     node.budgets.held_max.update(held_max or {})
     made(node)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Literal
 
 from quiver.handover import DrainStatus
 from quiver.sizes import format_size
@@ -21,15 +21,21 @@ from quiver_cacheserver.rack.registry import Registry
 
 log = logging.getLogger(__name__)
 
+SETTLE_SECONDS_MAX: Final = 2.0  # for fetches under way, before the ring changes
+SETTLE_POLL_SECONDS: Final = 0.02
+
 
 class Drain:
     """One daemon's drain. Belongs to the event loop."""
 
-    def __init__(self, name: str, registry: Registry, giver: Giver) -> None:
+    def __init__(self, name: str, registry: Registry, giver: Giver, is_fetching: Callable[[], bool]) -> None:
+        """``is_fetching``: whether shards are on their way to this daemon."""
         self.state: Literal["up", "draining"] = "up"
         self._name = name
         self._registry = registry
         self._giver = giver
+        self._is_fetching = is_fetching
+        self._settled = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
         self._handing: asyncio.Task[None] | None = None
 
@@ -52,7 +58,8 @@ class Drain:
             log.info("%s drains: %s", self._name, why)
             self.state = "draining"
             await _ended(self._announcing)
-            self._announcing = asyncio.create_task(_logged(self._registry.drain()), name="announce")
+            settle_seconds = min(SETTLE_SECONDS_MAX, deadline_seconds / 4)
+            self._announcing = asyncio.create_task(_logged(self._announce(settle_seconds)), name="announce")
         deadline = time.monotonic() + deadline_seconds
         self._handing = asyncio.create_task(_logged(self._hand_over(deadline)), name="handover")
 
@@ -67,6 +74,7 @@ class Drain:
             return
         await _ended(self._announcing)
         self._announcing = None
+        self._settled.clear()
         self.state = "up"
         self._giver.reset()
         log.info("%s drains no more: it owns shards again", self._name)
@@ -99,10 +107,19 @@ class Drain:
             why=progress.why,
         )
 
+    async def _announce(self, settle_seconds: float) -> None:
+        """Tell the registry. What is being fetched comes first, or its next owner would read it from the origin too."""
+        until = time.monotonic() + settle_seconds
+        while self._is_fetching() and time.monotonic() < until:  # noqa: ASYNC110 - fetches end in many places
+            await asyncio.sleep(SETTLE_POLL_SECONDS)
+        self._settled.set()
+        await self._registry.drain()
+
     async def _hand_over(self, deadline: float) -> None:
         if deadline <= time.monotonic():
             return
         try:
+            await self._settled.wait()
             await self._giver.run(deadline)
         finally:
             log.info("%s %s", self._name, _told(self.status()))

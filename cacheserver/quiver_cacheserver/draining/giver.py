@@ -24,11 +24,12 @@ from quiver.errors import NotFound, QuiverError, Unavailable
 from quiver.handover import ASKED_MAX, HOLDERS_MAX, OFFERED_MAX, SHARED, HandoverAnswer, HandoverRequest, Taken
 from quiver.lookup import as_rows
 from quiver.residency import Needs
-from quiver.residency.worth import most_needed_first, worth_of
+from quiver.residency.worth import most_needed_first
 from quiver.ring import Ring
 from quiver.store import Kind
 from quiver.transport.attempt import Attempt
 from quiver_cacheserver.counters import Counters
+from quiver_cacheserver.draining import worth
 from quiver_cacheserver.draining.queues import Queues
 from quiver_cacheserver.rack.peers import RUNNERS_UP, RackPeers
 from quiver_cacheserver.rack.registry import Registry
@@ -44,8 +45,12 @@ WINDOW_BYTES: Final = 512 << 20  # offered to one receiver at a time: half a sec
 ANSWER_SECONDS: Final = 0.5  # after which a receiver says how far it is
 ASK_SECONDS_MAX: Final = 2.0  # for which all wait for a slow receiver to say what it holds
 STALL_SECONDS: Final = 5.0  # without a single file, after which others are asked
-FAILURES_MAX: Final = 2  # in a row
-PAUSE_SECONDS: Final = 0.1
+FAILURES_MAX: Final = 2  # requests in a row
+DELIVERIES_MAX: Final = 12  # attempts to deliver a file to one receiver
+PAUSE_SECONDS: Final = 0.2
+
+
+Key = tuple[Kind, Digest, Domain]
 
 
 class Item(NamedTuple):
@@ -56,6 +61,10 @@ class Item(NamedTuple):
     size_bytes: int
     domain: Domain
     holder: str = ""
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.digest, self.domain
 
 
 @dataclass(slots=True)
@@ -100,8 +109,9 @@ class Giver:
         self._needs = needs
         self._counters = counters
         self._threads = ThreadPoolExecutor(RECEIVERS_AT_ONCE, thread_name_prefix="quiver-handover")
-        self._offered: set[Item] = set()  # since the daemon was last up; a receiver that holds one has fetched it
-        self._handed: set[Item] = set()
+        self._offered: set[Key] = set()  # since the daemon was last up; a receiver that holds one has fetched it
+        self._handed: set[Key] = set()
+        self._seen: set[Key] = set()  # in this run
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -118,15 +128,11 @@ class Giver:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(loop.time() + deadline - now):
-                stock = await loop.run_in_executor(self._threads, self._stock)
-                progress.held_bytes = sum(it.size_bytes for it in stock if it.kind is Kind.SHARD)
-                progress.held_shards = sum(it.kind is Kind.SHARD for it in stock)
-                while stock:
-                    others = self._others()
-                    if not others.owning or not self._peers.asks:
-                        progress.why = self._nobody(others)
-                        return
-                    stock = await self._round(stock, others)
+                self._seen.clear()
+                stock = await self._new_stock()
+                while not (why := self._nobody(others := self._others())) and stock:
+                    stock = await self._round(stock, others) or await self._new_stock()
+                progress.why = why
         except TimeoutError:
             pass
         finally:
@@ -138,11 +144,22 @@ class Giver:
         return Ring.of(ring.rack, [it for it in ring.members if it.id != self._name], ring.replicas)
 
     def _nobody(self, others: Ring) -> str:
-        if others.owning:
+        """Return why there is nobody to hand over to; ``""`` if there is somebody."""
+        if not self._peers.asks:
             return "with tokens and without certificates daemons cannot ask one another"
+        if others.owning:
+            return ""
         return "every other member drains as well" if others.members else "the rack has no other member"
 
     # -- what there is ------------------------------------------------------------------------------------------------
+
+    async def _new_stock(self) -> list[Item]:
+        """Return what is held and was not looked at before: at first all, later what readers had filled."""
+        stock = [it for it in await self._in_thread(self._stock) if it.key not in self._seen]
+        self._seen.update(it.key for it in stock)
+        self.progress.held_bytes += sum(it.size_bytes for it in stock if it.kind is Kind.SHARD)
+        self.progress.held_shards += sum(it.kind is Kind.SHARD for it in stock)
+        return stock
 
     def _stock(self) -> list[Item]:
         """In a thread: return what is held, manifests first (a receiver can go on filling by them), then by need."""
@@ -151,8 +168,7 @@ class Giver:
         for held in inventory.held(Kind.MANIFEST)[: STOCK_MAX // 2]:
             items += [Item(Kind.MANIFEST, *held[:2], it) for it in inventory.domains_of(Kind.MANIFEST, held.digest)]
         shelf = self._rooms.shelf()
-        counts, known = self._needs.shown.counted(shelf.digests)
-        order = most_needed_first(worth_of(counts, known, shelf.in_use), shelf.idle)
+        order = most_needed_first(worth.of_held(self._needs, shelf), shelf.idle)
         for at in order[: STOCK_MAX - len(items)].tolist():
             digest, size_bytes = shelf.name(at), int(shelf.sizes[at])
             holder = holders.get(int(shelf.holders[at]), "")
@@ -256,7 +272,7 @@ class Giver:
 
     async def _offer(self, name: str, work: _Work, some: Sequence[int]) -> HandoverAnswer:
         items = [work.items[at] for at in some]
-        self._offered.update(items)
+        self._offered.update(it.key for it in items)
         return await self._ask(name, items, _request(self._name, items, take=True), inf)
 
     def _settle(self, name: str, work: _Work, some: Sequence[int], answer: HandoverAnswer) -> list[int]:
@@ -268,6 +284,10 @@ class Giver:
             elif taken in (Taken.HELD, Taken.TAKEN):
                 self._is_held(work.items[at], name)
                 work.end(at)
+            elif taken == Taken.GONE:
+                work.forget(at)
+            elif taken == Taken.FAILED and work.may_retry(at):
+                pending.append(at)
             else:
                 work.refuse(at, full=taken == Taken.NO_ROOM)
         return pending
@@ -276,13 +296,13 @@ class Giver:
         """Count a file that a receiver holds: handed over if it was offered, else held elsewhere before."""
         progress, size_bytes = self.progress, item.size_bytes
         if item.kind is Kind.MANIFEST:
-            progress.manifests += item in self._offered
-        elif item in self._offered:
+            progress.manifests += item.key in self._offered
+        elif item.key in self._offered:
             progress.handed_over_bytes += size_bytes
             progress.handed_over_shards += 1
             progress.receivers[name] += size_bytes
-            if item not in self._handed:
-                self._handed.add(item)
+            if item.key not in self._handed:
+                self._handed.add(item.key)
                 self._counters.add("handed_over_bytes", size_bytes)
         else:
             progress.elsewhere_bytes += size_bytes
@@ -321,6 +341,7 @@ class _Work:
         self.changed = asyncio.Event()  # set, and replaced, whenever a receiver may have got more, or all is done
         self._numbers = numbers
         self._ended = ended
+        self._attempts: Counter[int] = Counter()
 
     def fits(self, taken: Sequence[int], item: int) -> bool:
         """Whether one more item belongs into the same offer."""
@@ -337,6 +358,16 @@ class _Work:
     def refuse(self, item: int, *, full: bool) -> None:
         self.queues.refuse(item, full=full)
         self._tell()
+
+    def forget(self, item: int) -> None:
+        """A file that was evicted here, or was wrong, cannot be handed over."""
+        self.queues.forget(item)
+        self._tell()
+
+    def may_retry(self, item: int) -> bool:
+        """Whether to offer a file that was not delivered to the same receiver once more; counts the attempt."""
+        self._attempts[item] += 1
+        return self._attempts[item] % DELIVERIES_MAX != 0
 
     def give_up(self, receiver: str, items: Iterable[int]) -> None:
         """Give a receiver up, and offer these, which it was offered, and all that waits for it to others."""

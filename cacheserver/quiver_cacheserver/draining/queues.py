@@ -51,6 +51,11 @@ class Queues:
         """An item that was taken is where it should be."""
         self.left -= 1
 
+    def forget(self, item: int) -> None:
+        """An item that was taken cannot be handed over to anybody."""
+        self.left -= 1
+        self.failed.add(item)
+
     def refuse(self, item: int, *, full: bool) -> None:
         """The receiver that an item was taken for does not take it. ``full``: it has no room."""
         if full:

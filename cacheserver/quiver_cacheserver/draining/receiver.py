@@ -20,14 +20,13 @@ import numpy as np
 
 from quiver.digest import DIGEST_BYTES, Digest
 from quiver.domain import SINGLE, Domain
-from quiver.errors import OverCapacity, QuiverError
+from quiver.errors import NotFound, OverCapacity, QuiverError
 from quiver.handover import HandoverAnswer, HandoverRequest, Taken
-from quiver.lookup import as_rows
 from quiver.peer import PeerClient
 from quiver.residency import Decision, Needs
-from quiver.residency.eviction import IDLE_SECONDS
-from quiver.residency.worth import Offered, rooms_for, worth_of
+from quiver.residency.worth import Offered, rooms_for
 from quiver.store import Kind
+from quiver_cacheserver.draining import worth
 from quiver_cacheserver.manifests import Manifests
 from quiver_cacheserver.names import name_in
 from quiver_cacheserver.rack.peers import RackPeers
@@ -80,7 +79,7 @@ class Receiver:
             if begun:
                 await asyncio.wait(set(begun.values()), timeout=request.wait_ms / 1000)
             for (kind, at), future in begun.items():
-                statuses[kind][at] = future.result() if future.done() else Taken.PENDING
+                statuses[kind][at] = _result(future)
         return HandoverAnswer(bytes(statuses[Kind.SHARD]), bytes(statuses[Kind.MANIFEST]))
 
     def _status(self, kind: Kind, digest: Digest, domain: Domain) -> Taken:
@@ -131,7 +130,7 @@ class Receiver:
 
         def ended(done: asyncio.Future[Taken]) -> None:
             self._needs.commitments.end(decision.recipe)
-            if not done.cancelled() and done.result() is Taken.TAKEN:
+            if _result(done) is Taken.TAKEN:
                 self.taken_bytes += int(decision.size_bytes)
                 self._fills.arrived(decision.shard)
 
@@ -151,36 +150,47 @@ class Receiver:
     def _decide(self, request: HandoverRequest, absent: Sequence[int], domain: Domain) -> dict[int, Decision | None]:
         """Decide what to evict for each of the absent shards, which the giver names in the order of their need."""
         names = {at: name_in(domain, request.shards[at]) for at in absent}
-        worth = self._worth_of_offers([request.shards[at] for at in absent], [*names.values()])
-        offered = [Offered(request.sizes[at], worth[i]) for i, at in enumerate(absent)]
+        worths = worth.of_absent(self._needs, self._rooms, [request.shards[at] for at in absent], [*names.values()])
+        offered = [Offered(request.sizes[at], float(worths[i])) for i, at in enumerate(absent)]
         free_bytes = self._rooms.free_bytes()
+        dataset_of = self._datasets_of(list(names.values()))
         if sum(it.size_bytes for it in offered) <= free_bytes:
-            return {at: Decision(names[at], NO_DATASET, float(request.sizes[at])) for at in absent}
+            return {at: Decision(names[at], dataset_of[names[at]], float(request.sizes[at])) for at in absent}
         shelf, commitments = self._rooms.shelf(), self._needs.commitments
-        kept = np.ones(len(shelf), bool)
-        kept[shelf.rows_of([*commitments.evicting, *commitments.coming])] = False
-        at_all = np.flatnonzero(kept)
-        counts, _ = self._needs.shown.counted(shelf.digests[at_all])
-        needed, idle = shelf.needed[at_all], shelf.idle[at_all]
-        in_use = shelf.in_use[at_all] | (idle < IDLE_SECONDS)
-        held_worth = worth_of(counts, needed >= 0, in_use)
-        rooms = rooms_for(offered, free_bytes, shelf.sizes[at_all], held_worth, idle)
+        may_go = ~self._rooms.pinned_of(shelf.digests)
+        may_go[shelf.rows_of([*commitments.evicting, *commitments.coming])] = False
+        held = np.flatnonzero(may_go)
+        needed, values = shelf.needed[held], worth.of_held(self._needs, shelf)[held]
+        rooms = rooms_for(offered, free_bytes, shelf.sizes[held], values, shelf.idle[held])
         decisions: dict[int, Decision | None] = dict.fromkeys(absent)
         for at, room in zip(absent, rooms, strict=True):
             if room is not None:
-                evict = tuple(shelf.name(int(row)) for row in at_all[room])
-                forced = tuple(shelf.name(int(row)) for row in at_all[room[needed[room] > 0]])
-                decisions[at] = Decision(names[at], NO_DATASET, float(request.sizes[at]), evict, forced)
+                evict = tuple(shelf.name(int(row)) for row in held[room])
+                forced = tuple(shelf.name(int(row)) for row in held[room[needed[room] > 0]])
+                decisions[at] = Decision(names[at], dataset_of[names[at]], float(request.sizes[at]), evict, forced)
         return decisions
 
-    def _worth_of_offers(self, digests: Sequence[Digest], names: Sequence[Digest]) -> list[float]:
-        """Return what the offered shards are worth to the consumers that this daemon hears: not what the giver says."""
-        shown = self._needs.shown
-        slots = shown.shards.rows_of(as_rows(names)) if len(shown.shards) else np.full(len(names), -1)
-        counts = np.where(slots >= 0, shown.counts[slots], 0) if len(shown.counts) else np.zeros(len(names), np.int64)
-        in_use = self._rooms.in_use_of(as_rows(digests))
-        worth: list[float] = worth_of(counts.astype(np.int64), slots >= 0, in_use).tolist()
-        return worth
+    def _datasets_of(self, names: Sequence[Digest]) -> dict[Digest, Digest]:
+        """Return for each shard a reported dataset that it is of: so the policy counts it as coming."""
+        found = dict.fromkeys(names, NO_DATASET)
+        known = [name for name in names if self._needs.shards.get(name) is not None]
+        slots = self._needs.slots_of(known)
+        for dataset, it in self._needs.datasets.items() if known else ():
+            for at in np.flatnonzero(np.isin(slots, it.slots)).tolist():
+                found[known[at]] = dataset
+        return found
+
+
+def _result(future: asyncio.Future[Taken]) -> Taken:
+    """Return how far a fetch is. One that failed unexpectedly, or was cancelled as this daemon ends, has failed."""
+    if not future.done():
+        return Taken.PENDING
+    if future.cancelled():
+        return Taken.FAILED
+    if (error := future.exception()) is not None:
+        log.error("taking a shard over failed unexpectedly", exc_info=error)
+        return Taken.FAILED
+    return future.result()
 
 
 def _taken(work: Callable[[], object]) -> Taken:
@@ -189,8 +199,8 @@ def _taken(work: Callable[[], object]) -> Taken:
         return Taken.HELD if work() is False else Taken.TAKEN
     except OverCapacity:
         return Taken.NO_ROOM
+    except NotFound:
+        return Taken.GONE
     except QuiverError as error:
         log.info("not taken over: %s", error)
-        return Taken.FAILED
-    except RuntimeError:  # this daemon ends, and with it its threads
         return Taken.FAILED

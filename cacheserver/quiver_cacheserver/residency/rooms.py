@@ -63,7 +63,7 @@ class Rooms:
         self._needs = needs
         self._opened = opened
         self._budgets = budgets
-        self._counters = counters
+        self.counters = counters
         self._looked_up = _LookedUp(needs.shown.shards, (), np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
         self._lock = threading.Lock()  # held while room is decided on and reserved, never while data is moved
 
@@ -106,6 +106,10 @@ class Rooms:
         free_bytes = self.store.capacity_bytes - (inventory.resident_bytes() - reserved_bytes)
         return free_bytes - max(reserved_bytes, promised_bytes)  # what is coming reserves its room when it was fetched
 
+    def shards_bytes_max(self) -> float:
+        """Return the room that there is for shards: all that manifests do not take."""
+        return float(self.store.capacity_bytes - int(self._inventory.listing(Kind.MANIFEST).sizes.sum()))
+
     def with_room(self, decision: Decision, client: str) -> Decision | None:
         """Return the decision with everything to evict for it as of now; ``None`` if that frees too little."""
         given = sum(self._inventory.size(Kind.SHARD, digest) for digest in decision.evict)
@@ -131,6 +135,10 @@ class Rooms:
         pinned = self._pins.within_limit(held.digests, held.sizes)
         needed[pinned], in_use[pinned] = 1, True
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
+
+    def pinned_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
+        """Return which of these ``(n, 32)``, held or not, are of pinned datasets."""
+        return self._pins.among(shards)
 
     def in_use_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return which of these ``(n, 32)``, held or not, are of datasets that were read recently."""
@@ -249,7 +257,7 @@ class Rooms:
         if not evict:
             return
         shards = as_rows(digest for kind, digest in evict if kind is Kind.SHARD)
-        self._counters.add("forced_drops", int((self._needs.needed_of(shards) > 0).sum()))
+        self.counters.add("forced_drops", int((self._needs.needed_of(shards) > 0).sum()))
         others = int((self.holders.of([digest for _, digest in evict]) != self.holders.number(client)).sum())
         if client and others:
             self._budgets.charge(client, Cost.EVICTIONS, others, time.monotonic())

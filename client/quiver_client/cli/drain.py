@@ -19,8 +19,8 @@ from quiver.sizes import format_size
 from quiver.token_source import TokenSource
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.cli.progress import byte_bar
-from quiver_client.cli.status import ring_of
 from quiver_client.config import CacheConfig, EmbeddedCache
+from quiver_client.operating.rack import ring_of
 
 POLL_SECONDS: Final = 0.2
 SILENT_SECONDS: Final = 10.0  # past the deadline, after which a daemon that still says it is handing over is given up

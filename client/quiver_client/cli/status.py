@@ -7,18 +7,18 @@ from typing import Any
 
 import click
 
-from quiver.errors import Forbidden, NotFound, QuiverError, Unauthenticated, Unavailable
+from quiver.errors import Forbidden, NotFound, QuiverError, Unauthenticated
 from quiver.location import shown
 from quiver.peer import PeerClient
-from quiver.ring import Member, Ring
+from quiver.ring import Member
 from quiver.sizes import format_size
 from quiver.store import Kind, Store
 from quiver.token_source import TokenSource
 from quiver.wire import OK, NodeStatus
 from quiver_client.cli.options import cache_option, json_option, print_json
 from quiver_client.config import CacheConfig, EmbeddedCache, parse_cache
+from quiver_client.operating.rack import ASKED_AT_ONCE, ring_of
 
-ASKED_AT_ONCE = 16
 FAILED = 1  # as the exit status
 
 
@@ -59,21 +59,6 @@ def _rack(urls: tuple[str, ...]) -> dict[str, Any]:
         members = list(pool.map(_member, ring.members))
     totals = ("resident_bytes", "capacity_bytes", "origin_read_bytes")
     return {"rack": ring.rack, "members": members} | {name: sum(m[name] for m in members) for name in totals}
-
-
-def ring_of(urls: tuple[str, ...]) -> Ring:
-    """Return the ring from the first daemon that answers."""
-    failure: QuiverError = Unavailable(", ".join(urls), "no daemon is named")
-    token = TokenSource.from_environment()
-    for url in urls:
-        peer = PeerClient(url, token=token)
-        try:
-            return peer.ring().ring()[0]
-        except QuiverError as error:
-            failure = error
-        finally:
-            peer.close()
-    raise failure
 
 
 def _member(member: Member) -> dict[str, Any]:

@@ -1,0 +1,207 @@
+"""Readers that report nothing, as a daemon sees them: whose they are, how fast, once each, and bounded."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain, domain_named
+from quiver.identity import Identity
+from quiver.introduction import READER_BYTES, Introduction
+from quiver.residency import ConsumerReport, Needs
+from quiver.ring import Member, Ring
+from quiver.store import Store
+from quiver.transport.handoff import HandoffClient
+from quiver_cacheserver.dataset_names import DatasetNames
+from quiver_cacheserver.names import consumer_in, name_in
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.registry import StaticRegistry
+from quiver_cacheserver.residency import readers as readers_module
+from quiver_cacheserver.residency.readers import (
+    FORGET_SECONDS,
+    WINDOW_SECONDS,
+    ReadBy,
+    Readers,
+    SeenReader,
+    own_share,
+)
+from quiver_cacheserver.serving.unix_socket import Handoff, bound
+from tests.support.data import Files
+
+A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
+
+
+def by(reader: int = 0, job: str = "", group: str = "", client: str = "10.0.0.1", **more: Any) -> ReadBy:
+    """A connection that introduced itself, or for reader 0 one that did not."""
+    said = Introduction(reader.to_bytes(READER_BYTES, "big"), Identity(job, group), "train") if reader else None
+    return ReadBy(client, introduction=said, **more)
+
+
+class Board:
+    """The readers of a daemon that owns a part of every dataset."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.needs = Needs()
+        self.names = DatasetNames()
+        self.readers = Readers(self.needs, self.names, lambda *_: share)
+        self.now = 0.0
+
+    def read(self, who: list[ReadBy], rate: float, seconds: float, manifest: Digest = A) -> None:
+        """Each reads so many bytes per second, in batches four times a second, while the daemon looks now and then."""
+        for _ in range(int(seconds * 4)):
+            self.now += 0.25
+            for each in who:
+                self.readers.read(each, manifest, int(rate / 4), self.now)
+            self.readers.seen(self.now)
+
+    def report(self, consumer: bytes, reader: bytes, client: str, domain: Domain = SINGLE) -> None:
+        name = name_in(domain, A)
+        if not self.needs.has_dataset(name):
+            one = np.ones(1)
+            self.needs.add_dataset(name, np.zeros((1, 32), np.uint8), one, one > 1, one > 0)
+        told = ConsumerReport(consumer_in(domain, consumer), np.ones(1, np.uint8), 1.0, 0.0, 60.0, reader=reader)
+        assert self.needs.report(name, told, self.now, client=client)
+
+    def seen(self) -> list[SeenReader]:
+        return self.readers.seen(self.now)
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+def test_what_a_job_reads_is_seen_with_its_name_and_rate(board: Board) -> None:
+    board.read([by(1, "resnet")], 1000.0, 5.0)
+    [it] = board.seen()
+    assert (it.dataset, it.manifest, it.identity, it.name) == (A, A, Identity("resnet"), "resnet")
+    assert it.throughput == pytest.approx(1000.0, rel=0.1)
+    assert it.attained_bytes == pytest.approx(5000.0)
+    assert board.names.shown(A) == "train"
+
+
+def test_a_daemon_that_owns_a_third_sees_a_third() -> None:
+    board = Board(share=1 / 3)
+    board.read([by(1, "resnet")], 1000.0, 5.0)
+    [it] = board.seen()
+    assert it.throughput == pytest.approx(3000.0, rel=0.1)
+    assert it.attained_bytes == pytest.approx(15000.0)
+
+
+def test_the_ranks_of_a_job_are_one_reader_and_two_jobs_are_two(board: Board) -> None:
+    ranks = [by(number, "resnet", client=f"10.0.0.{number}") for number in range(1, 5)]
+    board.read([*ranks, by(9, "bert")], 100.0, 5.0)
+    found = {it.name: it for it in board.seen()}
+    assert {name: it.processes for name, it in found.items()} == {"resnet": 4, "bert": 1}
+    assert found["resnet"].throughput == pytest.approx(400.0, rel=0.1)
+
+
+def test_jobs_without_a_name_are_not_taken_for_one(board: Board) -> None:
+    board.read([by(1), by(2), by(client="10.0.0.7"), by(client="10.0.0.8")], 100.0, 3.0)
+    found = board.seen()
+    assert len(found) == len({it.name for it in found}) == 4
+    assert {it.identity for it in found} == {Identity()}
+
+
+def test_trials_of_a_sweep_are_readers_of_one_group(board: Board) -> None:
+    board.read([by(1, "trial 1", "sweep"), by(2, "trial 2", "sweep")], 100.0, 3.0)
+    assert [it.identity for it in board.seen()] == [Identity("trial 1", "sweep"), Identity("trial 2", "sweep")]
+
+
+def test_who_reports_needs_is_not_counted_a_second_time(board: Board) -> None:
+    reader = (1).to_bytes(READER_BYTES, "big")
+    board.report(b"consumer........", reader, "10.0.0.1")
+    board.read([by(1, "resnet"), by(2, "stock")], 100.0, 5.0)
+    assert [it.name for it in board.seen()] == ["stock"], "of the same host, and of another opening"
+    board.needs.leave(b"consumer........")
+    assert [it.name for it in board.seen()] == ["stock"], "what it read while it reported stays left out"
+    board.read([by(1, "resnet")], 100.0, 3.0)
+    assert {it.name for it in board.seen()} == {"resnet", "stock"}, "now it reads with a stock loader"
+
+
+def test_of_an_older_client_that_reports_no_read_of_its_host_counts(board: Board) -> None:
+    board.report(b"consumer........", b"", "10.0.0.1")
+    board.read([by(client="10.0.0.1"), by(client="10.0.0.2")], 100.0, 3.0)
+    [it] = board.seen()
+    assert "10.0.0.2" in it.name
+
+
+def test_a_tokens_tenant_counts_whatever_is_said(board: Board) -> None:
+    said = Introduction(b"r" * READER_BYTES, Identity("resnet", "", "the lab next door"))
+    board.read([ReadBy("tenant lab", domain_named("lab"), "lab", said)], 100.0, 3.0)
+    [it] = board.seen()
+    assert it.identity == Identity("resnet", "", "lab")
+    assert it.dataset == name_in(domain_named("lab"), A)
+
+
+def test_a_job_of_one_domain_says_nothing_of_another_domains(board: Board) -> None:
+    alice, bob = domain_named("alice"), domain_named("bob")
+    reader = (1).to_bytes(READER_BYTES, "big")
+    board.report(b"consumer........", reader, "tenant alice", alice)
+    board.read([by(1, "x", client="tenant bob", domain=bob, tenant="bob")], 100.0, 3.0)
+    assert [it.identity.tenant for it in board.seen()] == ["bob"], "alice cannot hide bob's reads by naming his reader"
+
+
+def test_who_stops_is_no_longer_seen_and_then_forgotten(board: Board) -> None:
+    board.read([by(1, "resnet")], 100.0, 5.0)
+    for _ in range(int(WINDOW_SECONDS) + 2):
+        board.now += 1.0
+        found = board.seen()
+    assert not found
+    board.read([by(1, "resnet")], 100.0, 3.0)
+    [it] = board.seen()
+    assert it.attained_bytes == pytest.approx(800.0), "with what it read before its pause"
+    board.now += FORGET_SECONDS + 1
+    board.seen()
+    assert len(board.readers) == 0
+
+
+async def test_what_is_read_by_mapped_files_is_told_over_the_socket(files: Files, tmp_path: Path) -> None:
+    store = await asyncio.to_thread(Store.open, tmp_path / "store", 1 << 24, shared=False)
+    node = Node("0", store, StaticRegistry("r", Member("a", "http://a:7717")), [])
+    digest, said = files.opened().digest, Introduction(b"r" * READER_BYTES, Identity("resnet"), "train")
+
+    def read_and_tell() -> None:
+        for introduction in (said.encode(), "nonsense", ""):  # the last as an older client
+            client = HandoffClient(str(tmp_path / "s"), answer_seconds=20, introduction=introduction)
+            client.read(digest, 1000)
+            client.read(digest, 500)
+            assert client.held([]) == []
+            client.close()
+
+    with bound(str(tmp_path / "s")) as listener:
+        assert listener is not None
+        async with Handoff(node, listener):
+            await asyncio.to_thread(read_and_tell)
+    counted = {it.by.identity.job: it.bytes for it in node.readers._counted.values()}
+    assert counted == {"resnet": 1500, "": 3000}
+    await asyncio.to_thread(node.close)
+
+
+def test_no_client_fills_the_table(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers_module, "READERS_PER_CLIENT_MAX", 10)
+    monkeypatch.setattr(readers_module, "READERS_MAX", 25)
+    board.readers.read(by(1, "honest", client="10.0.0.7"), A, 1000, 0.0)
+    for number in range(2, 500):
+        board.readers.read(by(number, "x", client="10.6.6.6"), A, 1, 0.0)
+    assert len(board.readers) == 11
+    for number in range(500, 600):
+        board.readers.read(by(number, "x", client=f"10.6.6.{number}"), A, 1, 0.0)
+    assert len(board.readers) == 25
+
+
+def test_a_daemons_share_is_that_of_the_shards_that_it_owns_first(files: Files) -> None:
+    manifest = files.opened()
+    members = [Member(f"n{number}", f"http://10.0.0.{number}:7717") for number in range(1, 4)]
+    ring = Ring.of("r", members, 1)
+    shares = [own_share(ring, member.id, manifest) for member in members]
+    assert sum(shares) == pytest.approx(1.0)
+    sizes, owners = manifest.tables.shard_sizes, ring.rank(manifest.tables.shard_digests, 1)[:, 0]
+    assert shares[0] == pytest.approx(float(sizes[owners == 0].sum()) / float(sizes.sum()))
+    assert own_share(ring, "n1", None) == pytest.approx(1 / 3), "by weight, where the manifest is not known"
+    assert own_share(ring, "stranger", manifest) == own_share(ring, "stranger", None) == 0.0
