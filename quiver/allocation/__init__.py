@@ -11,7 +11,8 @@ allocation is worth changing to.
 The model, and where it is wrong: docs/adr/0036.
 """
 
+from quiver.allocation.gain import is_clearly_better
 from quiver.allocation.solve import allocate
 from quiver.allocation.values import Allocation, DatasetDemand, Policy, Problem, Reader, Share
 
-__all__ = ["Allocation", "DatasetDemand", "Policy", "Problem", "Reader", "Share", "allocate"]
+__all__ = ["Allocation", "DatasetDemand", "Policy", "Problem", "Reader", "Share", "allocate", "is_clearly_better"]
