@@ -13,6 +13,8 @@ from typing import Annotated, Final
 
 import msgspec
 
+from quiver.prepared import prepare
+
 ENTRIES_MAX: Final = 1000  # jobs, and datasets, in one answer: the largest; how many more there are is told
 READERS_SHOWN_MAX: Final = 16  # jobs named with a dataset
 ID_HEX: Final = 16
@@ -190,3 +192,21 @@ class EvictAnswer(msgspec.Struct, frozen=True):
     node: Text
     evicted_bytes: Bytes
     kept_bytes: Bytes = 0
+
+
+prepare(
+    RankView,
+    JobView,
+    JobsView,
+    TierBytes,
+    DatasetView,
+    DatasetsView,
+    ReaderView,
+    ShareView,
+    AllocationView,
+    DatasetRequest,
+    ProbeRequest,
+    ProbeView,
+    PinAnswer,
+    EvictAnswer,
+)
