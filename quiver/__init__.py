@@ -7,8 +7,8 @@ Imports run one way, from the formats outward:
 - ``claims``: what a token says of its bearer; ``token_source``: the token that this process sends; ``identity``: job,
   group and tenant of who reads; ``introduction``: what a process says of itself to daemons
 - helpers: ``malformed`` (what decoders raise for hostile bytes), ``prepared`` (types that threads decode),
-  ``expiring``, ``backoff``, ``rate``; ``forks`` and ``cached``, which make locks and properties safe to fork; ``malloc``
-  and ``shard_memory``, which tune and reuse memory
+  ``expiring``, ``backoff``, ``rate``; ``forks`` and ``cached``, which make locks and properties safe to fork;
+  ``malloc`` and ``shard_memory``, which tune and reuse memory
 - formats: ``shard``, ``layout``, ``lookup`` (digest to row), ``manifest``
 - decisions, pure: ``ring``, ``membership``, ``plan``, ``residency`` (what is fetched and evicted), ``allocation`` (how
   much of the cache each dataset gets), ``substitution``, ``shuffles`` (the order of a block shuffle), ``health`` (whom
