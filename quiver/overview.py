@@ -11,17 +11,26 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
+import blake3
 import msgspec
 
+from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
 from quiver.prepared import prepare
 
 ENTRIES_MAX: Final = 1000  # jobs, and datasets, in one answer: the largest; how many more there are is told
 READERS_SHOWN_MAX: Final = 16  # jobs named with a dataset
 ID_HEX: Final = 16
+_DATASET: Final = b"quiver-dataset-id-v1\0"
 REQUEST_BYTES_MAX: Final = 4096
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=400)]
+
+
+def dataset_id(manifest: Digest, domain: Domain = SINGLE) -> str:
+    """Return the id of the dataset of a manifest in a sharing domain."""
+    return blake3.blake3(_DATASET + domain + b"\0" + manifest).hexdigest()[:ID_HEX]
 
 
 class RankView(msgspec.Struct, frozen=True):
