@@ -52,11 +52,15 @@ def cover(instance: Instance, demand: Floats, *, even: bool = True) -> Cover:
     return Cover(instance.pinned + taken, instance.by_origin(taken), uncovered)
 
 
-def spread(instance: Instance, cached: Floats, value: Floats) -> Floats:
-    """Return ``cached`` and, of the room that is left, the bytes of most ``value`` (by dataset, per second, if all is
-    cached)."""
+def spread(instance: Instance, cached: Floats, value: Floats, *, only: int | None = None) -> Floats:
+    """Return ``cached`` and, of the room that is left, the bytes of most ``value``.
+
+    ``value``: of each dataset, per second, if all of it is cached. ``only``: leave all datasets but this as they are.
+    """
     free = instance.capacity - float(cached.sum())
     room = instance.sizes - cached
+    if only is not None:
+        room = np.where(np.arange(len(room)) == only, room, 0.0)
     density = _density(instance, value)
     if free <= 0 or not len(room):
         return cached

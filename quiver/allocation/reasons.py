@@ -2,17 +2,91 @@
 
 from __future__ import annotations
 
-from quiver.allocation.instance import Floats, Instance
+from typing import Final
+
+import numpy as np
+
+from quiver.allocation.instance import Floats, Indices, Instance
 from quiver.allocation.values import Policy
-from quiver.sizes import format_size
+
+_NEARLY: Final = 0.001  # of a whole: not worth a word
+_UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_AIMS: Final = {
+    Policy.MAX_MIN: "so that the slowest job gets as close to its full speed as possible",
+    Policy.THROUGHPUT: "so that all jobs together read most",
+    Policy.COST: "so that the origin is read least",
+    Policy.LAS: "so that the origin is read least; bandwidth goes to who has been served least",
+}
 
 
-def reasons(instance: Instance, policy: Policy, cached: Floats, full: Floats) -> list[str]:
-    """Return a sentence for each dataset whose readers want the rates ``full``."""
+def reasons(instance: Instance, policy: Policy, cached: Floats, x: Floats, full: Floats) -> list[str]:
+    """Return a sentence or two for each dataset, whose readers reach ``x`` of the rates ``full``."""
     demand = instance.demand(full)
-    words = []
-    for demanded, kept, size in zip(demand.tolist(), cached.tolist(), instance.sizes.tolist(), strict=True):
-        words.append(
-            f"{policy}: reads at most {format_size(demanded)}/s; {format_size(kept)} of {format_size(size)} kept"
-        )
-    return words
+    density = np.divide(demand, instance.sizes, out=np.zeros_like(demand), where=instance.sizes > 0)
+    readers = np.bincount(instance.dataset, minlength=len(demand))
+    unknown = np.bincount(instance.dataset[np.isnan(instance.rate)], minlength=len(demand)) > 0
+    worst = np.ones(len(demand))
+    np.minimum.at(worst, instance.dataset, np.divide(x, full, out=np.ones_like(x), where=full > 0))
+    rank = _ranks(density)
+    return [
+        " ".join(
+            (
+                _reads(int(readers[i]), bool(unknown[i]), float(demand[i])),
+                _keeps(instance, policy, i, float(cached[i]), float(density[i]), int(rank[i])),
+                _reaches(instance, i, float(worst[i]), int(readers[i])),
+            )
+        ).strip()
+        for i in range(len(instance.names))
+    ]
+
+
+def _ranks(density: Floats) -> Indices:
+    """Return how many datasets save more per byte than each."""
+    return np.searchsorted(np.sort(-density), -density, side="left")
+
+
+def _reads(readers: int, unknown: bool, demand: float) -> str:
+    if not readers:
+        return "Nobody reads it;"
+    if unknown:
+        return "How fast it can be read is not known yet, so it counts as an equal share;"
+    return f"Reads at most {amount(demand)}/s;"
+
+
+def _keeps(instance: Instance, policy: Policy, i: int, cached: float, density: float, rank: int) -> str:
+    size = float(instance.sizes[i])
+    whole, none = cached >= size * (1 - _NEARLY), cached <= size * _NEARLY
+    how_much = "all of it" if whole else "none of it" if none else f"{amount(cached)} of {amount(size)}"
+    if size <= 0:
+        return "it holds no bytes."
+    if instance.pinned[i] > 0:
+        return f"pinned: {how_much} is kept" + ("." if whole else ", which is all there is room for.")
+    if density <= 0:
+        return f"{how_much} is kept, since {'there is no room left' if none else 'there is room left'}."
+    saves = f"a cached GB saves its origin {amount(density * 1e9)}/s"
+    if none:
+        return f"none of it is kept: {saves}, and {_others(rank)} {'save' if rank != 1 else 'saves'} more."
+    place = "more than any other dataset" if rank == 0 else f"{_others(rank)} {'save' if rank != 1 else 'saves'} more"
+    return f"{how_much} is kept, {_AIMS[policy]}: {saves}, {place}."
+
+
+def _others(rank: int) -> str:
+    return "one other dataset" if rank == 1 else f"{rank} other datasets" if rank else "others"
+
+
+def _reaches(instance: Instance, i: int, worst: float, readers: int) -> str:
+    if not readers:
+        return ""
+    if worst >= 1 - _NEARLY:
+        return "Its jobs run at full speed." if readers > 1 else "Its job runs at full speed."
+    bandwidth = amount(float(instance.bandwidth[instance.origin[i]]))
+    who = "Its slowest job reaches" if readers > 1 else "Its job reaches"
+    return f"{who} {worst:.0%} of its full speed: the origin gives {bandwidth}/s to all that read from it."
+
+
+def amount(number: float) -> str:
+    """Return bytes with a decimal unit, as bandwidth is stated: ``4.8 MB``."""
+    for unit, name in _UNITS:
+        if number >= unit * 0.9995:
+            return f"{number / unit:.3g} {name}" if number < unit * 999.5 else f"{number / unit:,.0f} {name}"
+    return f"{number:.3g} B"

@@ -7,6 +7,7 @@ what bandwidth is left is split by weight.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -20,22 +21,30 @@ from quiver.allocation.throughput import most_throughput
 from quiver.allocation.values import Allocation, Policy, Problem, Share
 
 
-def allocate(problem: Problem, policy: Policy = Policy.MAX_MIN) -> Allocation:
+def allocate(
+    problem: Problem, policy: Policy = Policy.MAX_MIN, *, kept: Mapping[str, float] | None = None
+) -> Allocation:
     """Return the share of each dataset. Deterministic, whatever the order of the datasets. Raises ``ValueError`` if
     two datasets have one name.
+
+    ``kept``: bytes of the cache by dataset, to be shared so and no otherwise: only the bandwidth is divided anew.
     """
     instance = Instance.of(problem)
     split = equal_cache(instance)
     unlimited = np.where(np.isnan(instance.rate), np.inf, instance.rate)
     floor = equal_rates(instance, split, unlimited)
     full = full_rates(instance, floor)
-    cached, x = _chosen(instance, policy, split, np.minimum(floor, full), full)
+    if kept is None:
+        cached, x = _chosen(instance, policy, split, np.minimum(floor, full), full)
+    else:
+        cached = np.array([kept.get(name, 0.0) for name in instance.names], dtype=np.float64)
+        x = raise_within(instance, cached, equal_rates(instance, cached, full), full)
     resident = {dataset.name: dataset.resident_bytes for dataset in problem.datasets}
     held = np.array([math.inf if (now := resident[name]) is None else max(now, 0.0) for name in instance.names])
     held = np.minimum(cached, held)
     wanted = serve_least_attained(instance, held, full) if policy == Policy.LAS else x
     rates = _bandwidth(instance, held, instance.demand(wanted))
-    words = reasons(instance, policy, cached, full)
+    words = reasons(instance, policy, cached, x, full)
     shares = {
         name: Share(cache_bytes=float(cached[i]), origin_rate=float(rates[i]), reason=words[i])
         for i, name in enumerate(instance.names)

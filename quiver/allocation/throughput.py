@@ -22,12 +22,16 @@ from quiver.allocation.knapsack import spread
 
 SET_ASIDE: Final = 0.01  # of the bandwidth, for an equal split: a loop that gets nothing at all would time out
 _STEPS_MAX: Final = 8
+SEARCHED_MAX: Final = 8  # datasets: with more, adding them one by one takes too long
 
 
 def most_throughput(instance: Instance, fair: Floats, full: Floats) -> tuple[Floats, Floats]:
     """Return the bytes cached and the rates. ``fair``: what max-min would cache, one of the starts."""
     best: tuple[float, Floats, Floats] | None = None
+    everything = float((instance.weight * full).sum())
     for start in _starts(instance, fair, full):
+        if best is not None and best[0] >= everything * (1 - 1e-9):
+            break
         cached = start
         for _ in range(_STEPS_MAX):
             x, worth = best_rates(instance, cached, full)
@@ -35,6 +39,8 @@ def most_throughput(instance: Instance, fair: Floats, full: Floats) -> tuple[Flo
             if best is not None and value <= best[0] * (1 + 1e-9):
                 break
             best = value, cached, x
+            if value >= everything * (1 - 1e-9):
+                break
             cached = spread(instance, instance.pinned, worth[instance.origin] * instance.demand(x))
     if best is None:
         return instance.pinned, full
@@ -90,6 +96,33 @@ def _starts(instance: Instance, fair: Floats, full: Floats) -> Iterator[Floats]:
     every = total(instance.dataset, instance.weight * full, len(demand))
     for value in (demand, every):
         yield spread(instance, instance.pinned, value * tight[instance.origin])
+    if len(demand) <= SEARCHED_MAX:
+        yield _whole_by_whole(instance, full)
+
+
+def _whole_by_whole(instance: Instance, full: Floats) -> Floats:
+    """Return what is cached if dataset by dataset is added, each time the one with which readers gain most per
+    byte.
+    """
+    cached = instance.pinned
+    before = _value(instance, cached, full)
+    while True:
+        best = (0.0, before, cached)
+        for dataset in range(len(cached)):
+            larger = spread(instance, cached, np.ones_like(cached), only=dataset)
+            added = float((larger - cached).sum())
+            if added <= 0:
+                continue
+            value = _value(instance, larger, full)
+            if (value - before) / added > best[0]:
+                best = ((value - before) / added, value, larger)
+        if best[2] is cached:
+            return cached
+        _, before, cached = best
+
+
+def _value(instance: Instance, cached: Floats, full: Floats) -> float:
+    return float((instance.weight * best_rates(instance, cached, full)[0]).sum())
 
 
 def _weight_above(weight: Floats, stream: Indices) -> Floats:
