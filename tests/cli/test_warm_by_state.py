@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from quiver.sizes import format_size
-from quiver_client import DataLoader, Dataset, warm
+from quiver_client import DataLoader, Dataset, Mix, warm
 from quiver_client.cli.main import run
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
@@ -176,8 +177,11 @@ def test_a_part_is_warmed_by_the_dataset_that_the_job_makes(
     assert len(seen + keys(rest)) == 40
     assert read_bytes(rack) == brought
     ended(rest)
-    uncached = Dataset(own.manifest, f"file://{tmp_path}/x")
-    uncached.close()
+    with pytest.raises(ValueError, match="warm each of its parts"):
+        warm(Mix({"a": there}))
+    subset = Dataset(own.manifest, rack[0].url)
+    assert warm(Subset(subset, range(40))).brought.shards == 0
+    subset.close()
     refused = quiver("warm", own.manifest, "--state", tmp_path / "state.pt", "--cache", rack[0].url)
     assert_line(refused, 1, "with 40 samples, and this one is", "quiver_client.warm")
 
