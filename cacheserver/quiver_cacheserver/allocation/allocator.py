@@ -200,9 +200,8 @@ class Allocator:
         heard = [it._replace(rate=self._rates.add((it.dataset, it.consumer), it.rate, now)) for it in seen]
         for name, it in consumers.items():
             report = it.report
-            if report.hold:
-                continue
-            rate = self._rates.add((it.dataset, name.hex()), report.rate, now)
+            # A hold gets the equal share of a job of which nothing is known yet: without a share it would keep nothing.
+            rate = 0.0 if report.hold else self._rates.add((it.dataset, name.hex()), report.rate, now)
             who, attained = report.identity, report.measured.attained_bytes
             heard.append(Heard(it.dataset, name.hex(), rate, who.job, who.group, who.tenant, report.ordered, attained))
         return heard
