@@ -65,6 +65,7 @@ class Setting:
     fills: int  # that a daemon has under way at once
     lookahead: int | None
     datasets: int = 1  # of this shape, disjoint
+    shares: Mapping[Digest, float] = field(default_factory=dict)  # of each dataset, of the room
 
     @property
     def shards(self) -> int:
@@ -177,7 +178,7 @@ class Daemon:
             )
         self.numbers = {name: shard for shard, name in enumerate(self.names)}
 
-    def told(self, at: int, report: ConsumerReport) -> npt.NDArray[np.uint8]:
+    def told(self, report: ConsumerReport, at: int = 0) -> npt.NDArray[np.uint8]:
         """Take a report on dataset number ``at``."""
         assert self.needs.report(dataset(at), report, self.clock.now)
         seen = self.needs.seen_by(report.consumer)
@@ -197,6 +198,7 @@ class Daemon:
             fetches_max=at_most,
             origin=OriginEstimate(self.rate * unit_bytes, self.fill, self.setting.interval),
             shelf=self.shelf,
+            division={name: share * self.room * unit_bytes for name, share in self.setting.shares.items()},
         )
         for decision in decide(self.needs, situation):
             self.begin(decision)
@@ -307,7 +309,7 @@ class Job:
             lease_seconds=self._setting.lease,
         )
         for at, daemon in enumerate(self._rack.daemons):
-            self._seen[at] = daemon.told(self._of, report)
+            self._seen[at] = daemon.told(report, self._of)
         self._reported = self._clock.now
         self._view = self._learned()
 
@@ -421,14 +423,17 @@ def simulate(
     lookahead: int | None = None,
     stops: Mapping[int, tuple[float, float]] | None = None,
     of: Sequence[int] = (),
+    shares: Sequence[float] = (),
 ) -> Result:
     """Run ``jobs`` over a cache that holds ``cached`` of all datasets. ``stops``: from when to when jobs stand.
 
-    ``of``: the number of the dataset that each job reads, by default the same one.
+    ``of``: the number of the dataset that each job reads, by default the same one. ``shares``: of the room, by dataset;
+    by default need alone decides.
     """
     counts = mixed_counts(shards * samples, samples, seed) if mixed else np.full(shards, samples)
+    given = {dataset(number): share for number, share in enumerate(shares)}
     setting = Setting(
-        counts, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead, max(of, default=0) + 1
+        counts, samples, batch, epochs, seed, interval, lease, latency, fills, lookahead, max(of, default=0) + 1, given
     )
     rack = Rack(setting, daemons, cached, origin)
     stops = stops or {}

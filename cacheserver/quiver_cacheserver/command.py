@@ -40,11 +40,15 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
         raise click.UsageError(f"--config {path}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
     if not isinstance(values.get("insecure", False), bool):
         raise click.UsageError(f"--config {path}: insecure is true or false")
-    for name in ("origin", "etcd", "quota"):
+    for name in ("origin", "etcd", "quota", "origin-rate"):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]  # a single value need not be a list
     if isinstance(values.get("peers"), list):
         values["peers"] = ",".join(str(peer) for peer in values["peers"])
+    tenants = values.pop("tenants", {})
+    if not isinstance(tenants, dict):
+        raise click.UsageError(f"--config {path}: write [tenants.NAME] and weight or quota below it")
+    context.obj = tenants
     context.default_map = {key.replace("-", "_"): value for key, value in values.items()}
     return path
 
@@ -74,6 +78,10 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
 @click.option("--tls-ca", metavar="FILE", default="", help="The authority of all daemons and clients of the rack.")
 @click.option("--token-keys", metavar="PATH", default="", help="Public keys of tokens: a folder of *.pub, or a file.")
 @click.option("--quota", metavar="CLASS=WEIGHT", multiple=True, help="A quota class's share, beside 1; repeatable.")
+@click.option("--policy", metavar="POLICY", default=Config().policy, show_default=True,
+              help="How datasets share the cache: max-min, throughput, las or cost.")  # fmt: skip
+@click.option("--origin-rate", metavar="[PREFIX=]RATE", multiple=True,
+              help="Bytes per second that the rack may read from an origin, like 200MB; repeatable.")  # fmt: skip
 @click.option("--insecure", is_flag=True, help="Serve anyone who can connect, on a network that is trusted.")
 @click.option("--drain-seconds", metavar="S", type=float, default=Config().drain_seconds, show_default=True,
               help="How long to hand over and keep serving readers after SIGTERM, SIGINT or SIGHUP.")  # fmt: skip
@@ -89,8 +97,9 @@ def command(**values: Any) -> None:
     given = [part.strip() for part in (peers.split(",") if isinstance(peers, str) else peers) if part.strip()]
     kebab = {name.replace("_", "-"): value for name, value in values.items()}
     try:
-        lists = {"peers": given, "etcd": ",".join(values["etcd"])}
+        lists: dict[str, Any] = {"peers": given, "etcd": ",".join(values["etcd"])}
         lists |= {name: list(values[name]) for name in ("origin", "quota")}
+        lists |= {"origin-rate": list(values["origin_rate"]), "tenants": click.get_current_context().obj or {}}
         config = check(msgspec.convert({**kebab, **lists}, Config))
     except (QuiverError, msgspec.ValidationError) as error:
         raise click.UsageError(str(error)) from error

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import msgspec
 
+from quiver.allocation import Policy
 from quiver.claims import ANY_RACK
 from quiver.errors import BadRequest, Misconfigured
 from quiver.layout import SHARD_BYTES_MAX
@@ -20,6 +21,7 @@ from quiver.transport.handoff import is_this_host
 from quiver.transport.tls import TlsFiles
 from quiver.wire import PORT
 from quiver_cacheserver.access.quotas import Quotas
+from quiver_cacheserver.allocation.settings import AllocationSettings
 from quiver_cacheserver.rack.addresses import ANY_ADDRESS, is_loopback, own_address, parse_endpoints
 
 TLS_FLAGS: Final = ("--tls-ca", "--tls-cert", "--tls-key")
@@ -46,6 +48,9 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     tls_ca: str = ""
     token_keys: str = ""
     quota: tuple[str, ...] = ()
+    policy: str = Policy.MAX_MIN.value
+    origin_rate: tuple[str, ...] = ()
+    tenants: dict[str, Any] = {}
     insecure: bool = False
     drain_seconds: float = 20.0
     eviction_notice: str = ""
@@ -54,6 +59,11 @@ class Config(msgspec.Struct, frozen=True, rename="kebab", forbid_unknown_fields=
     @property
     def capacity_bytes(self) -> int:
         return parse_size(self.capacity)
+
+    @property
+    def allocation(self) -> AllocationSettings:
+        """What the flags and the file say about allocation. Raises ``Misconfigured``."""
+        return AllocationSettings.parse(self.policy, self.tenants, self.origin_rate, self.capacity_bytes)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -165,6 +175,7 @@ def check(config: Config) -> Config:
         check_notice(config.eviction_notice)
     for prefix in config.origin:
         allowed(prefix)
+    _ = config.allocation
     del host
     return config
 

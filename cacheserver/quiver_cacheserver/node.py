@@ -28,7 +28,7 @@ from quiver.transport.tls import Credentials
 from quiver.wire import NodeStatus, RangeStatus
 from quiver_cacheserver.access.caller import tenant_of
 from quiver_cacheserver.access.control import Access
-from quiver_cacheserver.allocation import Allocator
+from quiver_cacheserver.allocation import Allocator, Facts
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
@@ -104,14 +104,19 @@ class Node:
         self.dataset_names = DatasetNames()
         self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets, self.dataset_names)
         self.readers = Readers(self._needs, self.dataset_names, OwnShare(registry, opened, name))
+        self.allocator = Allocator(
+            self._needs,
+            self._facts,
+            self.rooms.shards_bytes_max,
+            lambda: (registry.ring, name),
+        )
         uploads = Uploads(self._needs.commitments)
-        self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure)
+        self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure, self.allocator)
         self.shard_memory = ShardMemory(FILL_THREADS)
         sources = Sources(self.peers, self.origins, self.counters, self.shard_memory)
         self.filler = Filler(sources, self.rooms, self.verification, self.disk, self.admitted)
-        self.allocator = Allocator()
         datasets = self._datasets = Datasets(self._needs, store, self.manifests.get, registry, name)
-        self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.counters)
+        self.decider = Decider(self._needs, datasets, self.fills, self.rooms, self.filler, self.allocator)
         self.reports = Reports(self._needs, datasets, self.decider, self.budgets, self.dataset_names)
         self.receiver = Receiver(self._needs, self.rooms, self.peers, self.filler, self.manifests, self.fills)
         giver = Giver(registry, name, self.peers, self.rooms, self._needs, self.counters)
@@ -143,6 +148,18 @@ class Node:
     async def follow_needs(self) -> None:
         """Fetch what consumers need, until cancelled; nothing while this daemon drains."""
         await self.decider.run(lambda: self.state == "up")
+
+    def _facts(self, name: Digest) -> Facts | None:
+        """Return what an allocation is told of a dataset that consumers report on."""
+        if name not in self._datasets:
+            return None
+        dataset = self._datasets[name]
+        manifest = dataset.manifest
+        return Facts(
+            self.dataset_names.shown(manifest.digest, dataset.domain),
+            float(manifest.tables.shard_sizes.sum()),
+            manifest.header.base,
+        )
 
     def close(self) -> None:
         self._datasets.close()

@@ -75,6 +75,7 @@ def build(config: Config, url: str, tls: Credentials | None = None) -> Node:
         registry = StaticRegistry(config.rack, member, config.peers, replicas=config.replicas)
     access = Access(Tokens(keys, config.rack) if keys is not None else None)
     node = Node(__version__, store, registry, config.origin, access=access, tls=tls)
+    node.allocator.settings = config.allocation
     if keys is not None:
         node.budgets.weight_of = Quotas.parse(config.quota).weight_of
         if tls is None and (config.etcd or config.peers):
@@ -208,7 +209,7 @@ async def _serve(
 
 def _background(config: Config, node: Node) -> list[Coroutine[Any, Any, None]]:
     work = [_scrub, _watch_tls, lambda node: node.origins.watch(), lambda node: node.disk.watch(), release_fill_memory]
-    work.append(lambda node: node.access.follow_keys())
+    work += [lambda node: node.access.follow_keys(), lambda node: node.allocator.run()]
     if config.eviction_notice:
         work.append(lambda node: drain_on_notice(config.eviction_notice, node.drain, config.drain_seconds))
     return [node.follow_needs(), *(_supervised(each, node) for each in work)]

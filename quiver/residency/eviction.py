@@ -129,6 +129,11 @@ class Candidates:
         self._gone = np.zeros(len(shelf), bool)
         self._gone[excluded] = True
 
+    @property
+    def nobody(self) -> Ints:
+        """The positions of the candidates that nobody needs, in order of eviction."""
+        return self._nobody
+
     def choose(self, free_bytes: float, on_behalf: OnBehalf = SEVERAL) -> list[int] | None:
         """Return the positions of what to evict to free ``free_bytes``; ``None`` if that is impossible."""
         chosen, freed_bytes = self.most(free_bytes, on_behalf)

@@ -25,17 +25,14 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.residency.commitments import Decision, Recipe
-from quiver.residency.consumers import Consumer, DatasetNeeds, Mask
+from quiver.residency.consumers import Consumer, Ints, Mask
+from quiver.residency.division import NOBODY, Division
 from quiver.residency.eviction import EMPTY_SHELF, SEVERAL, Candidates, OnBehalf, Shelf
+from quiver.residency.hunger import Hunger, Hungry
 from quiver.residency.needs import Needs
 from quiver.residency.origin_estimate import OriginEstimate
 from quiver.residency.planned import Limits, Planner
 
-LOW_SHARDS: Final = 1.25  # runway of the fastest consumer below which the next shard is fetched
-STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a needed shard may be evicted
-SILENT_REPORTS: Final = 3.0  # report intervals without a report, after which nothing is fetched for a consumer
-REPORT_SECONDS_MAX: Final = 1.0  # between two reports of a consumer with a long runway
-ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that decisions rely on
 NOT_KNOWN: Final = OriginEstimate()
 
 
@@ -54,9 +51,10 @@ class Situation:
     may_not_force: Set[bytes] = frozenset()  # consumers for which no needed shard is evicted
     left_out: Set[Digest] = frozenset()  # datasets of which no more can be fetched for now
     avoid: Set[Recipe] = frozenset()  # recipes that are not fetched for now, nor counted as coming
-    # Bytes that a dataset's needed shards may take, by dataset; one that is not named may take all. A hook for sharing
-    # the cache: nothing sets it today.
+    # Bytes that a dataset's needed shards may take at most, by dataset; one that is not named may take all.
     shares: Mapping[Digest, float] = field(default_factory=dict)
+    # Bytes of this cache that each dataset should have (``division``). Empty: need alone decides between datasets too.
+    division: Mapping[Digest, float] = field(default_factory=dict)
 
 
 def decide(needs: Needs, situation: Situation) -> list[Decision]:
@@ -70,22 +68,6 @@ def decide(needs: Needs, situation: Situation) -> list[Decision]:
         chosen.append(decision)
         ahead.assume(decision)
     return chosen
-
-
-class _Hungry(NamedTuple):
-    """A consumer that needs a fetch now. ``starving``: its runway would not last until the fetch ends."""
-
-    consumer: Consumer
-    missing: Mask
-    starving: bool
-
-
-class _Runway(NamedTuple):
-    """Bytes that a consumer has ahead of it now: resident in all; of what is mine, resident and absent."""
-
-    ahead: float
-    local: float
-    absent: float
 
 
 class _Room(NamedTuple):
@@ -108,6 +90,8 @@ class _Round:
         self._forced: Counter[bytes] = Counter()  # in this round, by consumer
         self._blocked = _blocked(needs, situation.avoid)
         self._votes, self._tie = needs.votes(), 1 / needs.largest_group
+        self._hunger = Hunger(needs, situation.now, situation.origin)
+        self._division = Division(needs, self._present, situation.division) if situation.division else None
         self._future = needs.future(situation.now, situation.origin.fill_seconds, self._present, situation.free_bytes)
 
     def assume(self, decision: Decision) -> None:
@@ -123,18 +107,29 @@ class _Round:
         self._free_bytes -= max(decision.size_bytes - self._bytes_of(decision.evict), 0.0)
         self._present[needs.slots_of_files(decision.evict)] = False
         self._forced.update(decision.starving)
+        if self._division is not None:
+            self._division.changed()
         self._ordered_is_next = not decision.ordered
 
     def next(self) -> Decision | None:
         hungry, in_order = self._hungry()
-        starving = [it for it in hungry if it.starving]
-        best = self._most_needed(starving or hungry)
-        # Shards that are next in a fixed order take turns with the rest, and never evict what is needed.
+        # Shards that are next in a fixed order take turns with the rest, and never evict what their dataset needs.
         following = next(filter(None, (self._with_room(*wanted, ordered=True) for wanted in in_order)), None)
         following = following or self._planned()
-        if best is None or (following is not None and self._ordered_is_next):
+        if following is not None and (self._ordered_is_next or not hungry):
             return following
-        return self._with_room(*best) or self._smaller(starving or hungry) or self._forcing(starving) or following
+        return next(filter(None, map(self._for_dataset, _by_urgency(hungry))), None) or following
+
+    def _for_dataset(self, hungry: list[Hungry]) -> Decision | None:
+        """Return the decision to fetch a shard for the hungry consumers of one dataset."""
+        starving = [it for it in hungry if it.starving]
+        some = starving or hungry
+        best = self._most_needed(some)
+        if best is None:
+            return None
+        if not any(it.low for it in some):
+            return self._early(*best)
+        return self._with_room(*best) or self._smaller(some) or self._forcing(starving)
 
     @cached_property
     def _shelf(self) -> Shelf:
@@ -162,7 +157,7 @@ class _Round:
         if future is None:
             return None
         consumers = [needs.consumers[name] for name in future.names if name in needs.consumers]
-        may_fetch = {it.name for it in consumers if self._is_heard(it) and situation.only in (None, it.name)}
+        may_fetch = {it.name for it in consumers if self._hunger.is_heard(it) and situation.only in (None, it.name)}
         absent, datasets = np.zeros(len(needs.sizes), bool), list[tuple[Digest, Mask]]()
         for name in dict.fromkeys(it.dataset for it in consumers):
             if name not in situation.left_out and not self._has_its_share(name):
@@ -213,17 +208,27 @@ class _Round:
         """Return the decision to fetch a shard, evicting what nobody needs; ``None`` if that frees too little."""
         room = self._room(slot, dataset)
         if room.missing_bytes > 0:
-            return None
+            return self._from_others(slot, dataset, (), ordered=True) if ordered else None
         shard, evict = self._needs.shards.name(slot), self._names(room.evict)
         return Decision(shard, dataset, float(self._needs.sizes[slot]), evict, ordered=ordered)
 
-    def _smaller(self, hungry: Sequence[_Hungry]) -> Decision | None:
+    def _early(self, slot: int, dataset: Digest) -> Decision | None:
+        """Return the decision to fetch a shard before it is urgent: within the dataset's share, or for its own."""
+        division = self._division
+        if division is None or division.has_room_for(dataset, float(self._needs.sizes[slot])):
+            return self._with_room(slot, dataset)
+        if self._room(slot, dataset, own=True).missing_bytes > 0:
+            return None
+        evict = self._names(self._room(slot, dataset, own=True).evict)
+        return Decision(self._needs.shards.name(slot), dataset, float(self._needs.sizes[slot]), evict)
+
+    def _smaller(self, hungry: Sequence[Hungry]) -> Decision | None:
         """Return the decision to fetch a smaller shard that fits: it evicts nothing needed, and uses idle room."""
         most_bytes = self._free_bytes + self._candidates.most(np.inf)[1]
         fitting = self._most_needed(hungry, most_bytes)
         return self._with_room(*fitting) if fitting is not None else None
 
-    def _forcing(self, starving: Sequence[_Hungry]) -> Decision | None:
+    def _forcing(self, starving: Sequence[Hungry]) -> Decision | None:
         """Return the decision to fetch a shard for starving consumers in place of needed ones, charged to them."""
         starving = [it for it in starving if self._may_force(it.consumer)]
         best = self._most_needed(starving)
@@ -233,28 +238,84 @@ class _Round:
         without = self._with_room(slot, dataset)
         if without is not None:
             return without
+        slots = self._needs.datasets[dataset].slots
+        on_behalf = tuple(it.consumer.name for it in starving if it.missing[slots == slot].any())
+        taken = self._from_others(slot, dataset, on_behalf)
+        if taken is not None:
+            return taken
+        # Its own, as the share has it; or what fewest need of all, if there are no shares, or it has nothing here.
+        only = None
+        if self._division is not None and not self._division.holds_nothing(dataset):
+            only = self._division.owners == self._division.number(dataset)
+        return self._in_place_of(slot, dataset, only, on_behalf, self._spared(dataset))
+
+    def _from_others(
+        self, slot: int, dataset: Digest, on_behalf: tuple[bytes, ...], *, ordered: bool = False
+    ) -> Decision | None:
+        """Return the decision to fetch a shard in place of needed ones of a dataset that has more than its share."""
+        if self._division is None:
+            return None
+        for only in self._division.takes_from(dataset, float(self._needs.sizes[slot])):
+            decision = self._in_place_of(slot, dataset, only, on_behalf, ~only, ordered=ordered)
+            if decision is not None:
+                return decision
+        return None
+
+    def _in_place_of(
+        self,
+        slot: int,
+        dataset: Digest,
+        only: Mask | None,
+        on_behalf: tuple[bytes, ...],
+        spared: Mask,
+        *,
+        ordered: bool = False,
+    ) -> Decision | None:
+        """Return the decision to fetch a shard in place of what nobody needs, and of needed slots among ``only``."""
         room = self._room(slot, dataset)
-        unneeded = self._names(room.evict)
-        victims = self._victims(room.missing_bytes)
+        victims = self._victims(room.missing_bytes, spared if only is None else spared | ~only)
         if not victims:
             return None
         forced = tuple(self._needs.file_of(victim) for victim in victims)
-        on_behalf = [it for it in starving if it.missing[self._dataset(it).slots == slot].any()]
-        return Decision(
-            self._needs.shards.name(slot),
-            dataset,
-            float(self._needs.sizes[slot]),
-            unneeded + forced,
-            forced,
-            tuple(it.consumer.name for it in on_behalf),
-        )
+        shard, size_bytes = self._needs.shards.name(slot), float(self._needs.sizes[slot])
+        return Decision(shard, dataset, size_bytes, self._names(room.evict) + forced, forced, on_behalf, ordered)
 
-    def _room(self, slot: int, dataset: Digest) -> _Room:
-        short = float(self._needs.sizes[slot]) - self._free_bytes
+    def _room(self, slot: int, dataset: Digest, *, own: bool = False) -> _Room:
+        """Return how to make room for a shard by evicting what nobody needs; with ``own``, of its own dataset."""
+        size_bytes = float(self._needs.sizes[slot])
+        short = size_bytes - self._free_bytes
         if short <= 0:
             return _Room((), 0.0)
-        evict, freed = self._candidates.most(short, self._situation.on_behalf.get(dataset, SEVERAL))
-        return _Room(tuple(evict), max(short - freed, 0.0))
+        on_behalf = self._situation.on_behalf.get(dataset, SEVERAL)
+        if self._division is None:
+            evict, freed_bytes = self._candidates.most(short, on_behalf)
+        else:
+            evict, freed_bytes = self._divided(dataset, size_bytes, short, on_behalf, own=own)
+        return _Room(tuple(evict), max(short - freed_bytes, 0.0))
+
+    def _divided(
+        self, dataset: Digest, size_bytes: float, short: float, on_behalf: OnBehalf, *, own: bool
+    ) -> tuple[list[int], int]:
+        """Return the places on the shelf, and bytes, of what nobody needs and the shares let a dataset evict."""
+        assert self._division is not None
+        nobody = self._candidates.nobody
+        owners = self._division.owners_of_files(self._shelf_slots[nobody])
+        number, strangers = self._division.number(dataset), owners == NOBODY
+        may = owners == number if own else np.ones(len(nobody), bool)
+        # The share protects the shards of datasets that are read. What nobody reads is divided among the clients.
+        if on_behalf.holder is not None and strangers.any():
+            may &= ~strangers | np.isin(nobody, self._candidates.most(np.inf, on_behalf)[0])
+        if on_behalf.own_only:
+            may &= (self._shelf.holders[nobody] == on_behalf.holder) | (owners == number)
+        some = nobody[may]
+        sizes = self._shelf.sizes[some]
+        chosen = self._division.take(dataset, size_bytes, short, owners[may], sizes.tolist())
+        return some[chosen].tolist(), int(sizes[chosen].sum())
+
+    @cached_property
+    def _shelf_slots(self) -> Ints:
+        """The slots of the shelf's files under each name ``(n, keys)``."""
+        return self._needs.shown.slots_of(self._shelf.digests)
 
     def _names(self, positions: Sequence[int]) -> tuple[Digest, ...]:
         return tuple(self._shelf.name(at) for at in positions)
@@ -272,10 +333,10 @@ class _Round:
     def _may_force(self, it: Consumer) -> bool:
         return it.evictions_left > self._forced[it.name] and it.name not in self._situation.may_not_force
 
-    def _victims(self, bytes_wanted: float) -> list[int]:
+    def _victims(self, bytes_wanted: float, spared: Mask) -> list[int]:
         """Return needed slots to evict: of the shards with the fewest votes, the one with most bytes left to read."""
         needs = self._needs
-        may_go = needs.held & self._present & ~self._spared() & (needs.counts > 0)
+        may_go = needs.held & self._present & ~spared & (needs.counts > 0)
         held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
         if not len(held):
             return []
@@ -286,73 +347,52 @@ class _Round:
             left[needs.datasets[it.dataset].slots] += it.left
         return [int(least[np.argmax(left[least])])]
 
-    def _spared(self) -> Mask:
-        """Return what starving consumers need: none of it is evicted for another starving consumer.
-
-        A shard just fetched for one consumer has most left in it, and few need it. If the next starving consumer had it
-        evicted, and so on, shards would replace one another before they are read, and no consumer would progress.
-        A consumer that reads alone replaces its own shards.
-        """
-        needs = self._needs
-        spared = np.zeros(len(needs.sizes), bool)
-        reading = [it for it in needs.consumers.values() if it.is_reading]
-        for it in reading if len(reading) > 1 else ():
-            slots = needs.datasets[it.dataset].slots
-            runway = self._runway(it, self._present[slots], it.pending)
-            if self._is_heard(it) and max(runway.ahead, runway.local) <= self._little(it):
+    def _spared(self, dataset: Digest) -> Mask:
+        """Return what is not evicted for a starving consumer of this dataset (``Hunger.spared``)."""
+        spared = np.zeros(len(self._needs.sizes), bool)
+        for name in self._hunger.datasets:
+            slots = self._needs.datasets[name].slots
+            for it in self._hunger.spared(name, self._present[slots], own=name == dataset):
                 spared[slots[it.pending]] = True
         return spared
 
     # -- who wants what -----------------------------------------------------------------------------------------------
 
-    def _most_needed(self, hungry: Sequence[_Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
-        """Return the missing slot of at most ``bytes_max`` that has most votes, and its dataset."""
-        needs = self._needs
-        best: tuple[float, int, Digest] | None = None
-        missing: dict[Digest, Mask] = {}
-        for it in hungry:
-            name = it.consumer.dataset
-            missing[name] = missing[name] | it.missing if name in missing else it.missing
-        for name, mask in missing.items():
-            slots = needs.datasets[name].slots[mask]
-            slots = slots[needs.sizes[slots] <= bytes_max]
-            if not len(slots):
-                continue
-            scores = self._votes[slots] + self._tie * needs.ties[slots]
-            at = int(np.argmax(scores))
-            if best is None or scores[at] > best[0]:
-                best = float(scores[at]), int(slots[at]), name
-        return best[1:] if best is not None else None
+    def _most_needed(self, hungry: Sequence[Hungry], bytes_max: float = np.inf) -> tuple[int, Digest] | None:
+        """Return the missing slot of at most ``bytes_max`` that has most votes, and its dataset: that of all."""
+        if not hungry:
+            return None
+        needs, name = self._needs, hungry[0].consumer.dataset
+        slots = needs.datasets[name].slots[np.logical_or.reduce([it.missing for it in hungry])]
+        slots = slots[needs.sizes[slots] <= bytes_max]
+        if not len(slots):
+            return None
+        return int(slots[np.argmax(self._votes[slots] + self._tie * needs.ties[slots])]), name
 
-    def _hungry(self) -> tuple[list[_Hungry], list[tuple[int, Digest]]]:
+    def _hungry(self) -> tuple[list[Hungry], list[tuple[int, Digest]]]:
         """Return the consumers that need a fetch now, and the slots that those with a fixed order need next."""
-        needs, situation = self._needs, self._situation
-        reading = [it for it in needs.consumers.values() if it.is_reading]
-        fastest = max((it.report.rate for it in reading if self._is_heard(it)), default=0.0)
-        here = {name: self._present[it.slots] for name, it in needs.datasets.items()}
-        absent = {name: self._absent(name, here[name]) for name in needs.datasets}
-        hungry: list[_Hungry] = []
+        needs, situation, hunger = self._needs, self._situation, self._hunger
+        hungry: list[Hungry] = []
         in_order: list[tuple[int, Digest]] = []
-        for it in reading:
-            if not self._is_heard(it) or it.dataset in situation.left_out:
+        alone = len(hunger.datasets) == 1
+        for name in hunger.datasets:
+            if name in situation.left_out or self._has_its_share(name):
                 continue
-            if situation.only is not None and it.name != situation.only:
-                continue
-            if self._has_its_share(it.dataset):
-                continue
-            if it.order is not None:
-                continue  # see ``_planned``
-            dataset = needs.datasets[it.dataset]
-            if it.report.ordered:
-                wanted = it.soon[absent[it.dataset][it.soon]][:1]
-                in_order += [(slot, it.dataset) for slot in dataset.slots[wanted].tolist()]
-                continue
-            missing = it.pending & absent[it.dataset]
-            if not missing.any():
-                continue
-            runway = self._runway(it, here[it.dataset], missing)
-            if len(reading) == 1 or _is_low(it, dataset, runway, fastest, situation.origin):
-                hungry.append(_Hungry(it, missing, runway.ahead <= self._little(it)))
+            dataset = needs.datasets[name]
+            here = self._present[dataset.slots]
+            absent = self._absent(name, here)
+            for it in hunger.reading(name):
+                if not hunger.is_heard(it) or situation.only not in (None, it.name) or it.order is not None:
+                    continue  # for a known order, see ``_planned``
+                if it.report.ordered:
+                    wanted = it.soon[absent[it.soon]][:1]
+                    in_order += [(slot, name) for slot in dataset.slots[wanted].tolist()]
+                    continue
+                missing = it.pending & absent
+                found = hunger.of(it, here, missing) if missing.any() else None
+                # Fetching early takes room from others, unless shares say how much.
+                if found is not None and (found.low or alone or self._division is not None):
+                    hungry.append(found)
         return hungry, in_order
 
     def _absent(self, name: Digest, here: Mask) -> Mask:
@@ -363,23 +403,6 @@ class _Round:
             absent &= ~self._blocked[name][it.slots]
         return absent
 
-    def _runway(self, it: Consumer, here: Mask, missing: Mask) -> _Runway:
-        local = float(it.left_mine @ here)
-        read_since = it.report.rate * (self._situation.now - it.reported_at)
-        ahead = it.report.ahead_bytes + (local - it.local_bytes) - read_since
-        mine_since = read_since * self._needs.datasets[it.dataset].mine_share
-        return _Runway(ahead, local - mine_since, float(it.left_mine @ missing))
-
-    def _little(self, it: Consumer) -> float:
-        """Return the runway below which a consumer starves: a shard fetched now arrives one fill later."""
-        shard_bytes = self._needs.datasets[it.dataset].shard_bytes
-        return STARVING_SHARDS * shard_bytes + it.report.rate * self._situation.origin.fill_seconds
-
-    def _is_heard(self, it: Consumer) -> bool:
-        """Whether a consumer reported recently. The progress of a silent one is unknown."""
-        pause = max(self._situation.origin.report_seconds, REPORT_SECONDS_MAX)
-        return self._situation.now - it.reported_at <= SILENT_REPORTS * pause
-
     def _has_its_share(self, name: Digest) -> bool:
         """Whether a dataset's needed shards, here or coming, take all the bytes that they may."""
         if name not in self._situation.shares:
@@ -388,24 +411,13 @@ class _Round:
         taken = self._needs.sizes[slots][self._present[slots] & (self._needs.counts[slots] > 0)].sum()
         return bool(taken + self._needs.datasets[name].shard_bytes > self._situation.shares[name])
 
-    def _dataset(self, it: _Hungry) -> DatasetNeeds:
-        return self._needs.datasets[it.consumer.dataset]
 
-
-def _is_low(it: Consumer, dataset: DatasetNeeds, runway: _Runway, fastest: float, origin: OriginEstimate) -> bool:
-    """Return whether a consumer's runway is short, in all and of what is mine."""
-    rate = it.report.rate
-    if rate <= 0:
-        return runway.ahead < LOW_SHARDS * dataset.shard_bytes
-    low_seconds = max(LOW_SHARDS * dataset.shard_bytes / fastest, origin.fill_seconds) + origin.report_seconds
-    if runway.ahead < rate * low_seconds and runway.local < rate * low_seconds * dataset.mine_share:
-        return True
-    if origin.rate <= 0 or dataset.mine_share <= 0:
-        return False
-    # The latest time to begin: with a slow origin, fetches must start early enough to finish within the epoch.
-    mine_rate = rate * dataset.mine_share
-    seconds = (runway.local + runway.absent) / mine_rate if mine_rate > 0 else np.inf
-    return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
+def _by_urgency(hungry: Sequence[Hungry]) -> list[list[Hungry]]:
+    """Return the hungry consumers by dataset, the dataset first of which one has least time left."""
+    by_dataset: dict[Digest, list[Hungry]] = {}
+    for it in hungry:
+        by_dataset.setdefault(it.consumer.dataset, []).append(it)
+    return sorted(by_dataset.values(), key=lambda some: min((not it.starving, not it.low, it.seconds) for it in some))
 
 
 def _coming(needs: Needs, avoid: Set[Recipe]) -> set[Digest]:

@@ -4,10 +4,14 @@
                              │
                              └────────► bandwidth: when a fill may begin to read the origin
 
-``solved`` is what an allocator last solved, for whoever shows it. ``allocator`` keeps it up to date.
+``settings`` are the operator's. ``gathering`` makes readers of reports, and ``steady`` keeps their speeds from
+flapping.
+``allocator`` solves, and says what follows for this daemon; ``solved`` is what it last solved, for whoever shows it.
+``bandwidth`` measures origins, and has the token buckets that stand before reading them.
 """
 
-from quiver_cacheserver.allocation.allocator import Allocator
+from quiver_cacheserver.allocation.allocator import Allocator, Facts
+from quiver_cacheserver.allocation.settings import AllocationSettings
 from quiver_cacheserver.allocation.solved import Solved
 
-__all__ = ["Allocator", "Solved"]
+__all__ = ["AllocationSettings", "Allocator", "Facts", "Solved"]

@@ -1,12 +1,267 @@
-"""Keeps the allocation of a daemon up to date."""
+"""Keeps the allocation of a daemon up to date, and says what follows from it for this daemon.
+
+No daemon is in charge. Placement hashes evenly and every daemon hears every report, so each solves the same problem,
+about the whole rack, and takes its slice of the answer: of each dataset's share the part that hashes to it. They agree
+as far as they measure the same.
+
+Nothing flaps: speeds are used as ``steady`` values, and an allocation of the cache that was solved anew replaces the
+last one only if it is clearly better (``quiver.allocation.is_clearly_better``), or if what is read changed. The
+bandwidth is divided anew each time: that moves no data.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, allocate, is_clearly_better
+from quiver.digest import Digest
+from quiver.residency import Needs
+from quiver.ring import Ring
+from quiver_cacheserver.allocation.bandwidth import Bandwidth, Turns
+from quiver_cacheserver.allocation.gathering import Heard, readers_of
+from quiver_cacheserver.allocation.settings import AllocationSettings
 from quiver_cacheserver.allocation.solved import NOTHING, Solved
+from quiver_cacheserver.allocation.steady import SteadyValues
+
+TICK_SECONDS: Final = 0.5
+SOLVE_SECONDS: Final = 2.0  # between two solutions, if what is read did not change
+SHORT_SHARDS: Final = 0.5  # resident shards ahead, below which a consumer is short of data
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is known of a dataset that is read. ``base``: where its origin lies. ``pinned``: an operator wants it."""
+
+    shown: str
+    size_bytes: float
+    base: str
+    pinned: bool = False
 
 
 class Allocator:
     """The allocation that holds now. Belongs to the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        needs: Needs,
+        facts: Callable[[Digest], Facts | None],
+        capacity_bytes: Callable[[], float],
+        ring: Callable[[], tuple[Ring, str]],
+    ) -> None:
+        """``facts``: of a dataset by name. ``capacity_bytes``: for shards, here. ``ring``: and this daemon's id."""
+        self.settings = AllocationSettings()
         self.current: Solved = NOTHING
+        self.turns = Turns()
+        self._needs, self._facts = needs, facts
+        self._capacity_bytes, self._ring = capacity_bytes, ring
+        self._bandwidths: dict[str, Bandwidth] = {}
+        self._origin_of: dict[Digest, str] = {}
+        self._rates: SteadyValues[tuple[Digest, str]] = SteadyValues()
+        self._limits: SteadyValues[str] = SteadyValues()
+
+    async def run(self) -> None:
+        """Solve again and again, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TICK_SECONDS)
+            problem, names = self.problem(now := time.monotonic())
+            if self.is_due(problem, now):
+                # In a thread: two thousand jobs on a thousand datasets take most of a second.
+                solved = await loop.run_in_executor(None, self.solve, problem, names, now)
+                self.take(solved)
+
+    # -- what follows from it -----------------------------------------------------------------------------------------
+
+    @property
+    def division(self) -> Mapping[Digest, float]:
+        """The bytes of this daemon that each dataset should have (``Situation.division``); empty without a policy."""
+        if self.settings.policy is None or not self._needs.datasets:
+            return {}
+        shares, capacity = self.current.allocation.shares, self._capacity_bytes()
+        parts = {
+            name: shares[shown].cache_bytes * self._needs.datasets[name].mine_share
+            for name, shown in self.current.names.items()
+            if shown in shares and name in self._needs.datasets
+        }
+        total = sum(parts.values())
+        if not total:  # nothing was solved yet
+            read = [name for name, it in self._needs.datasets.items() if it.consumers]
+            return {name: capacity / len(read) for name in read}
+        # What hashes here is not exactly this daemon's part of everything; and all of its room is somebody's.
+        return {name: part * capacity / total for name, part in parts.items()}
+
+    def limits(self) -> Mapping[Digest, float]:
+        """Return how many bytes of this daemon the needed shards of datasets may take at most: quotas."""
+        if not self.settings.quotas or self.settings.policy is None:
+            return {}
+        quotas, division = self.settings.quotas, self.division
+        found = {}
+        for name, share in division.items():
+            tenants = {it.report.identity.tenant for it in self._needs.consumers.values() if it.dataset == name}
+            if tenants and tenants <= set(quotas):
+                found[name] = max(share, self._needs.datasets[name].shard_bytes)
+        return found
+
+    def wait_seconds(self, dataset: Digest, now: float) -> float:
+        """Return how long a fill of a dataset waits before it asks again; 0 if it may read its origin now."""
+        return self.turns.wait_seconds(dataset, now)
+
+    def must_wait(self, now: float) -> set[Digest]:
+        """Return the datasets whose turn to read their origin it is not."""
+        return {name for name in self._needs.datasets if self.turns.wait_seconds(name, now) > 0}
+
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> None:
+        """A fill of a dataset began, which may read the origin."""
+        self.turns.take(dataset, size_bytes)
+        self._bandwidth(dataset).began(now)
+
+    def ended(self, dataset: Digest, size_bytes: float, now: float, *, from_origin: bool) -> None:
+        """A fill ended. If it did not read the origin, what it took is given back."""
+        if not from_origin:
+            self.turns.take(dataset, -size_bytes)
+        self._bandwidth(dataset).ended(now, size_bytes if from_origin else 0.0)
+
+    def _bandwidth(self, dataset: Digest) -> Bandwidth:
+        return self._bandwidths.setdefault(self._origin_of.get(dataset, ""), Bandwidth())
+
+    # -- solving ------------------------------------------------------------------------------------------------------
+
+    def is_due(self, problem: Problem, now: float) -> bool:
+        """Whether to solve now: something is read that was not, or it was long ago."""
+        before = self.current.problem
+        if _who(problem) != _who(before) or problem.capacity_bytes != before.capacity_bytes:
+            return True
+        return bool(problem.datasets) and now - self.current.made_at >= SOLVE_SECONDS
+
+    def solve(self, problem: Problem, names: Mapping[Digest, str], now: float) -> Solved:
+        """Return the solution that holds from now on. Any thread."""
+        policy, before = self.settings.policy, self.current
+        solving = policy or Policy.MAX_MIN
+        allocation = allocate(problem, solving)
+        if before.made_at and _who(problem) == _who(before.problem):
+            old, new = _cached(before.allocation), _cached(allocation)
+            if not is_clearly_better(problem, solving, new, old):
+                allocation = allocate(problem, solving, kept=old)
+        return Solved(problem=problem, allocation=allocation, names=names, made_at=now, policy=policy)
+
+    def take(self, solved: Solved) -> None:
+        """Let a solution hold."""
+        self.current = solved
+        now = time.monotonic()
+        shares, share = solved.allocation.shares, self._own_share()
+        rates = {name: shares[shown].origin_rate * share for name, shown in solved.names.items() if shown in shares}
+        self.turns.set_rates(rates if self.settings.policy is not None else {}, self._origin_of, now)
+
+    def problem(self, now: float) -> tuple[Problem, dict[Digest, str]]:
+        """Return what is to be solved now, about the whole rack, and what each dataset is called in it."""
+        readers = readers_of(self._heard(now))
+        facts = {name: it for name in readers if (it := self._facts(name)) is not None}
+        names = _distinct({name: it.shown for name, it in facts.items()})
+        share = self._own_share()
+        self._origin_of = {name: origin_of(it.base) for name, it in facts.items()}
+        self._cap(facts, share, now)
+        limits = self._measure(now, share)
+        return (
+            Problem(
+                capacity_bytes=self._capacity_bytes() / share,
+                datasets=tuple(
+                    DatasetDemand(
+                        name=names[name],
+                        size_bytes=it.size_bytes,
+                        origin=self._origin_of[name],
+                        readers=readers[name],
+                        pinned=it.pinned,
+                    )
+                    for name, it in facts.items()
+                ),
+                origin_rates=limits,
+                weights=self.settings.weights,
+                quotas={tenant: quota / share for tenant, quota in self.settings.quotas.items()},
+            ),
+            names,
+        )
+
+    def _heard(self, now: float) -> list[Heard]:
+        consumers = self._needs.consumers
+        self._rates.keep((it.dataset, name.hex()) for name, it in consumers.items())
+        heard = []
+        for name, it in consumers.items():
+            report = it.report
+            if report.hold:
+                continue
+            rate = self._rates.add((it.dataset, name.hex()), report.rate, now)
+            who, attained = report.identity, report.measured.attained_bytes
+            heard.append(Heard(it.dataset, name.hex(), rate, who.job, who.group, who.tenant, report.ordered, attained))
+        return heard
+
+    def _measure(self, now: float, share: float) -> dict[str, float]:
+        """Return the bandwidth of each origin that is a limit, for the whole rack."""
+        needs = self._needs
+        hungry = {
+            self._origin_of.get(it.dataset, "")
+            for it in needs.consumers.values()
+            if it.is_reading and it.report.ahead_bytes < SHORT_SHARDS * needs.datasets[it.dataset].shard_bytes
+        }
+        limits = {}
+        for origin, bandwidth in self._bandwidths.items():
+            bandwidth.hungry(now, hungry=origin in hungry)
+            rate = self._limits.add(origin, bandwidth.value, now)
+            if rate > 0:
+                limits[origin] = rate / share
+        for name, origin in self._origin_of.items():
+            facts = self._facts(name)
+            cap = self.settings.cap_of(facts.base) if facts is not None else None
+            if cap is not None:
+                limits[origin] = min(limits.get(origin, cap[1]), cap[1])
+        return limits
+
+    def _cap(self, facts: Mapping[Digest, Facts], share: float, now: float) -> None:
+        self.turns.keep(set(facts))
+        for name, it in facts.items():
+            cap = self.settings.cap_of(it.base)
+            if cap is not None:
+                self.turns.set_cap(name, cap[0] or origin_of(it.base), cap[1] * share, now)
+
+    def _own_share(self) -> float:
+        """Return this daemon's part of the rack: that of what hashes to it."""
+        ring, own = self._ring()
+        weights = {member.id: member.weight for member in ring.members if member.state == "up"}
+        total = sum(weights.values())
+        return weights[own] / total if own in weights and total > 0 else 1.0
+
+
+def origin_of(base: str) -> str:
+    """Return the origin that data at a base comes from, by host: what shares one bandwidth."""
+    parts = urlsplit(base)
+    return f"{parts.scheme}://{parts.netloc}" if parts.netloc else "file://"
+
+
+def _who(problem: Problem) -> list[tuple[str, float, bool, list[tuple[str, str, bool, bool]]]]:
+    """Return what of a problem is not measured: when that changes, the allocation does."""
+    return [
+        (it.name, it.size_bytes, it.pinned, [(who.name, who.tenant, who.ordered, who.rate > 0) for who in it.readers])
+        for it in problem.datasets
+    ]
+
+
+def _cached(allocation: Allocation) -> dict[str, float]:
+    return {name: share.cache_bytes for name, share in allocation.shares.items()}
+
+
+def _distinct(shown: Mapping[Digest, str]) -> dict[Digest, str]:
+    """Return names of which no two are equal: datasets of several sharing domains may have one name."""
+    taken: set[str] = set()
+    names = {}
+    for digest, name in sorted(shown.items()):
+        number, unique = 1, name
+        while unique in taken:
+            number += 1
+            unique = f"{name} ({number})"
+        taken.add(unique)
+        names[digest] = unique
+    return names

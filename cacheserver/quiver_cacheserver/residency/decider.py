@@ -21,8 +21,8 @@ from quiver.digest import Digest
 from quiver.errors import Forbidden, Misconfigured, OverCapacity
 from quiver.residency import ConsumerReport, Decision, Needs, OriginEstimator, Recipe, Situation, decide
 from quiver.wire import RangeStatus
+from quiver_cacheserver.allocation import Allocator
 from quiver_cacheserver.bounds import FILL_THREADS
-from quiver_cacheserver.counters import Counters
 from quiver_cacheserver.residency.datasets import Datasets, ReportedDataset
 from quiver_cacheserver.residency.filler import Filler
 from quiver_cacheserver.residency.fills import FAILURE_SECONDS, Fills
@@ -52,7 +52,13 @@ class Decider:
     """The loop that fetches what consumers need of this daemon."""
 
     def __init__(
-        self, needs: Needs, datasets: Datasets, fills: Fills, rooms: Rooms, filler: Filler, counters: Counters
+        self,
+        needs: Needs,
+        datasets: Datasets,
+        fills: Fills,
+        rooms: Rooms,
+        filler: Filler,
+        allocator: Allocator,
     ) -> None:
         self.estimator = OriginEstimator()
         self._needs = needs
@@ -61,7 +67,7 @@ class Decider:
         self._uploads = fills.uploads
         self._rooms = rooms
         self._filler = filler
-        self._counters = counters
+        self._allocator = allocator
         self._fetching = 0
         self._chosen: dict[Recipe, bytes] = {}  # the consumer that was asked to upload the shard
         self._backoff = Backoff(PAUSE_SECONDS, FAILURE_SECONDS)
@@ -111,8 +117,10 @@ class Decider:
             shelf=self._rooms.shelf,
             on_behalf=self._rooms.on_behalf_of(leases.clients()),
             may_not_force=leases.at(spent) if spent else frozenset(),
-            left_out={dataset for dataset in wanted if self._wants_enough(dataset)},
+            left_out={dataset for dataset in wanted if self._wants_enough(dataset)} | self._allocator.must_wait(now),
             avoid=stuck.union(self._fills.failed),
+            shares=self._allocator.limits(),
+            division=self._allocator.division,
         )
 
     # -- carrying out -------------------------------------------------------------------------------------------------
@@ -126,7 +134,7 @@ class Decider:
         if isinstance(begun, asyncio.Future):
             self._needs.charge(decision)
             self._charge(decision.starving)
-            self._counters.need_fetches += 1
+            self._rooms.counters.need_fetches += 1
             self._fetching += 1
             self.estimator.began(now)
             begun.add_done_callback(partial(self._ended, fetch))

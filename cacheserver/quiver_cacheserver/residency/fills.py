@@ -22,7 +22,7 @@ from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor
 from functools import partial
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from quiver.digest import Digest
 from quiver.errors import Forbidden, Misconfigured, NotAllowed, NotFound, OverCapacity, QuiverError
@@ -45,11 +45,36 @@ OTHERS_SECONDS: Final = 5.0  # for which a fill waits for another manifest's fil
 REMEMBERED_MAX: Final = 65536
 
 
+class Gate(Protocol):
+    """Says whose turn it is to read an origin. Belongs to the event loop."""
+
+    def wait_seconds(self, dataset: Digest, now: float) -> float:
+        """Return how long a fill of a dataset waits before it asks again; 0 if it may begin."""
+
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> None:
+        """A fill began, which may read the origin."""
+
+    def ended(self, dataset: Digest, size_bytes: float, now: float, *, from_origin: bool) -> None:
+        """It ended; whether it did read the origin."""
+
+
+class OpenGate:
+    """Everyone may read at any time."""
+
+    def wait_seconds(self, dataset: Digest, now: float) -> float:
+        del dataset, now
+        return 0.0
+
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> None: ...
+
+    def ended(self, dataset: Digest, size_bytes: float, now: float, *, from_origin: bool) -> None: ...
+
+
 class _Fill:
     """A fill that is running, or waiting for its turn."""
 
-    def __init__(self, recipe: Recipe, work: Work, client: str) -> None:
-        self.recipe, self.work, self.client = recipe, work, client
+    def __init__(self, recipe: Recipe, work: Work, client: str, size_bytes: float) -> None:
+        self.recipe, self.work, self.client, self.size_bytes = recipe, work, client, size_bytes
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.running = False
         self.since = inf  # it runs
@@ -71,8 +96,11 @@ class Fills:
         commitments: Commitments,
         uploads: Uploads,
         count_failure: Callable[[QuiverError], None],
+        gate: Gate | None = None,
     ) -> None:
+        """``gate``: by default every fill may read its origin at once."""
         self.uploads = uploads
+        self._gate = gate or OpenGate()
         self._executor = executor
         self._commitments = commitments
         self._count_failure = count_failure
@@ -144,7 +172,7 @@ class Fills:
             return status
         if self._closed or (self._pending >= PENDING_MAX and client in self._waiting):
             return RangeStatus.FILLING
-        fill = _Fill(recipe, work, client)
+        fill = _Fill(recipe, work, client, decision.size_bytes)
         self._fills.setdefault(recipe.shard, {})[recipe.dataset] = fill
         self._commitments.add(decision)
         self._pending += 1
@@ -160,10 +188,11 @@ class Fills:
             fill = queue.popleft()
             if queue:
                 self._waiting[client] = queue  # behind the others
-            if fill.future.done() or self._put_aside(fill):
+            if fill.future.done() or self._put_aside(fill) or self._waits_at_gate(fill):
                 continue
             self._active += 1
             fill.running, fill.since = True, time.monotonic()
+            self._gate.began(fill.recipe.dataset, fill.size_bytes, fill.since)
             ran = asyncio.get_running_loop().run_in_executor(self._executor, fill.work)
             ran.add_done_callback(partial(self._ran, fill))
 
@@ -177,6 +206,13 @@ class Fills:
         seconds = fill.patience_until - now
         fill.timer = asyncio.get_running_loop().call_later(seconds, self._resume, fill)
         return True
+
+    def _waits_at_gate(self, fill: _Fill) -> bool:
+        """Put a fill aside if it is not its dataset's turn to read the origin; return whether it is."""
+        seconds = self._gate.wait_seconds(fill.recipe.dataset, time.monotonic())
+        if seconds > 0:
+            fill.timer = asyncio.get_running_loop().call_later(seconds, self._resume, fill)
+        return seconds > 0
 
     def _resume(self, fill: _Fill) -> None:
         """Queue a fill that was put aside again, before its client's others."""
@@ -192,6 +228,8 @@ class Fills:
         self._active -= 1
         fill.running = False
         error = None if ran.cancelled() else ran.exception()
+        from_origin = not ran.cancelled() and error is None and ran.result() == "origin"
+        self._gate.ended(fill.recipe.dataset, fill.size_bytes, time.monotonic(), from_origin=from_origin)
         if fill.future.done():  # the shard arrived another way meanwhile
             pass
         elif ran.cancelled():

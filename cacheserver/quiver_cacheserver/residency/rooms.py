@@ -63,7 +63,7 @@ class Rooms:
         self._needs = needs
         self._opened = opened
         self._budgets = budgets
-        self._counters = counters
+        self.counters = counters
         self._looked_up = _LookedUp(needs.shown.shards, (), np.zeros(0, np.int64), np.zeros((0, 0), np.int64))
         self._lock = threading.Lock()  # held while room is decided on and reserved, never while data is moved
 
@@ -105,6 +105,10 @@ class Rooms:
         reserved_bytes = inventory.reserved_bytes()
         free_bytes = self.store.capacity_bytes - (inventory.resident_bytes() - reserved_bytes)
         return free_bytes - max(reserved_bytes, promised_bytes)  # what is coming reserves its room when it was fetched
+
+    def shards_bytes_max(self) -> float:
+        """Return the room that there is for shards: all that manifests do not take."""
+        return float(self.store.capacity_bytes - int(self._inventory.listing(Kind.MANIFEST).sizes.sum()))
 
     def with_room(self, decision: Decision, client: str) -> Decision | None:
         """Return the decision with everything to evict for it as of now; ``None`` if that frees too little."""
@@ -253,7 +257,7 @@ class Rooms:
         if not evict:
             return
         shards = as_rows(digest for kind, digest in evict if kind is Kind.SHARD)
-        self._counters.add("forced_drops", int((self._needs.needed_of(shards) > 0).sum()))
+        self.counters.add("forced_drops", int((self._needs.needed_of(shards) > 0).sum()))
         others = int((self.holders.of([digest for _, digest in evict]) != self.holders.number(client)).sum())
         if client and others:
             self._budgets.charge(client, Cost.EVICTIONS, others, time.monotonic())

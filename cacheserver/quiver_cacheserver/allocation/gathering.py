@@ -1,0 +1,58 @@
+"""Reports, as an allocation is told them: by dataset the groups that read it. Pure.
+
+Ranks of one job add up, as each reads its own samples. Of a group's jobs, such as the trials of a sweep, the fastest
+counts: those that substitute read one stream. A consumer that says no job's name is a job of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from quiver.allocation import Reader
+from quiver.digest import Digest
+
+
+class Heard(NamedTuple):
+    """What is known of one rank. ``rate``: f* in bytes per second, 0 for unknown."""
+
+    dataset: Digest
+    consumer: str
+    rate: float
+    job: str = ""
+    group: str = ""
+    tenant: str = ""
+    ordered: bool = False
+    attained_bytes: float = 0.0
+
+
+def readers_of(heard: Iterable[Heard]) -> dict[Digest, tuple[Reader, ...]]:
+    """Return the readers of each dataset, sorted by name. No two of one dataset have the same name and tenant."""
+    jobs: dict[Digest, dict[tuple[str, str, bool], dict[str, list[Heard]]]] = {}
+    for it in heard:
+        job = it.job or f"\0{it.consumer}"  # which no name contains
+        groups = jobs.setdefault(it.dataset, {})
+        groups.setdefault((it.group or job, it.tenant, it.ordered), {}).setdefault(job, []).append(it)
+    return {dataset: tuple(_named(groups)) for dataset, groups in sorted(jobs.items())}
+
+
+def _named(groups: dict[tuple[str, str, bool], dict[str, list[Heard]]]) -> Iterable[Reader]:
+    unnamed = 0
+    for (name, tenant, ordered), jobs in sorted(groups.items()):
+        if name.startswith("\0"):
+            unnamed += 1
+            name = "unnamed job" if unnamed == 1 else f"unnamed job ({unnamed})"
+        ranks = [list(each) for each in jobs.values()]
+        # A rank that does not know its rate yet reads as fast as the others of its job do on average.
+        yield Reader(
+            name=name,
+            rate=max(_rate(each) for each in ranks),
+            tenant=tenant,
+            ordered=ordered,
+            attained_bytes=sum(it.attained_bytes for each in ranks for it in each),
+        )
+
+
+def _rate(ranks: list[Heard]) -> float:
+    known = [it.rate for it in ranks if it.rate > 0]
+    return sum(known) * len(ranks) / len(known) if known else 0.0

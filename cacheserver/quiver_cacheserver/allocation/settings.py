@@ -1,0 +1,103 @@
+"""What an operator says about allocation, parsed once: the policy, tenants' weights and quotas, caps on origins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from quiver.allocation import Policy
+from quiver.errors import Misconfigured
+from quiver.identity import check_name
+from quiver.sizes import format_size, parse_size
+
+NO_POLICY: Final = "none"  # need alone decides, also between datasets: to compare with
+TENANTS_MAX: Final = 4096
+WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e3
+_KEYS: Final = ("weight", "quota")
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationSettings:
+    """``policy``: ``None`` for none. ``weights`` and ``quotas`` (bytes of this daemon) by tenant.
+
+    ``origin_rates``: bytes per second that the rack may read, by the prefix of what is read; "" is of any origin.
+    """
+
+    policy: Policy | None = Policy.MAX_MIN
+    weights: Mapping[str, float] = field(default_factory=dict)
+    quotas: Mapping[str, float] = field(default_factory=dict)
+    origin_rates: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def parse(
+        cls, policy: str, tenants: Mapping[str, Any], origin_rates: Iterable[str], capacity_bytes: int
+    ) -> AllocationSettings:
+        """Parse what was given. Raises ``Misconfigured`` with one line that says what to write."""
+        known = [NO_POLICY, *Policy]
+        if policy not in known:
+            raise Misconfigured(f"--policy {policy!r}: write one of {', '.join(Policy)}")
+        if len(tenants) > TENANTS_MAX:
+            raise Misconfigured(f"[tenants]: {len(tenants)} tenants; {TENANTS_MAX} are the most")
+        weights, quotas = dict[str, float](), dict[str, float]()
+        for tenant, given in tenants.items():
+            _check_tenant(tenant, given)
+            if "weight" in given:
+                weights[tenant] = _weight(tenant, given["weight"])
+            if "quota" in given:
+                quotas[tenant] = _quota(tenant, given["quota"], capacity_bytes)
+        chosen = None if policy == NO_POLICY else Policy(policy)
+        return cls(chosen, weights, quotas, dict(map(_origin_rate, origin_rates)))
+
+    def cap_of(self, base: str) -> tuple[str, float] | None:
+        """Return the longest prefix of where an origin's data lies that has a cap, and the cap; ``None`` if none."""
+        found = [prefix for prefix in self.origin_rates if base.startswith(prefix)]
+        prefix = max(found, key=len, default=None)
+        return None if prefix is None else (prefix, self.origin_rates[prefix])
+
+
+def _check_tenant(tenant: str, given: Any) -> None:
+    try:
+        check_name("a tenant", tenant)
+    except ValueError as error:
+        raise Misconfigured(f"[tenants]: {error}") from None
+    if not isinstance(given, Mapping):
+        raise Misconfigured(f'[tenants.{tenant}]: write weight = 2 or quota = "200GiB" below it')
+    unknown = sorted(set(given) - set(_KEYS))
+    if unknown:
+        raise Misconfigured(f"[tenants.{tenant}]: unknown key {unknown[0]!r}; known: {', '.join(_KEYS)}")
+
+
+def _weight(tenant: str, given: Any) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not math.isfinite(given):
+        raise Misconfigured(f"[tenants.{tenant}] weight = {given!r}: write a number, for example 2")
+    if not WEIGHT_MIN <= given <= WEIGHT_MAX:
+        raise Misconfigured(f"[tenants.{tenant}] weight = {given}: write one from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
+    return float(given)
+
+
+def _quota(tenant: str, given: Any, capacity_bytes: int) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | str):
+        raise Misconfigured(f'[tenants.{tenant}] quota = {given!r}: write a size, for example "200GiB"')
+    try:
+        quota_bytes = parse_size(given)
+    except Misconfigured as error:
+        raise Misconfigured(f"[tenants.{tenant}] quota: {error}") from None
+    if quota_bytes > capacity_bytes:
+        raise Misconfigured(
+            f"[tenants.{tenant}] quota = {given!r} is more than --capacity, {format_size(capacity_bytes)}; a quota is"
+            " of one daemon"
+        )
+    return float(quota_bytes)
+
+
+def _origin_rate(given: str) -> tuple[str, float]:
+    prefix, _, text = given.rpartition("=")
+    text = text.strip().removesuffix("/s")
+    try:
+        return prefix.strip(), float(parse_size(text))
+    except Misconfigured:
+        raise Misconfigured(
+            f"--origin-rate {given!r}: write [PREFIX=]RATE in bytes per second, for example 200MB or s3://b/=1GiB"
+        ) from None

@@ -1,0 +1,127 @@
+"""Which consumers need a fetch now: how long what is resident lasts each of them. Pure.
+
+Fetching for consumers that read the same dataset is put off until the fastest of them would soon have read the next
+shard, since waiting lets more of them share a read. Those of another dataset have no part in that: patience with them
+would save nothing. So for the one consumer that reads a dataset alone, the next shard is fetched at once if there is
+room for it.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from quiver.digest import Digest
+from quiver.residency.consumers import Consumer, DatasetNeeds, Mask
+from quiver.residency.needs import Needs
+from quiver.residency.origin_estimate import OriginEstimate
+
+LOW_SHARDS: Final = 1.25  # runway of a dataset's fastest consumer below which the next shard is fetched
+STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a needed shard may be evicted
+SILENT_REPORTS: Final = 3.0  # report intervals without a report, after which nothing is fetched for a consumer
+REPORT_SECONDS_MAX: Final = 1.0  # between two reports of a consumer with a long runway
+ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that decisions rely on
+
+
+class Hungry(NamedTuple):
+    """A consumer that needs a fetch now.
+
+    ``starving``: its runway would not last until the fetch ends. ``low``: its runway is short; if not, it is fetched
+    for only because it reads alone, and patience saves nothing. ``seconds``: how long its runway lasts.
+    """
+
+    consumer: Consumer
+    missing: Mask
+    starving: bool
+    low: bool
+    seconds: float
+
+
+class Runway(NamedTuple):
+    """Bytes that a consumer has ahead of it now: resident in all; of what is mine, resident and absent."""
+
+    ahead: float
+    local: float
+    absent: float
+
+
+class Hunger:
+    """The runways of one round's consumers."""
+
+    def __init__(self, needs: Needs, now: float, origin: OriginEstimate) -> None:
+        self._needs, self._now, self._origin = needs, now, origin
+        self._reading: dict[Digest, list[Consumer]] = {}
+        for it in needs.consumers.values():
+            if it.is_reading:
+                self._reading.setdefault(it.dataset, []).append(it)
+
+    def reading(self, name: Digest) -> list[Consumer]:
+        """Return the consumers of a dataset that have something left to read."""
+        return self._reading.get(name, [])
+
+    @property
+    def datasets(self) -> list[Digest]:
+        """The datasets of which somebody has something left to read."""
+        return list(self._reading)
+
+    def of(self, it: Consumer, here: Mask, missing: Mask) -> Hungry | None:
+        """Return what a consumer's hunger is, ``None`` for none. ``here``, ``missing``: of its dataset's shards."""
+        dataset, reading = self._needs.datasets[it.dataset], self.reading(it.dataset)
+        runway = self.runway(it, here, missing)
+        fastest = max((each.report.rate for each in reading if self.is_heard(each)), default=0.0)
+        low = self._is_low(it, dataset, runway, fastest)
+        if not low and len(reading) > 1:
+            return None
+        seconds = runway.ahead / it.report.rate if it.report.rate > 0 else 0.0
+        return Hungry(it, missing, runway.ahead <= self.little(it), low, seconds)
+
+    def runway(self, it: Consumer, here: Mask, missing: Mask) -> Runway:
+        local = float(it.left_mine @ here)
+        read_since = it.report.rate * (self._now - it.reported_at)
+        ahead = it.report.ahead_bytes + (local - it.local_bytes) - read_since
+        mine_since = read_since * self._needs.datasets[it.dataset].mine_share
+        return Runway(ahead, local - mine_since, float(it.left_mine @ missing))
+
+    def little(self, it: Consumer) -> float:
+        """Return the runway below which a consumer starves: a shard fetched now arrives one fill later."""
+        shard_bytes = self._needs.datasets[it.dataset].shard_bytes
+        return STARVING_SHARDS * shard_bytes + it.report.rate * self._origin.fill_seconds
+
+    def is_heard(self, it: Consumer) -> bool:
+        """Whether a consumer reported recently. The progress of a silent one is unknown."""
+        pause = max(self._origin.report_seconds, REPORT_SECONDS_MAX)
+        return self._now - it.reported_at <= SILENT_REPORTS * pause
+
+    def spared(self, name: Digest, here: Mask, *, own: bool) -> list[Consumer]:
+        """Return the consumers of a dataset whose shards are not evicted for a starving one, of it (``own``) or not.
+
+        A shard just fetched for one consumer has most left in it, and few need it. If the next starving consumer had it
+        evicted, and so on, shards would replace one another before they are read, and no consumer would progress. A
+        consumer that reads alone replaces its own shards only if it waits: what it has is too little for a batch.
+        """
+        reading = self.reading(name)
+        spared = []
+        for it in reading:
+            if not self.is_heard(it):
+                continue
+            runway = self.runway(it, here, it.pending)
+            most = max(runway.ahead, runway.local)
+            if (runway.ahead > 0) if own and len(reading) == 1 else (most <= self.little(it)):
+                spared.append(it)
+        return spared
+
+    def _is_low(self, it: Consumer, dataset: DatasetNeeds, runway: Runway, fastest: float) -> bool:
+        """Return whether a consumer's runway is short, in all and of what is mine."""
+        rate, origin = it.report.rate, self._origin
+        if rate <= 0:
+            return runway.ahead < LOW_SHARDS * dataset.shard_bytes
+        low_seconds = max(LOW_SHARDS * dataset.shard_bytes / fastest, origin.fill_seconds) + origin.report_seconds
+        if runway.ahead < rate * low_seconds and runway.local < rate * low_seconds * dataset.mine_share:
+            return True
+        if origin.rate <= 0 or dataset.mine_share <= 0:
+            return False
+        # The latest time to begin: with a slow origin, fetches must start early enough to finish within the epoch.
+        mine_rate = rate * dataset.mine_share
+        seconds = (runway.local + runway.absent) / mine_rate if mine_rate > 0 else np.inf
+        return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
