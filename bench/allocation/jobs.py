@@ -1,7 +1,8 @@
 """Jobs of a run: each rank is a forked process with a loop over ``DataLoader``.
 
 A rank emulates an accelerator that works on each batch for a fixed step, while its loop sleeps; then the loop asks for
-the next batch. *Idle* is the time for which it waits for one. The rank writes lines of JSON to a file: four times per second what it has read so far, and one at the end of each epoch.
+the next batch. *Idle* is the time for which it waits for one. The rank writes lines of JSON to a
+file: four times per second what it has read so far, and one at the end of each epoch.
 """
 
 from __future__ import annotations
