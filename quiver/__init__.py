@@ -11,7 +11,7 @@ Imports run one way, from the formats outward:
 - formats: ``shard``, ``layout``, ``lookup`` (digest to row), ``manifest``
 - decisions, pure: ``ring``, ``membership``, ``plan``, ``residency`` (what is fetched and evicted), ``allocation`` (how
   much of the cache each dataset gets), ``substitution``, ``shuffles`` (the order of a block shuffle), ``health`` (whom
-  to avoid)
+  to avoid), ``matching`` (which job goes where, at the least cost)
 - input and output: ``store``, ``origin``; ``source`` and ``fill``, which obtain a verified shard
 - the protocol: ``wire``, ``handover`` (what a drain says), ``transport``, ``peer``
 

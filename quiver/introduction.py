@@ -57,3 +57,14 @@ class Introduction:
         if not _READER.fullmatch(told.get("id", "")):
             raise BadRequest(f"malformed {HEADER}: id is not {2 * READER_BYTES} hexadecimal digits")
         return cls(bytes.fromhex(told["id"]), Identity(job, group, tenant), dataset)
+
+
+def introduced(text: str) -> Introduction | None:
+    """Parse what a reader says of itself. Anything malformed counts as nothing said.
+
+    It decides only what operators see and how the cache is shared, and must not keep anybody from reading.
+    """
+    try:
+        return Introduction.parse(text) if text else None
+    except BadRequest:
+        return None

@@ -173,6 +173,10 @@ class IntroducedNeeds:
         self._introduction = introduction
         self.orphaned: npt.NDArray[np.bool_] | None = channel.orphaned
 
+    @property
+    def probe_wanted(self) -> bool:
+        return self._channel.probe_wanted
+
     def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         said = self._introduction
         told = replace(report, dataset_name=said.dataset_name, reader=said.reader)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,12 @@ from quiver.identity import Identity
 from quiver.introduction import READER_BYTES, Introduction
 from quiver.residency import ConsumerReport, Needs
 from quiver.ring import Member, Ring
+from quiver.store import Store
+from quiver.transport.handoff import HandoffClient
 from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.names import consumer_in, name_in
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.residency import readers as readers_module
 from quiver_cacheserver.residency.readers import (
     FORGET_SECONDS,
@@ -24,6 +30,7 @@ from quiver_cacheserver.residency.readers import (
     SeenReader,
     own_share,
 )
+from quiver_cacheserver.serving.unix_socket import Handoff, bound
 from tests.support.data import Files
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
@@ -152,6 +159,28 @@ def test_who_stops_is_no_longer_seen_and_then_forgotten(board: Board) -> None:
     board.now += FORGET_SECONDS + 1
     board.seen()
     assert len(board.readers) == 0
+
+
+async def test_what_is_read_by_mapped_files_is_told_over_the_socket(files: Files, tmp_path: Path) -> None:
+    store = await asyncio.to_thread(Store.open, tmp_path / "store", 1 << 24, shared=False)
+    node = Node("0", store, StaticRegistry("r", Member("a", "http://a:7717")), [])
+    digest, said = files.opened().digest, Introduction(b"r" * READER_BYTES, Identity("resnet"), "train")
+
+    def read_and_tell() -> None:
+        for introduction in (said.encode(), "nonsense", ""):  # the last as an older client
+            client = HandoffClient(str(tmp_path / "s"), answer_seconds=20, introduction=introduction)
+            client.read(digest, 1000)
+            client.read(digest, 500)
+            assert client.held([]) == []
+            client.close()
+
+    with bound(str(tmp_path / "s")) as listener:
+        assert listener is not None
+        async with Handoff(node, listener):
+            await asyncio.to_thread(read_and_tell)
+    counted = {it.by.identity.job: it.bytes for it in node.readers._counted.values()}
+    assert counted == {"resnet": 1500, "": 3000}
+    await asyncio.to_thread(node.close)
 
 
 def test_no_client_fills_the_table(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:

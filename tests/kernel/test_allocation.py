@@ -580,6 +580,6 @@ def test_the_reason_says_what_is_kept_and_why() -> None:
         "speed: the origin gives 3.46 MB/s to all that read from it."
     )
     assert shares["b"].reason == (
-        "Reads at most 600 kB/s; none of it is kept: a cached GB saves its origin 6 MB/s, and one other dataset saves more. "
-        "Its job runs at full speed."
+        "Reads at most 600 kB/s; none of it is kept: a cached GB saves its origin 6 MB/s, and one other dataset saves "
+        "more. Its job runs at full speed."
     )

@@ -312,6 +312,11 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         rank = deal.rank, deal.world_size
         return Profile.of(self.order.speeds, making.costs, rank=rank, makers=making.makers)
 
+    @property
+    def is_probing(self) -> bool:
+        """Whether a series of probes has begun and has not ended."""
+        return self._prober.is_on
+
     def is_probe(self) -> bool:
         """Return whether the next batch is to be read past the cache. Called by what makes batches."""
         before = self._prober.series

@@ -185,7 +185,8 @@ def _compared(it: Explained) -> str:
 
 
 def _change(it: Explained, other: WhatIf) -> str:
-    what = f"{format_size(abs(other.change_bytes))} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
+    amount = "1 TB" if abs(other.change_bytes) == TB else format_size(abs(other.change_bytes))
+    what = f"{amount} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
     before = it.predicted
     ratio = other.predicted / before - 1 if before else 0.0
     if abs(ratio) <= NOTICED:

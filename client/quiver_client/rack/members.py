@@ -60,7 +60,7 @@ class Members:
     ) -> None:
         """``introduction``: what this process says of itself with its reads."""
         self._manifest = manifest
-        self._introduction = introduction.encode() if introduction is not None else ""
+        self.introduction = introduction.encode() if introduction is not None else ""
         self._seeds = tuple(seeds)
         self._stats = stats
         self.token = TokenSource.from_environment()
@@ -95,7 +95,7 @@ class Members:
             patience=patience,
             node=self._certified.get(url, ""),
             token=self.token,
-            introduction=self._introduction,
+            introduction=self.introduction,
         )
 
     def digests(self, shards: npt.NDArray[np.int64]) -> tuple[Digest, ...]:
