@@ -21,6 +21,7 @@ from quiver.domain import SINGLE, Domain
 from quiver.errors import NotAllowed, NotFound, QuiverError
 from quiver.lookup import as_rows
 from quiver.manifest import Manifest
+from quiver.overview import dataset_id
 from quiver.residency import Decision, Needs, Recipe
 from quiver.shard_memory import ShardMemory
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
@@ -184,6 +185,7 @@ class Node:
             self.dataset_names.shown(manifest.digest, domain),
             float(manifest.tables.shard_sizes.sum()),
             manifest.header.base,
+            dataset_id(manifest.digest, domain) in self.pins,
         )
 
     def close(self) -> None:
