@@ -35,6 +35,7 @@ class Drain:
         self._registry = registry
         self._giver = giver
         self._is_fetching = is_fetching
+        self._changing = asyncio.Lock()
         self._settled = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
         self._handing: asyncio.Task[None] | None = None
@@ -53,14 +54,17 @@ class Drain:
 
         Returns at once; ``wait`` waits. ``why``: for the log.
         """
-        await self._end_handover()
+        async with self._changing:
+            await self._end_handover()
+            self._begin(deadline_seconds, why)
+
+    def _begin(self, deadline_seconds: float, why: str) -> None:
+        deadline = self._giver.plan(deadline_seconds)
         if self.state == "up":
             log.info("%s drains: %s", self._name, why)
             self.state = "draining"
-            await _ended(self._announcing)
             settle_seconds = min(SETTLE_SECONDS_MAX, deadline_seconds / 4)
             self._announcing = asyncio.create_task(_logged(self._announce(settle_seconds)), name="announce")
-        deadline = time.monotonic() + deadline_seconds
         self._handing = asyncio.create_task(_logged(self._hand_over(deadline)), name="handover")
 
     async def wait(self) -> None:
@@ -69,22 +73,24 @@ class Drain:
 
     async def undrain(self) -> None:
         """Own shards again. What was handed over stays where it is: a second copy that may be evicted."""
-        await self._end_handover()
-        if self.state == "up":
-            return
-        await _ended(self._announcing)
-        self._announcing = None
-        self._settled.clear()
-        self.state = "up"
-        self._giver.reset()
-        log.info("%s drains no more: it owns shards again", self._name)
-        await self._registry.undrain()
+        async with self._changing:
+            await self._end_handover()
+            if self.state == "up":
+                return
+            await _ended(self._announcing)
+            self._announcing = None
+            self._settled.clear()
+            self.state = "up"
+            self._giver.reset()
+            log.info("%s drains no more: it owns shards again", self._name)
+            await self._registry.undrain()
 
     async def close(self) -> None:
         """End a handover that is under way."""
-        await self._end_handover()
-        await _ended(self._announcing)
-        self._giver.close()
+        async with self._changing:
+            await self._end_handover()
+            await _ended(self._announcing)
+            self._giver.close()
 
     def status(self) -> DrainStatus:
         if self.state == "up":

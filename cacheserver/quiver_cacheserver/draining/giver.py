@@ -121,10 +121,16 @@ class Giver:
         self._offered.clear()
         self._handed.clear()
 
-    async def run(self, deadline: float) -> None:
-        """Hand over until all is handed over or refused, or until ``deadline`` on the monotonic clock."""
+    def plan(self, deadline_seconds: float) -> float:
+        """Begin to count anew; return the deadline on the monotonic clock."""
         now = time.monotonic()
-        progress = self.progress = Progress(now, deadline)
+        deadline = now + deadline_seconds
+        self.progress = Progress(now, deadline, ended=inf if deadline_seconds else now)
+        return deadline
+
+    async def run(self, deadline: float) -> None:
+        """Hand over until all is handed over or refused, or until the deadline."""
+        progress, now = self.progress, time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(loop.time() + deadline - now):
