@@ -12,25 +12,23 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
-from quiver.digest import Digest
 from quiver.domain import Domain
 from quiver.errors import NotFound, QuiverError, Unavailable
-from quiver.handover import ASKED_MAX, HOLDERS_MAX, OFFERED_MAX, SHARED, HandoverAnswer, HandoverRequest, Taken
+from quiver.handover import ASKED_MAX, OFFERED_MAX, HandoverAnswer, HandoverRequest, Taken
 from quiver.lookup import as_rows
 from quiver.residency import Needs
-from quiver.residency.worth import most_needed_first
 from quiver.ring import Ring
 from quiver.store import Kind
 from quiver.transport.attempt import Attempt
 from quiver_cacheserver.counters import Counters
-from quiver_cacheserver.draining import worth
 from quiver_cacheserver.draining.queues import Queues
+from quiver_cacheserver.draining.stock import Item, Key, alike, request_about, statuses_in, stock_of
 from quiver_cacheserver.rack.peers import RUNNERS_UP, RackPeers
 from quiver_cacheserver.rack.registry import Registry
 from quiver_cacheserver.residency.rooms import Rooms
@@ -39,32 +37,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STOCK_MAX: Final = 1 << 18  # files that one drain hands over: 8 TiB in shards of the default size
 RECEIVERS_AT_ONCE: Final = 32  # threads, each of which waits for one receiver
 WINDOW_BYTES: Final = 512 << 20  # offered to one receiver at a time: half a second of 10 Gbit/s
-ANSWER_SECONDS: Final = 0.5  # after which a receiver says how far it is
 ASK_SECONDS_MAX: Final = 2.0  # for which all wait for a slow receiver to say what it holds
 STALL_SECONDS: Final = 5.0  # without a single file, after which others are asked
 FAILURES_MAX: Final = 2  # requests in a row
 DELIVERIES_MAX: Final = 12  # attempts to deliver a file to one receiver
 PAUSE_SECONDS: Final = 0.2
-
-
-Key = tuple[Kind, Digest, Domain]
-
-
-class Item(NamedTuple):
-    """A file to hand over, in one sharing domain. ``holder``: the account that it is kept for, ``""`` for several."""
-
-    kind: Kind
-    digest: Digest
-    size_bytes: int
-    domain: Domain
-    holder: str = ""
-
-    @property
-    def key(self) -> Key:
-        return self.kind, self.digest, self.domain
 
 
 @dataclass(slots=True)
@@ -161,26 +140,11 @@ class Giver:
 
     async def _new_stock(self) -> list[Item]:
         """Return what is held and was not looked at before: at first all, later what readers had filled."""
-        stock = [it for it in await self._in_thread(self._stock) if it.key not in self._seen]
+        stock = [it for it in await self._in_thread(stock_of, self._rooms, self._needs) if it.key not in self._seen]
         self._seen.update(it.key for it in stock)
         self.progress.held_bytes += sum(it.size_bytes for it in stock if it.kind is Kind.SHARD)
         self.progress.held_shards += sum(it.kind is Kind.SHARD for it in stock)
         return stock
-
-    def _stock(self) -> list[Item]:
-        """In a thread: return what is held, manifests first (a receiver can go on filling by them), then by need."""
-        inventory, holders = self._rooms.store.inventory, self._rooms.holders.names()
-        items: list[Item] = []
-        for held in inventory.held(Kind.MANIFEST)[: STOCK_MAX // 2]:
-            items += [Item(Kind.MANIFEST, *held[:2], it) for it in inventory.domains_of(Kind.MANIFEST, held.digest)]
-        shelf = self._rooms.shelf()
-        order = most_needed_first(worth.of_held(self._needs, shelf), shelf.idle)
-        for at in order[: STOCK_MAX - len(items)].tolist():
-            digest, size_bytes = shelf.name(at), int(shelf.sizes[at])
-            holder = holders.get(int(shelf.holders[at]), "")
-            domains = inventory.domains_of(Kind.SHARD, digest)
-            items += [Item(Kind.SHARD, digest, size_bytes, domain, holder) for domain in domains]
-        return items
 
     # -- one distribution over the receivers ---------------------------------------------------------------------------
 
@@ -230,12 +194,12 @@ class Giver:
         """Return which items a member holds; ``None`` if it does not answer, or drains."""
         held: list[int] = []
         try:
-            for some in _alike(stock, wanted, ASKED_MAX):
+            for some in alike(stock, wanted, ASKED_MAX):
                 items = [stock[at] for at in some]
-                answer = await self._ask(name, items, _request(self._name, items), ASK_SECONDS_MAX)
+                answer = await self._ask(name, items, request_about(self._name, items), ASK_SECONDS_MAX)
                 if answer.state != "up":
                     return None
-                held += [at for at, taken in zip(some, _statuses(answer), strict=True) if taken == Taken.HELD]
+                held += [at for at, taken in zip(some, statuses_in(answer), strict=True) if taken == Taken.HELD]
         except QuiverError as error:
             log.info("%s is handed nothing: %s", name, error)
             return None
@@ -279,12 +243,12 @@ class Giver:
     async def _offer(self, name: str, work: _Work, some: Sequence[int]) -> HandoverAnswer:
         items = [work.items[at] for at in some]
         self._offered.update(it.key for it in items)
-        return await self._ask(name, items, _request(self._name, items, take=True), inf)
+        return await self._ask(name, items, request_about(self._name, items, take=True), inf)
 
     def _settle(self, name: str, work: _Work, some: Sequence[int], answer: HandoverAnswer) -> list[int]:
         """Take in what a receiver says of its files; return those that are still under way there."""
         pending: list[int] = []
-        for at, taken in zip(some, _statuses(answer), strict=True):
+        for at, taken in zip(some, statuses_in(answer), strict=True):
             if taken == Taken.PENDING:
                 pending.append(at)
             elif taken in (Taken.HELD, Taken.TAKEN):
@@ -385,39 +349,3 @@ class _Work:
     def _tell(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
-
-
-def _alike(stock: Sequence[Item], wanted: Iterable[int], count_max: int) -> Iterator[list[int]]:
-    """Yield the wanted items in batches of one kind and domain each."""
-    batches: dict[tuple[Kind, Domain], list[int]] = {}
-    for at in wanted:
-        batch = batches.setdefault((stock[at].kind, stock[at].domain), [])
-        batch.append(at)
-        if len(batch) == count_max:
-            yield batches.pop((stock[at].kind, stock[at].domain))
-    yield from batches.values()
-
-
-def _request(giver: str, items: Sequence[Item], *, take: bool = False) -> HandoverRequest:
-    """Return the request about items of one kind: to say which are held, or to take them."""
-    files, wait_ms = tuple(it.digest for it in items), int(1000 * ANSWER_SECONDS) if take else 0
-    if items[0].kind is Kind.MANIFEST:
-        return HandoverRequest(giver, manifests=files, take=take, wait_ms=wait_ms)
-    if not take:
-        return HandoverRequest(giver, files)
-    holders = list(dict.fromkeys(it.holder for it in items if it.holder))[:HOLDERS_MAX]
-    number = {holder: at + 1 for at, holder in enumerate(holders)}
-    return HandoverRequest(
-        giver,
-        files,
-        tuple(it.size_bytes for it in items),
-        take=True,
-        wait_ms=wait_ms,
-        holders=tuple(holders),
-        holder_of=tuple(number.get(it.holder, SHARED) for it in items),
-    )
-
-
-def _statuses(answer: HandoverAnswer) -> bytes:
-    """Return the statuses of the answer to a request about one kind."""
-    return answer.shards or answer.manifests
