@@ -14,5 +14,7 @@ composes
 - ``rack``, who is in it and how to reach them; ``origins``, what the daemon may read
 - ``names``, what a digest is called in a sharing domain; ``dataset_names``, what people call a dataset
 - ``access``, who sends a request; ``budget``, what one client may hold and cause; ``slices``, turns of large requests
-- ``counters`` and ``metrics``; ``logs`` and ``log_limits``; ``memory``, which returns what fills used
+- ``overview``, what operators are told and have done; ``pins``, what they want kept
+- ``counters``, ``usage`` (bytes by dataset and tenant) and ``metrics``; ``logs`` and ``log_limits``; ``memory``, which
+  returns what fills used
 """
