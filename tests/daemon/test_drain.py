@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from quiver.handover import HandoverAnswer, HandoverRequest, Taken
 from quiver.ring import Member, Ring
 from quiver.wire import ErrorBody, RingView
 from quiver_client.cli.main import run
@@ -146,6 +147,65 @@ def test_sigterm_hands_over_past_a_silent_member_and_ends(tmp_path: Path, local:
         assert leaving.stop() == 0
         assert f"in {held[0]} shards to 1 member" in leaving.log, leaving.log
         assert taking.status()["shards"] == sum(held)
+
+
+@pytest.mark.fault("M9")
+def test_a_receiver_that_takes_a_list_and_then_hangs_costs_no_other_its_files(tmp_path: Path, local: Files) -> None:
+    offers: list[int] = []
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        head, _, body = request.partition(b"\r\n\r\n")
+        packed = b"ok"
+        if b" /v1/handover " in head:
+            asked = HandoverRequest.decode(body)
+            if asked.take:
+                offers.append(len(asked.shards))
+                server.gone.wait(60)
+                return
+            absent = bytes([Taken.ABSENT])
+            packed = HandoverAnswer(absent * len(asked.shards), absent * len(asked.manifests)).encode()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed)
+
+    ports = free_ports(2)
+    with HostileServer(answer) as server:
+        peers = ",".join([*(f"http://127.0.0.1:{port}" for port in ports), server.url])
+        flags = ("--peers", peers, "--drain-seconds", "100")
+        with (
+            Daemon(tmp_path / "a", *flags, port=ports[0], origins=[local.folder]) as leaving,
+            Daemon(tmp_path / "b", *flags, port=ports[1], origins=[local.folder]) as taking,
+        ):
+            manifest = local.opened()
+            for number in range(manifest.shard_count):
+                digest, data = shard_bytes_of(manifest, number)
+                assert leaving.ask("PUT", f"/v1/shards/{digest}", data)[0] == 201
+            assert leaving.stop() == 0
+            assert offers, "it was asked to take its part"
+            assert taking.status()["shards"] == manifest.shard_count
+            assert f"in {manifest.shard_count} shards to 1 member" in leaving.log
+
+
+@pytest.mark.fault("M9")
+def test_what_is_left_at_the_deadline_is_said_and_the_daemon_ends(tmp_path: Path, local: Files) -> None:
+    """Its only receiver says that it fetches, and never does."""
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        head, _, body = request.partition(b"\r\n\r\n")
+        packed = b"ok"
+        if b" /v1/handover " in head:
+            asked = HandoverRequest.decode(body)
+            status = bytes([Taken.PENDING if asked.take else Taken.ABSENT])
+            packed = HandoverAnswer(status * len(asked.shards), status * len(asked.manifests)).encode()
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed)
+
+    [port] = free_ports(1)
+    with HostileServer(answer) as server:
+        peers = f"http://127.0.0.1:{port},{server.url}"
+        with Daemon(tmp_path / "a", "--peers", peers, "--drain-seconds", "1", port=port) as leaving:
+            manifest = local.opened()
+            digest, data = shard_bytes_of(manifest, 0)
+            assert leaving.ask("PUT", f"/v1/shards/{digest}", data)[0] == 201
+            assert leaving.stop() == 0
+            assert "in 1 shard were not handed over in time" in leaving.log
 
 
 @pytest.mark.fault("M9")

@@ -148,7 +148,8 @@ def _told(status: DrainStatus) -> str:
     if status.refused_bytes:
         told += f"; no other member had room for {format_size(status.refused_bytes)}"
     if status.left_bytes:
-        told += f"; {format_size(status.left_bytes)} in {status.left_shards} shards were not handed over in time"
+        shards = f"{status.left_shards} shard{'s' * (status.left_shards != 1)}"
+        told += f"; {format_size(status.left_bytes)} in {shards} were not handed over in time"
     return told
 
 
