@@ -52,7 +52,7 @@ class Drain:
     async def begin(self, deadline_seconds: float, why: str) -> None:
         """Leave placement, and hand over until the deadline. A handover under way goes on under the new deadline.
 
-        Returns at once; ``wait`` waits. ``why``: for the log.
+        Returns before either has ended. ``why``: for the log.
         """
         async with self._changing:
             await self._end_handover()
@@ -66,10 +66,6 @@ class Drain:
             settle_seconds = min(SETTLE_SECONDS_MAX, deadline_seconds / 4)
             self._announcing = asyncio.create_task(_logged(self._announce(settle_seconds)), name="announce")
         self._handing = asyncio.create_task(_logged(self._hand_over(deadline)), name="handover")
-
-    async def wait(self) -> None:
-        """Return once the handover has ended and the registry knows that this daemon drains."""
-        await asyncio.wait([task for task in (self._announcing, self._handing) if task is not None])
 
     async def undrain(self) -> None:
         """Own shards again. What was handed over stays where it is: a second copy that may be evicted."""

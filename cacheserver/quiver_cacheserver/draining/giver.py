@@ -42,6 +42,7 @@ WINDOW_BYTES: Final = 512 << 20  # offered to one receiver at a time: half a sec
 ASK_SECONDS_MAX: Final = 2.0  # for which all wait for a slow receiver to say what it holds
 STALL_SECONDS: Final = 5.0  # without a single file, after which others are asked
 FAILURES_MAX: Final = 2  # requests in a row
+ROUNDS_IN_VAIN_MAX: Final = 2  # of asking everybody
 DELIVERIES_MAX: Final = 12  # attempts to deliver a file to one receiver
 PAUSE_SECONDS: Final = 0.2
 
@@ -115,8 +116,16 @@ class Giver:
             async with asyncio.timeout_at(loop.time() + deadline - now):
                 self._seen.clear()
                 stock = await self._new_stock()
+                in_vain = 0
                 while not (why := self._nobody(others := self._others())) and stock:
-                    stock = await self._round(stock, others) or await self._new_stock()
+                    before = progress.left_bytes, progress.manifests
+                    stock, is_done = await self._round(stock, others)
+                    if stock and is_done:
+                        in_vain = in_vain + 1 if before == (progress.left_bytes, progress.manifests) else 0
+                        if in_vain >= ROUNDS_IN_VAIN_MAX:
+                            break
+                        await asyncio.sleep(PAUSE_SECONDS)
+                    stock = stock or await self._new_stock()
                 progress.why = why
         except TimeoutError:
             pass
@@ -148,8 +157,8 @@ class Giver:
 
     # -- one distribution over the receivers ---------------------------------------------------------------------------
 
-    async def _round(self, stock: Sequence[Item], others: Ring) -> list[Item]:
-        """Hand over with the ring as it is now. Return what to begin anew with, because the ring has changed."""
+    async def _round(self, stock: Sequence[Item], others: Ring) -> tuple[list[Item], bool]:
+        """Hand over with the ring as it is now. Return what is left, and whether all was tried (the ring did not change)."""
         ended: set[int] = set()
         ranked = await self._in_thread(others.rank, as_rows(it.digest for it in stock), others.replicas + RUNNERS_UP)
         names = [member.id for member in others.members]
@@ -161,7 +170,7 @@ class Giver:
             is_done = handing.done()
             handing.cancel()
             watching.cancel()
-        return [] if is_done else [it for at, it in enumerate(stock) if at not in ended]
+        return [it for at, it in enumerate(stock) if at not in ended], is_done
 
     async def _watch_ring(self, others: Ring) -> None:
         """Return once another member came, left, or changed."""
@@ -169,7 +178,7 @@ class Giver:
             await self._registry.changed()
 
     async def _hand_over(self, stock: Sequence[Item], candidates: list[list[str]], ended: set[int]) -> None:
-        """Ask who holds what, then offer the rest. ``ended`` gets the items that need no further work."""
+        """Ask who holds what, then offer the rest. ``ended`` gets all items but those that nobody could take now."""
         receivers = list(dict.fromkeys(name for each in candidates for name in each))
         wanted = {name: [at for at, each in enumerate(candidates) if name in each] for name in receivers}
         answers = await asyncio.gather(*(self._held_by(name, stock, wanted[name]) for name in receivers))
@@ -185,6 +194,8 @@ class Giver:
         async with asyncio.TaskGroup() as tasks:
             for name in queues.receivers:
                 tasks.create_task(self._give(name, work))
+        for at in queues.refused | queues.gone:
+            ended.add(left[at])
         for at in queues.refused:
             item = work.items[at]
             self.progress.refused_bytes += item.size_bytes if item.kind is Kind.SHARD else 0
@@ -193,16 +204,22 @@ class Giver:
     async def _held_by(self, name: str, stock: Sequence[Item], wanted: Sequence[int]) -> list[int] | None:
         """Return which items a member holds; ``None`` if it does not answer, or drains."""
         held: list[int] = []
-        try:
-            for some in alike(stock, wanted, ASKED_MAX):
-                items = [stock[at] for at in some]
-                answer = await self._ask(name, items, request_about(self._name, items), ASK_SECONDS_MAX)
-                if answer.state != "up":
-                    return None
-                held += [at for at, taken in zip(some, statuses_in(answer), strict=True) if taken == Taken.HELD]
-        except QuiverError as error:
-            log.info("%s is handed nothing: %s", name, error)
-            return None
+        ends_at = time.monotonic() + ASK_SECONDS_MAX
+        for some in alike(stock, wanted, ASKED_MAX):
+            items, answer = [stock[at] for at in some], None
+            while answer is None:
+                try:
+                    left_seconds = max(ends_at - time.monotonic(), 0.0)
+                    answer = await self._ask(name, items, request_about(self._name, items), left_seconds)
+                except QuiverError as error:
+                    if isinstance(error, NotFound) or time.monotonic() + PAUSE_SECONDS > ends_at:
+                        log.info("%s is handed nothing: %s", name, error)
+                        return None
+                    await asyncio.sleep(PAUSE_SECONDS)  # it may be busy: what it holds must not be moved in vain
+            if answer.state != "up":
+                return None
+            held += [at for at, taken in zip(some, statuses_in(answer), strict=True) if taken == Taken.HELD]
+            ends_at = time.monotonic() + ASK_SECONDS_MAX
         return held
 
     async def _give(self, name: str, work: _Work) -> None:
@@ -218,7 +235,8 @@ class Giver:
                 answer = await self._offer(name, work, some)
             except QuiverError as error:
                 failures += 1
-                if failures >= FAILURES_MAX or isinstance(error, NotFound):
+                is_hopeless = failures >= FAILURES_MAX and work.queues.has_other(some)
+                if is_hopeless or isinstance(error, NotFound):
                     log.info("%s is handed nothing more: %s", name, error)
                     work.give_up(name, some)
                     return
