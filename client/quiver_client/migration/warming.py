@@ -6,6 +6,7 @@ brought before. A daemon without room for one more is asked for no more; the oth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from quiver.backoff import Backoff
 from quiver.errors import OverCapacity, QuiverError
 from quiver.manifest import Manifest
 from quiver.plan import plan_shards
@@ -127,12 +127,12 @@ def bring(
     ]
     try:
         problems = _renewed(holds, lease_seconds)
-        renewals = Backoff(lease_seconds / 8, lease_seconds / 8)
-        renewals.fail()
+        renewed_at = time.monotonic()
 
         def renew() -> None:
-            if not renewals.is_waiting:
-                renewals.fail()
+            nonlocal renewed_at
+            if time.monotonic() - renewed_at > lease_seconds / 8:
+                renewed_at = time.monotonic()
                 _renewed(holds, lease_seconds)
 
         warming.run(renew)
