@@ -130,13 +130,9 @@ class Giver:
             async with asyncio.timeout_at(loop.time() + deadline - now):
                 self._seen.clear()
                 stock = await self._new_stock()
-                while stock:
-                    others = self._others()
-                    if not others.owning or not self._peers.asks:
-                        progress.why = self._nobody(others)
-                        return
-                    stock = await self._round(stock, others)
-                    stock = stock or await self._new_stock()
+                while not (why := self._nobody(others := self._others())) and stock:
+                    stock = await self._round(stock, others) or await self._new_stock()
+                progress.why = why
         except TimeoutError:
             pass
         finally:
@@ -148,8 +144,11 @@ class Giver:
         return Ring.of(ring.rack, [it for it in ring.members if it.id != self._name], ring.replicas)
 
     def _nobody(self, others: Ring) -> str:
-        if others.owning:
+        """Return why there is nobody to hand over to; ``""`` if there is somebody."""
+        if not self._peers.asks:
             return "with tokens and without certificates daemons cannot ask one another"
+        if others.owning:
+            return ""
         return "every other member drains as well" if others.members else "the rack has no other member"
 
     # -- what there is ------------------------------------------------------------------------------------------------

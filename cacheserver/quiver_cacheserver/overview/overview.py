@@ -79,6 +79,14 @@ class Overview:
             )
             name = node.dataset_names.shown(manifest, domain)
             found.append(Reading(report.identity, dataset_id(manifest, domain), name, rank, report.ordered))
+        for seen in node.readers.seen(time.monotonic()):
+            if sees in (None, seen.domain):
+                name = node.dataset_names.shown(seen.manifest, seen.domain)
+                rank = RankView(
+                    rank_id(seen.name.encode()), throughput=seen.throughput, attained_bytes=seen.attained_bytes
+                )
+                identifier = dataset_id(seen.manifest, seen.domain)
+                found.append(Reading(seen.identity, identifier, name, rank, True, True, seen.processes))
         return found
 
     def probe(self, asked: ProbeRequest, caller: Caller) -> ProbeView:
@@ -188,7 +196,7 @@ class Overview:
     async def pin(self, request: DatasetRequest, caller: Caller) -> PinAnswer:
         """Pin a dataset. Raises ``BadRequest`` if it is too large, ``DiskFailed`` if that cannot be remembered."""
         node = self._node
-        known = self._find(await self._known.look(), request.id, caller)
+        known = self._find(await self._known.look(anew=True), request.id, caller)
         if known is None and not request.size_bytes:
             raise NotFound(f"no dataset with the id {request.id} is known here")
         size = known.facts.size_bytes if known is not None else request.size_bytes
@@ -201,7 +209,7 @@ class Overview:
 
     async def unpin(self, request: DatasetRequest, caller: Caller) -> PinAnswer:
         """Unpin a dataset. Raises ``NotFound`` if it is not pinned here."""
-        known = self._find(await self._known.look(), request.id, caller)
+        known = self._find(await self._known.look(anew=True), request.id, caller)
         if not await self._in_thread(partial(self._node.pins.remove, request.id, caller.sees)):
             raise NotFound(f"no dataset with the id {request.id} is pinned here")
         return PinAnswer(self._node.name, known is not None, known.held.resident_bytes if known is not None else 0)
@@ -224,7 +232,10 @@ class Overview:
         def remove() -> tuple[int, int]:
             return removal.evict(node.store, known.facts, removal.shared_with(known.facts, others), known.domain)
 
-        evicted, kept = await asyncio.get_running_loop().run_in_executor(node.disk_threads, remove)
+        try:
+            evicted, kept = await self._in_thread(remove)
+        finally:
+            self._known.expire()
         log.info("%s evicted of %s on request", evicted, node.dataset_names.shown(known.manifest, known.domain))
         return EvictAnswer(node.name, evicted, kept)
 

@@ -1,9 +1,9 @@
 """The command ``quiver``.
 
-Each of ``index``, ``info``, ``verify``, ``warm``, ``plan``, ``status``, ``jobs``, ``datasets``, ``explain``, ``pin``,
-``unpin``, ``evict``, ``probe``, ``drain``, ``undrain``, ``tls`` and ``token`` is a command; ``main`` groups them and
-turns errors into exit statuses, ``options`` has what they share, ``operating`` and ``pinning`` what those that ask a
-whole rack share, ``tables`` and ``progress`` draw tables and progress bars, and ``decoding`` is what ``verify
+Each of ``index``, ``info``, ``verify``, ``warm``, ``plan``, ``place``, ``status``, ``jobs``, ``datasets``, ``explain``,
+``pin``, ``unpin``, ``evict``, ``probe``, ``drain``, ``undrain``, ``tls`` and ``token`` is a command; ``main`` groups
+them and turns errors into exit statuses, ``options`` has what they share, ``operating`` and ``pinning`` what those that
+ask a whole rack share, ``tables`` and ``progress`` draw tables and progress bars, and ``decoding`` is what ``verify
 --decode`` does.
 """
 

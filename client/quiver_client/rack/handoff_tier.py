@@ -56,9 +56,10 @@ class HandoffTier:
         self._manifest = manifest
         self._members = members
         self._stats = stats
-        self._locals = LocalDaemons(members, seeds, stats, members.token)
+        self._locals = LocalDaemons(members, seeds, stats, members.token, lambda: members.introduction)
         self._maps: ShardMaps[_Source] = ShardMaps()
         self._avoided: Expiring[int, None] = Expiring()  # shards of which something was wrong
+        self._told_bytes = 0  # of what was read by maps, what daemons were told of
         self._ring: Ring | None = None
         self._lock = forks.lock()
         self._thread: threading.Thread | None = None
@@ -181,10 +182,13 @@ class HandoffTier:
         if self._ring is not None:
             self._locals.look(self._ring)
         self._looked.set()
-        self._release_evicted()
+        self._tell_reads(self._release_evicted())
 
-    def _release_evicted(self) -> None:
-        """Unmap shards that the daemons evicted, which frees the disk space; tell daemons which maps were used."""
+    def _release_evicted(self) -> set[LocalDaemon]:
+        """Unmap shards that the daemons evicted, which frees the disk space; tell daemons which maps were used.
+
+        Return the daemons whose files are mapped.
+        """
         asked: dict[tuple[LocalDaemon, bool], list[tuple[int, _Source]]] = {}
         for shard, source, used in self._maps.mapped():
             asked.setdefault((source.daemon, used), []).append((shard, source))
@@ -195,6 +199,20 @@ class HandoffTier:
                 for (shard, source), keep in zip(some, held, strict=True):
                     if not keep:
                         self._maps.drop(shard, source)
+        return {daemon for daemon, _ in asked}
+
+    def _tell_reads(self, daemons: set[LocalDaemon]) -> None:
+        """Tell the daemons whose files are mapped how much was read by them, as they do not see it."""
+        read = self._stats.snapshot()["bytes_host"]
+        answering = [daemon for daemon in daemons if not daemon.is_unresponsive]
+        if read <= self._told_bytes or not answering:
+            return
+        each, self._told_bytes = (read - self._told_bytes) // len(answering), read
+        for daemon in answering:
+            try:
+                daemon.client.read(self._manifest.digest, each)
+            except QuiverError as error:
+                self._pass_over(daemon, error)
 
     def _held(self, daemon: LocalDaemon, held: list[Held], flags: int) -> list[bool]:
         """Return which of these files a daemon still holds; if it is silent, all of them, for ``KEEP_SECONDS``."""
