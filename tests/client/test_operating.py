@@ -129,16 +129,14 @@ def explained(view: AllocationView | None, rate: float = 10_000 * MB) -> list[st
 def test_what_more_or_less_cache_would_change_is_solved_again_with_the_same_function() -> None:
     words = explained(allocation(20 * TB))
     assert words[0] == "train of tenant t reads imagenet."
-    assert "Without waiting it would read 9.31 GiB/s (f*)." in words
+    assert "Without waiting it would read 10 GB/s (f*)." in words
     assert "20% of the dataset is in the cache (c)." in words
-    assert any(
-        line.startswith("It is given 20% of the dataset as cache; its origin gives it 4.66 GiB/s") for line in words
-    )
+    assert any(line.startswith("It is given 20% of the dataset as cache; its origin gives it 5 GB/s") for line in words)
     # SiloD: b / (1 - c/d) = 5 / 0.8, 5 / 0.79 and 5 / 0.81 GB/s
-    assert "With that it is predicted to read 5.82 GiB/s, as it does." in words
+    assert "With that it is predicted to read 6.25 GB/s, as it does." in words
     assert words[-2:] == [
-        "1 TB more cache in the rack would make it 1% faster: 5.89 GiB/s.",
-        "1 TB less cache in the rack would make it 1% slower: 5.75 GiB/s.",
+        "1 TB more cache in the rack would make it 1% faster: 6.33 GB/s.",
+        "1 TB less cache in the rack would make it 1% slower: 6.17 GB/s.",
     ]
 
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, Reader, allocate
+from quiver.allocation.reasons import amount
 from quiver.overview import AllocationView, ReaderView, ShareView
-from quiver.sizes import format_size
 from quiver_client.operating.merging import Dataset, Job
 
 TB: Final = 1e12
@@ -188,8 +188,7 @@ def _compared(it: Explained) -> str:
 
 
 def _change(it: Explained, other: WhatIf) -> str:
-    amount = "1 TB" if abs(other.change_bytes) == TB else format_size(abs(other.change_bytes))
-    what = f"{amount} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
+    what = f"{amount(abs(other.change_bytes))} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
     ratio = other.ratio - 1
     if abs(ratio) <= NOTICED:
         full = other.change_bytes > 0 and it.best and other.predicted >= FULL_SPEED * it.best
@@ -199,7 +198,7 @@ def _change(it: Explained, other: WhatIf) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{format_size(bytes_per_second)}/s"
+    return f"{amount(bytes_per_second)}/s"
 
 
 def _share(view: AllocationView | None, dataset_id: str) -> ShareView | None:
