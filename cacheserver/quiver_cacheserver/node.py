@@ -185,7 +185,7 @@ class Node:
             self.dataset_names.shown(manifest.digest, domain),
             float(manifest.tables.shard_sizes.sum()),
             manifest.header.base,
-            dataset_id(manifest.digest, dataset.domain) in self.pins,
+            dataset_id(manifest.digest, domain) in self.pins,
         )
 
     def close(self) -> None:

@@ -168,7 +168,7 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
     lines.append(f"{measured}, and waits {it.waited:.0%} of its time." if it.measured else f"{measured}.")
     lines.append(f"{it.cached_share:.0%} of the dataset is in the cache (c).")
     if not allocates:
-        lines.append("The daemons of this rack allocate nothing: who needs a shard most gets it.")
+        lines.append("No allocation holds for it: the daemons allocate nothing, or nothing yet. Who needs a shard most gets it.")
         return lines
     limit = "has no known limit" if it.bandwidth is None else f"gives it {_rate(it.bandwidth)}"
     lines.append(f"It is given {it.given_share:.0%} of the dataset as cache; its origin {limit} (b).")
