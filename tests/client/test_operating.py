@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from quiver.allocation import allocate
@@ -138,6 +139,15 @@ def test_what_more_or_less_cache_would_change_is_solved_again_with_the_same_func
         "1 TB more cache in the rack would make it 1% faster: 6.33 GB/s.",
         "1 TB less cache in the rack would make it 1% slower: 6.17 GB/s.",
     ]
+
+
+def test_an_allocation_that_was_kept_is_told_apart_from_one_that_is_solved_now() -> None:
+    view = allocation(20 * TB)
+    kept = ReaderView("train", 10_000 * MB, "t", predicted=5000 * MB)
+    held = msgspec.structs.replace(view.datasets[0], readers=[kept], cache_bytes=0.0)
+    words = explained(msgspec.structs.replace(view, datasets=[held]))
+    assert "With that it is predicted to read 5 GB/s, 0.83 times what it reads now." in words
+    assert any(line.startswith("If the cache was divided anew now, that would be 6.25 GB/s") for line in words)
 
 
 def test_a_job_that_reads_as_fast_as_it_can_gains_nothing_from_more_cache() -> None:
