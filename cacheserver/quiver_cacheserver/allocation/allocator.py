@@ -115,19 +115,24 @@ class Allocator:
         """Return the datasets whose turn to read their origin it is not."""
         return {name for name in self._needs.datasets if self.turns.wait_seconds(name, now) > 0}
 
-    def began(self, dataset: Digest, size_bytes: float, now: float) -> None:
-        """A fill of a dataset began, which may read the origin."""
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> Callable[[float, bool], None]:
+        """A fill of a dataset began, which may read the origin. Return what to call at its end: when, and if it did."""
         self.turns.take(dataset, size_bytes)
-        self._bandwidth(dataset).began(now)
+        bandwidth = self._bandwidths.setdefault(self._origin(dataset), Bandwidth())
+        bandwidth.began(now)
 
-    def ended(self, dataset: Digest, size_bytes: float, now: float, *, from_origin: bool) -> None:
-        """A fill ended. If it did not read the origin, what it took is given back."""
-        if not from_origin:
-            self.turns.take(dataset, -size_bytes)
-        self._bandwidth(dataset).ended(now, size_bytes if from_origin else 0.0)
+        def ended(now: float, from_origin: bool) -> None:
+            if not from_origin:
+                self.turns.take(dataset, -size_bytes)
+            bandwidth.ended(now, size_bytes if from_origin else 0.0)
 
-    def _bandwidth(self, dataset: Digest) -> Bandwidth:
-        return self._bandwidths.setdefault(self._origin_of.get(dataset, ""), Bandwidth())
+        return ended
+
+    def _origin(self, dataset: Digest) -> str:
+        if dataset not in self._origin_of:
+            facts = self._facts(dataset)
+            return origin_of(facts.base) if facts is not None else ""
+        return self._origin_of[dataset]
 
     # -- solving ------------------------------------------------------------------------------------------------------
 
@@ -203,7 +208,7 @@ class Allocator:
         """Return the bandwidth of each origin that is a limit, for the whole rack."""
         needs = self._needs
         hungry = {
-            self._origin_of.get(it.dataset, "")
+            self._origin(it.dataset)
             for it in needs.consumers.values()
             if it.is_reading and it.report.ahead_bytes < SHORT_SHARDS * needs.datasets[it.dataset].shard_bytes
         }

@@ -145,12 +145,13 @@ class Decider:
         elif begun is RangeStatus.FILLING:  # too many readers wait for fills: theirs come first
             self._backoff.pause(TICK_SECONDS)
 
-    def _fetch(self, fetch: _Fetch, dataset: ReportedDataset, client: str) -> None:
-        """In a thread."""
+    def _fetch(self, fetch: _Fetch, dataset: ReportedDataset, client: str) -> str:
+        """In a thread: return where the shard was."""
         began = time.monotonic()
         shard = dataset.digest_of(fetch.decision.shard)
         fetch.source = self._filler.fill(shard, dataset.manifest, client, dataset.domain)
         fetch.seconds = time.monotonic() - began
+        return fetch.source
 
     def _ended(self, fetch: _Fetch, done: asyncio.Future[object]) -> None:
         self._fetching -= 1

@@ -51,11 +51,8 @@ class Gate(Protocol):
     def wait_seconds(self, dataset: Digest, now: float) -> float:
         """Return how long a fill of a dataset waits before it asks again; 0 if it may begin."""
 
-    def began(self, dataset: Digest, size_bytes: float, now: float) -> None:
-        """A fill began, which may read the origin."""
-
-    def ended(self, dataset: Digest, size_bytes: float, now: float, *, from_origin: bool) -> None:
-        """It ended; whether it did read the origin."""
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> Callable[[float, bool], None]:
+        """A fill began, which may read the origin. Return what to call at its end: when, and whether it did read."""
 
 
 class OpenGate:
@@ -65,9 +62,9 @@ class OpenGate:
         del dataset, now
         return 0.0
 
-    def began(self, dataset: Digest, size_bytes: float, now: float) -> None: ...
-
-    def ended(self, dataset: Digest, size_bytes: float, now: float, *, from_origin: bool) -> None: ...
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> Callable[[float, bool], None]:
+        del dataset, size_bytes, now
+        return lambda now, from_origin: None
 
 
 class _Fill:
@@ -192,9 +189,9 @@ class Fills:
                 continue
             self._active += 1
             fill.running, fill.since = True, time.monotonic()
-            self._gate.began(fill.recipe.dataset, fill.size_bytes, fill.since)
+            ended = self._gate.began(fill.recipe.dataset, fill.size_bytes, fill.since)
             ran = asyncio.get_running_loop().run_in_executor(self._executor, fill.work)
-            ran.add_done_callback(partial(self._ran, fill))
+            ran.add_done_callback(partial(self._ran, fill, ended))
 
     def _put_aside(self, fill: _Fill) -> bool:
         """Put a fill aside, for a while, if another manifest's fill of the shard runs; return whether it is."""
@@ -224,12 +221,11 @@ class Fills:
         self._waiting.setdefault(fill.client, deque()).appendleft(fill)
         self._begin()
 
-    def _ran(self, fill: _Fill, ran: asyncio.Future[object]) -> None:
+    def _ran(self, fill: _Fill, ended: Callable[[float, bool], None], ran: asyncio.Future[object]) -> None:
         self._active -= 1
         fill.running = False
         error = None if ran.cancelled() else ran.exception()
-        from_origin = not ran.cancelled() and error is None and ran.result() == "origin"
-        self._gate.ended(fill.recipe.dataset, fill.size_bytes, time.monotonic(), from_origin=from_origin)
+        ended(time.monotonic(), not ran.cancelled() and error is None and ran.result() == "origin")
         if fill.future.done():  # the shard arrived another way meanwhile
             pass
         elif ran.cancelled():
