@@ -16,6 +16,7 @@ import msgspec
 
 from quiver.digest import Digest
 from quiver.domain import SINGLE, Domain
+from quiver.prepared import prepare
 
 ENTRIES_MAX: Final = 1000  # jobs, and datasets, in one answer: the largest; how many more there are is told
 READERS_SHOWN_MAX: Final = 16  # jobs named with a dataset
@@ -200,3 +201,21 @@ class EvictAnswer(msgspec.Struct, frozen=True):
     node: Text
     evicted_bytes: Bytes
     kept_bytes: Bytes = 0
+
+
+prepare(
+    RankView,
+    JobView,
+    JobsView,
+    TierBytes,
+    DatasetView,
+    DatasetsView,
+    ReaderView,
+    ShareView,
+    AllocationView,
+    DatasetRequest,
+    ProbeRequest,
+    ProbeView,
+    PinAnswer,
+    EvictAnswer,
+)

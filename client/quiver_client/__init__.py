@@ -22,6 +22,7 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
 - ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
   ``imports`` imports what they need; ``orphans`` ends workers whose parent was killed; ``memory`` tunes malloc
+- ``operating`` adds up what a rack's daemons tell operators
 - ``migration`` moves a job to another rack: ``warm`` brings what it still needs there
 - ``planning`` predicts, by simulation, what racks would give a list of jobs
 - ``indexing`` makes manifests, ``certificates`` those of TLS; ``cli`` is the ``quiver`` command

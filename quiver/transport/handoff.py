@@ -36,6 +36,7 @@ from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unauthenticated, Unavailable
 from quiver.introduction import TEXT_BYTES_MAX
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.store import OpenFile
 from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.connection import Connection, Dialogue, Ended
@@ -426,3 +427,6 @@ def _taken(passed: Sequence[tuple[int, int, bytes]]) -> list[OpenFile]:
     if wrong:
         raise Corrupt(f"a passed descriptor is not a shard's file: {wrong}", "the socket's daemon")
     return files
+
+
+prepare(_Request, HandoffAnswer)

@@ -132,6 +132,20 @@ def test_the_tenant_is_the_tokens_in_reports_and_reads(
         ds.close()
 
 
+def test_a_rank_that_follows_another_says_so_from_then_on(
+    running: Running, files: Files, dataset: Callable[..., Dataset]
+) -> None:
+    ds = dataset(files.manifest, running.url, verify="full")
+    said = []
+    for follow in (lambda: None, ds.follow):
+        follow()
+        ds[0]
+        [counted] = running.node.readers._counted.values()
+        assert counted.by.introduction is not None
+        said.append(counted.by.introduction.follows)
+    assert said == [False, True]
+
+
 def test_what_a_process_reads_by_mapped_files_it_tells_the_daemon_once(
     files: Files, tmp_path: Path, dataset: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
 ) -> None:

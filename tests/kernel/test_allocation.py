@@ -22,6 +22,7 @@ from quiver.allocation.throughput import best_rates
 GB, MB = 1e9, 1e6
 TENANTS = ("red", "blue", "green")
 few = settings(max_examples=30, deadline=None)
+fewer = settings(max_examples=10, deadline=None)  # for each of four policies
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def check_shares(problem: Problem, result: Allocation) -> None:
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-@few
+@fewer
 @given(problem=problems(quotas=True))
 def test_shares_fit_the_cache_the_quotas_and_the_origins_and_carry_what_is_predicted(
     policy: Policy, problem: Problem
@@ -203,7 +204,7 @@ def test_shares_fit_the_cache_the_quotas_and_the_origins_and_carry_what_is_predi
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-@few
+@fewer
 @given(problem=problems(quotas=True), seed=st.integers(0, 99))
 def test_the_order_of_datasets_and_readers_changes_nothing(policy: Policy, problem: Problem, seed: int) -> None:
     chance = random.Random(seed)
@@ -216,7 +217,7 @@ def test_the_order_of_datasets_and_readers_changes_nothing(policy: Policy, probl
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-@few
+@fewer
 @given(problem=problems(quotas=True), scale=st.sampled_from([0.125, 1 / 1024, 4.0]))
 def test_a_daemon_that_solves_its_slice_finds_the_same_shares(policy: Policy, problem: Problem, scale: float) -> None:
     slice_ = Problem(

@@ -3,8 +3,9 @@
 A job can make up for a slow origin with cache, and for a small cache with bandwidth: racks are interchangeable
 resources on which it has different costs. The cost of a job in a rack is the time of its first ``epochs``, as the
 allocation of that rack predicts with this job in it, the time that the jobs running there lose, and, with less weight,
-the bytes that it reads from the origin, as the time that those take. What its misses occupy of the origin delays whoever is placed there as well: jobs are matched with positions in the racks
-(``quiver.matching.place``, after AlloX), so the second job in a rack costs more than the first.
+the bytes that it reads from the origin, as the time that those take. What its misses occupy of the origin delays
+whoever is placed there as well: jobs are matched with positions in the racks (``quiver.matching.place``, after AlloX),
+so the second job in a rack costs more than the first.
 
 Jobs that read one dataset share its reads in a rack, so they are placed together, as one.
 """

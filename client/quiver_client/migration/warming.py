@@ -82,9 +82,12 @@ def warm(
     Fills as many shards as there is room for and returns what became of each. Raises ``ValueError`` for a state of
     another dataset, one of which some ranks are missing, and a dataset without a cache.
     """
-    if not hasattr(dataset, "placement"):
-        kind = "a Mix; warm each of its parts with the state of the mixture" if hasattr(dataset, "parts") else "none"
-        raise ValueError(f"dataset: give one that a Quiver loader reads; this is {kind}")
+    from quiver_client.mix import Mix  # here: the command does without torch where the checkpoint does
+    from quiver_client.resolution import resolved
+
+    if isinstance(dataset, Mix):
+        raise ValueError("dataset: it is a Mix; warm each of its parts, with the state of the mixture")
+    dataset = resolved(dataset)
     placement = dataset.placement()
     need = None
     if state is not None:

@@ -29,6 +29,7 @@ class WhatIf:
     change_bytes: float
     cache_bytes: float
     predicted: float
+    ratio: float  # to what the same solution gives it with the capacity that there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,11 @@ def problem_of(view: AllocationView) -> Problem:
 
 
 def solved_again(view: AllocationView) -> list[tuple[float, Allocation]]:
-    """Return the allocations with more and with less capacity; none for a policy that this version does not know."""
+    """Return the allocations with the capacity that there is, with more and with less, each with the change.
+
+    None for a policy that this version does not know. The first one may differ from the allocation that holds, which
+    changes only for a clear gain: so changes are told in relation to the first.
+    """
     try:
         policy = Policy(view.policy)
     except ValueError:
@@ -95,7 +100,7 @@ def solved_again(view: AllocationView) -> list[tuple[float, Allocation]]:
     problem, change = problem_of(view), change_for(view.capacity_bytes)
     return [
         (by, allocate(replace(problem, capacity_bytes=problem.capacity_bytes + by), policy))
-        for by in ((change, -change) if change else ())
+        for by in ((0.0, change, -change) if change else ())
     ]
 
 
@@ -131,11 +136,9 @@ def _explained(
     size = share.size_bytes if share is not None else float(dataset.size_bytes if dataset is not None else 0)
     what_if: tuple[WhatIf, ...] = ()
     if reader is not None and share is not None:
-        what_if = tuple(
-            WhatIf(by, it.shares[_key(share)].cache_bytes, it.predicted.get((_key(share), reader.name), 0.0))
-            for by, it in solved
-            if _key(share) in it.shares
-        )
+        key = _key(share)
+        told = [(by, it.shares[key].cache_bytes, it.predicted.get((key, reader.name), 0.0)) for by, it in solved]
+        what_if = tuple(WhatIf(*it, it[2] / told[0][2]) for it in told[1:] if told[0][2] > 0)
     return Explained(
         reader=job.shown,
         tenant=job.tenant,
@@ -187,10 +190,9 @@ def _compared(it: Explained) -> str:
 def _change(it: Explained, other: WhatIf) -> str:
     amount = "1 TB" if abs(other.change_bytes) == TB else format_size(abs(other.change_bytes))
     what = f"{amount} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
-    before = it.predicted
-    ratio = other.predicted / before - 1 if before else 0.0
+    ratio = other.ratio - 1
     if abs(ratio) <= NOTICED:
-        full = other.change_bytes > 0 and it.best and before >= FULL_SPEED * it.best
+        full = other.change_bytes > 0 and it.best and other.predicted >= FULL_SPEED * it.best
         why = ": it reads as fast as its loop can" if full else ""
         return f"{what} would not change that{why}."
     return f"{what} would make it {abs(ratio):.0%} {'faster' if ratio > 0 else 'slower'}: {_rate(other.predicted)}."
@@ -211,7 +213,8 @@ def _reader(share: ShareView | None, job: Job) -> ReaderView | None:
         for reader in readers:
             if reader.name == name and reader.tenant == job.tenant:
                 return reader
-    return readers[0] if len(readers) == 1 else None
+    unnamed = [it for it in readers if it.name.startswith("unnamed") and it.tenant == job.tenant]
+    return unnamed[0] if not job.job and len(unnamed) == 1 else None
 
 
 def _key(share: ShareView) -> str:

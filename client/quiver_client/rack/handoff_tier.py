@@ -56,7 +56,7 @@ class HandoffTier:
         self._manifest = manifest
         self._members = members
         self._stats = stats
-        self._locals = LocalDaemons(members, seeds, stats, members.token, members.introduction)
+        self._locals = LocalDaemons(members, seeds, stats, members.token, lambda: members.introduction)
         self._maps: ShardMaps[_Source] = ShardMaps()
         self._avoided: Expiring[int, None] = Expiring()  # shards of which something was wrong
         self._told_bytes = 0  # of what was read by maps, what daemons were told of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -70,9 +70,9 @@ class LocalDaemons:
         seeds: Sequence[str],
         stats: Stats,
         token: TokenSource = NO_TOKEN,
-        introduction: str = "",
+        introduction: Callable[[], str] = str,
     ) -> None:
-        """``token`` and ``introduction``: sent to each daemon."""
+        """``token``, and what ``introduction`` returns: sent to each daemon."""
         self._members = members
         self._seeds = seeds
         self._stats = stats
@@ -130,7 +130,7 @@ class LocalDaemons:
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
             return  # no trusted daemon; or the known one, which does not respond and was not replaced
-        daemon = LocalDaemon(HandoffClient(path, [owner], token=self._token, introduction=self._introduction))
+        daemon = LocalDaemon(HandoffClient(path, [owner], token=self._token, introduction=self._introduction()))
         try:
             if daemon.client.hello() in ids:
                 self._keep(path, daemon)

@@ -82,6 +82,14 @@ class Members:
         for peer in peers:
             peer.close()
 
+    def introduce_as(self, introduction: Introduction) -> None:
+        """Introduce this process differently from now on: on new connections."""
+        with self._lock:
+            self.introduction = introduction.encode()
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()  # a read that is under way ends first
+
     def peer(self, url: str) -> PeerClient:
         node = self._certified.get(url, "")
         with self._lock:
