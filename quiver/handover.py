@@ -16,6 +16,7 @@ import msgspec
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.ring import NODE_ID
 from quiver.wire import WAIT_MS_MAX
 
@@ -184,3 +185,6 @@ def _decoded(body: Bytes, kind: type[T], what: str) -> T:
         return msgspec.msgpack.decode(body, type=kind)
     except MALFORMED as error:
         raise BadRequest(f"{what}: {error}") from error
+
+
+prepare(_Handover, HandoverAnswer, DrainRequest, DrainStatus)

@@ -11,15 +11,26 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
+import blake3
 import msgspec
+
+from quiver.digest import Digest
+from quiver.domain import SINGLE, Domain
+from quiver.prepared import prepare
 
 ENTRIES_MAX: Final = 1000  # jobs, and datasets, in one answer: the largest; how many more there are is told
 READERS_SHOWN_MAX: Final = 16  # jobs named with a dataset
 ID_HEX: Final = 16
+_DATASET: Final = b"quiver-dataset-id-v1\0"
 REQUEST_BYTES_MAX: Final = 4096
 
 Bytes = Annotated[int, msgspec.Meta(ge=0)]
 Text = Annotated[str, msgspec.Meta(max_length=400)]
+
+
+def dataset_id(manifest: Digest, domain: Domain = SINGLE) -> str:
+    """Return the id of the dataset of a manifest in a sharing domain."""
+    return blake3.blake3(_DATASET + domain + b"\0" + manifest).hexdigest()[:ID_HEX]
 
 
 class RankView(msgspec.Struct, frozen=True):
@@ -43,7 +54,8 @@ class JobView(msgspec.Struct, frozen=True):
     dataset_id: Text
     ranks: list[RankView]
     ordered: bool = False  # its order is fixed, or it is a stock loader: its misses are its own
-    stock: bool = False  # it sends no reports: what the daemon saw of its reads
+    stock: bool = False  # it sends no reports: what the daemon saw of its reads, as one rank
+    processes: int = 0  # of a stock loader's: how many opened the dataset
 
 
 class JobsView(msgspec.Struct, frozen=True):
@@ -189,3 +201,21 @@ class EvictAnswer(msgspec.Struct, frozen=True):
     node: Text
     evicted_bytes: Bytes
     kept_bytes: Bytes = 0
+
+
+prepare(
+    RankView,
+    JobView,
+    JobsView,
+    TierBytes,
+    DatasetView,
+    DatasetsView,
+    ReaderView,
+    ShareView,
+    AllocationView,
+    DatasetRequest,
+    ProbeRequest,
+    ProbeView,
+    PinAnswer,
+    EvictAnswer,
+)

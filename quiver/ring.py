@@ -27,6 +27,7 @@ import xxhash
 from quiver.cached import cached_property
 from quiver.digest import Digest
 from quiver.errors import BadRequest
+from quiver.prepared import prepare
 
 U8 = npt.NDArray[np.uint8]
 U64 = npt.NDArray[np.uint64]
@@ -206,3 +207,6 @@ def xxh3_of_words(words: npt.NDArray[Any], seeds: Sequence[int]) -> U64:
 
 def _rotate(values: U64, bits: int) -> U64:
     return (values << np.uint64(bits)) | (values >> np.uint64(64 - bits))
+
+
+prepare(Member)

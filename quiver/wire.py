@@ -22,6 +22,7 @@ import numpy.typing as npt
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.ring import MEMBERS_MAX, REPLICAS_MAX, Member, Ring, check_member, usable_socket
 
 T = TypeVar("T")
@@ -299,3 +300,6 @@ def decode_json(body: Bytes, kind: type[Any], what: str) -> Any:
         return msgspec.json.decode(body, type=kind)
     except MALFORMED as error:
         raise BadRequest(f"{what}: {error}") from error
+
+
+prepare(_Shards, ShardStatuses, _Told, RingView, NodeStatus, ErrorBody)

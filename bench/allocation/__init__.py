@@ -10,5 +10,5 @@ bandwidth, and with an optimum by brute force. ``none``: no policy, the rule tha
 
 ``cases`` what is run, values; ``model`` what is predicted for it; ``sources`` datasets and their origin; ``fleet``
 daemons; ``jobs`` loops; ``steady`` one run, and its windows; ``stories`` runs in which jobs or daemons come and go;
-``report`` tables, JSON, plots.
+``report`` tables and JSON; ``plots``.
 """

@@ -17,6 +17,7 @@ from rich.console import Console
 import bench.allocation
 from bench.allocation.cases import CASES, Case
 from bench.allocation.fleet import NO_POLICY, daemon_flags
+from bench.allocation.plots import draw
 from bench.allocation.report import Row, show, show_story, write
 from bench.allocation.sources import origin, prepare
 from bench.allocation.steady import run
@@ -83,6 +84,9 @@ def main(names: tuple[str, ...], policies: tuple[str, ...], rounds: int, pace: f
             story = STORIES[name](Stage(served, Path(folder), quick))
             show_story(story, console)
             write((), (story,), out, {"quick": quick})
+    with contextlib.suppress(ImportError):  # matplotlib is in the extra bench
+        for path in draw(out):
+            console.print(f"wrote {path}", highlight=False)
 
 
 if __name__ == "__main__":

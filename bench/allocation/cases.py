@@ -61,7 +61,7 @@ class Case:
         """Return a case of the same shape that takes seconds: its figures mean nothing."""
         sources = tuple(replace(it, size_bytes=MB, sample_bytes=6_000) for it in self.sources)
         jobs = tuple(replace(it, ranks=min(it.ranks, 2), rate=min(it.rate, 100.0)) for it in self.jobs)
-        return replace(self, sources=sources, jobs=jobs, cached=0.6, warm=3.0, window=2.0)
+        return replace(self, sources=sources, jobs=jobs, cached=0.6, warm=2.0, window=1.0)
 
     def source(self, name: str) -> Source:
         return next(it for it in self.sources if it.name == name)

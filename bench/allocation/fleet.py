@@ -11,7 +11,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.error import HTTPError
 
 from bench.allocation.sources import Indexed, Origin, json_of
 from bench.servers import SERVERS, Server, quiver_rack
@@ -35,6 +36,14 @@ class Fleet:
 
     def resident_bytes(self) -> list[int]:
         return [int(json_of(f"{url}/v1/status")["resident_bytes"]) for url in self.urls]
+
+    def allocations(self) -> list[Any]:
+        """Return what each daemon says of its allocation; nothing of older ones."""
+        told = []
+        for url in self.urls:
+            with contextlib.suppress(HTTPError):
+                told.append(json_of(f"{url}/v1/allocation"))
+        return told
 
     def resident_of(self, indexed: Mapping[str, Indexed]) -> dict[str, float]:
         """Return the share of each dataset that is resident, as the folders of the daemons show."""

@@ -1,8 +1,8 @@
 """Jobs of a run: each rank is a forked process with a loop over ``DataLoader``.
 
-A rank emulates an accelerator that works on a batch for a fixed step, and begins the next step when its batch is there
-and the step before is done; the batch after it is requested meanwhile, as a loop does that launches kernels. The rank
-writes lines of JSON to a file: four times per second what it has read so far, and one at the end of each epoch.
+A rank emulates an accelerator that works on each batch for a fixed step, while its loop sleeps; then the loop asks for
+the next batch. *Idle* is the time for which it waits for one. The rank writes lines of JSON to a
+file: four times per second what it has read so far, and one at the end of each epoch.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from bench.allocation.cases import Job
 
 LINE_SECONDS: Final = 0.25
+LATE_SECONDS_MAX: Final = 0.2  # that a rank makes up for
 END_SECONDS_MAX: Final = 15.0
 STEP_SECONDS: Final = 0.15  # about how long a step takes: the batch is chosen for it
 
@@ -163,25 +164,27 @@ class _Loop:
 
     def run(self, loader: Any) -> None:
         epochs = self._rank.epochs
-        free_at = begun = time.monotonic()
+        free_at = begun = time.monotonic()  # when the accelerator is done with what it has
         self._tell(begun)
         number = 0
         while not epochs or number < epochs:
-            began = time.monotonic()
+            began = asked = time.monotonic()
             for count, size in loader:
                 now = time.monotonic()
-                self._idle += max(now - free_at, 0.0)
+                self._idle += now - asked
                 if not self._samples:
                     self._log.write(json.dumps({"first_batch": now - begun, "t": now}) + "\n")
-                begin, free_at = max(free_at, now), max(free_at, now) + self._step
+                # That this thread woke up late is no time of the accelerator's: it makes up for it in the next step.
+                free_at = max(free_at, asked - LATE_SECONDS_MAX) + (now - asked) + self._step
                 self._samples, self._bytes = self._samples + count, self._bytes + size
-                time.sleep(max(begin - time.monotonic(), 0.0))  # the step before is done: launch this one
-                if begin - self._told >= LINE_SECONDS:
-                    self._tell(begin)
+                time.sleep(max(free_at - time.monotonic(), 0.0))
+                if now - self._told >= LINE_SECONDS:
+                    self._tell(now)
                 if self._rank.save is not None and self._samples >= self._rank.save_after:
                     torch.save({"loader": loader.state_dict()}, self._rank.save)
                     self._tell(time.monotonic())
                     return
+                asked = time.monotonic()
             now = time.monotonic()
             self._log.write(json.dumps({"epoch": number, "seconds": now - began, "t": now}) + "\n")
             number += 1

@@ -83,6 +83,8 @@ def show(row: Row, console: Console) -> None:
     table.add_row("all", _mb(sum(map(case.need, case.jobs))), _mb(even.total), _mb(best.total), _mb(total),
                   _mb(row.total), _ratio(row.total, total), "", "")  # fmt: skip
     console.print(table)
+    cores = ", ".join(f"{name} {median(it.cores[name] for it in row.runs):.2f}" for name in row.runs[0].cores)
+    console.print(f"  cores: {cores}", highlight=False)
     for name in row.runs[0].cache:
         told = f", predicted {expected.cache[name]:.0%}" if expected else ""
         held, read = (median(getattr(it, what)[name] for it in row.runs) for what in ("cache", "origin"))

@@ -47,8 +47,9 @@ class Indexed:
 class Origin:
     """The running origin, as the bench sees it."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, pid: int) -> None:
         self.folder = folder
+        self.pid = pid
         self.url = f"http://{LOOPBACK}:{port}"
 
     def limit(self, bytes_per_second: float) -> None:
@@ -70,7 +71,7 @@ def origin(folder: Path) -> Iterator[Origin]:
     command = [sys.executable, "-m", "bench.origin", str(served), str(port)]
     with Server(command, folder / "origin.log") as server:
         server.wait_for_port(port)
-        yield Origin(served, port)
+        yield Origin(served, port, server.pid)
 
 
 def prepare(sources: Sequence[Source], folder: Path, origin: Origin) -> dict[str, Indexed]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -21,6 +21,7 @@ from bench.allocation.cases import Case
 from bench.allocation.fleet import fleet, policy_flags
 from bench.allocation.jobs import Rank, started
 from bench.allocation.sources import Indexed, Origin, overhead_of
+from bench.measure import TICKS_A_SECOND, process_stat
 
 POLL_SECONDS: Final = 0.5
 HELD_SECONDS: Final = 2.0  # between two looks at what is resident
@@ -51,6 +52,8 @@ class Run:
     cache: dict[str, float]
     load_average: float  # before it began
     machine_busy: float  # share of all cores, over the window
+    cores: dict[str, float]  # that the daemons, the ranks and the origin kept busy
+    told: list[Any]  # what each daemon answered to /v1/allocation at the end
     series: dict[str, dict[str, list[float]]]
 
     @property
@@ -74,17 +77,21 @@ def run(case: Case, policy: str, indexed: dict[str, Indexed], origin: Origin, sc
         with started(ranks) as running:
             began = time.monotonic()
             window = began + case.warm, began + case.warm + case.window
-            sent, held, busy = list[Line](), list[Line](), [_busy_seconds()]
+            pids = {"ranks": [it.pid for it in running], "daemons": [it.pid for it in daemons.servers]}
+            pids["origin"] = [origin.pid]
+            sent, held, busy, used = list[Line](), list[Line](), [_busy_seconds()], [_cpu_of(pids)]
             while time.monotonic() < window[1]:
                 now = time.monotonic()
                 sent.append({"t": now} | origin.sent())
                 if not held or now - held[-1]["t"] >= HELD_SECONDS or window[1] - now <= POLL_SECONDS:
                     held.append({"t": now} | daemons.resident_of(indexed))
                 if now <= window[0]:
-                    busy = [_busy_seconds()]
+                    busy, used = [_busy_seconds()], [_cpu_of(pids)]
                 time.sleep(min(POLL_SECONDS, max(window[1] - time.monotonic(), 0.0)))
             sent.append({"t": time.monotonic()} | origin.sent())
             busy.append(_busy_seconds())
+            used.append(_cpu_of(pids))
+            told = daemons.allocations()
         lines = {job.name: [it.lines() for it in running if it.rank.job == job] for job in case.jobs}
     jobs = {name: measured(its, window, case.source(_source(case, name)).sample_bytes) for name, its in lines.items()}
     return Run(
@@ -95,6 +102,8 @@ def run(case: Case, policy: str, indexed: dict[str, Indexed], origin: Origin, sc
         cache={name: mean([it[name] for it in held if it["t"] >= window[0]] or [0.0]) for name in indexed},
         load_average=load,
         machine_busy=(busy[-1] - busy[0]) / case.window / (os.cpu_count() or 1),
+        cores={name: (used[1][name] - used[0][name]) / case.window for name in pids},
+        told=told,
         series=_series(case, lines, held, began, window[1]),
     )
 
@@ -144,8 +153,16 @@ def _series(
     }
 
 
+def _cpu_of(pids: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Return the CPU seconds that groups of processes have spent."""
+    stats = {name: [process_stat(pid) for pid in its] for name, its in pids.items()}
+    return {
+        name: sum(int(each[11]) + int(each[12]) for each in its if each) / TICKS_A_SECOND for name, its in stats.items()
+    }
+
+
 def _busy_seconds() -> float:
     """Return the CPU seconds that this machine has spent since it started, waiting left out."""
     with Path("/proc/stat").open() as file:
         user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, file.readline().split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq) / TICKS_A_SECOND

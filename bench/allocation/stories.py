@@ -185,7 +185,7 @@ def sweep(stage: Stage, policy: str = "max-min") -> dict[str, Any]:
     """Twenty trials of a group, of which ten are killed in the middle of an epoch, beside another job."""
     count = 4 if stage.quick else 20
     sources = Source("swept", stage.size(100), 40_000), Source("other", stage.size(100), 24_000)
-    sweeping = tuple(Job(f"trial-{at}", "swept", 40, group="sweep") for at in range(count))
+    sweeping = tuple(Job(f"trial-{at}", "swept", 25, group="sweep") for at in range(count))
     neighbour = Job("neighbour", "other", 100)
     case = Case("sweep", "sweep", sources, (*sweeping, neighbour), cached=0.2, origin=1.1)
     indexed = prepare(sources, stage.folder, stage.origin)

@@ -9,9 +9,12 @@ composes
 - ``residency``, which turns what consumers need into fetches and evictions; ``sources``, where shards come from;
   ``verification``, which shards were verified since the start; ``disk_health``, whether the disk takes files
 - ``allocation``, how much of the cache and of the origin's bandwidth each dataset gets
+- ``draining``, which hands over what only this daemon holds before it goes
 - ``manifests``, found by digest, and those that are ``opened``; ``bounds`` on what they may cost
 - ``rack``, who is in it and how to reach them; ``origins``, what the daemon may read
 - ``names``, what a digest is called in a sharing domain; ``dataset_names``, what people call a dataset
 - ``access``, who sends a request; ``budget``, what one client may hold and cause; ``slices``, turns of large requests
-- ``counters`` and ``metrics``; ``logs`` and ``log_limits``; ``memory``, which returns what fills used
+- ``overview``, what operators are told and have done; ``pins``, what they want kept
+- ``counters``, ``usage`` (bytes by dataset and tenant) and ``metrics``; ``logs`` and ``log_limits``; ``memory``, which
+  returns what fills used
 """

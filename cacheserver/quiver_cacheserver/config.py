@@ -15,6 +15,7 @@ from quiver.claims import ANY_RACK
 from quiver.errors import BadRequest, Misconfigured
 from quiver.layout import SHARD_BYTES_MAX
 from quiver.location import Location, shown
+from quiver.prepared import prepare
 from quiver.ring import REPLICAS_MAX, SOCKET_BYTES_MAX, check_url, usable_socket
 from quiver.sizes import format_size, parse_size
 from quiver.transport.handoff import is_this_host
@@ -240,3 +241,6 @@ def check_notice(source: str) -> str:
 
 
 UPLOAD_BYTES_MAX: Final = SHARD_BYTES_MAX * 4  # a shard of one sample may be larger than the shard size
+
+
+prepare(Config)

@@ -21,6 +21,7 @@ from quiver.domain import SINGLE, Domain
 from quiver.errors import NotAllowed, NotFound, QuiverError
 from quiver.lookup import as_rows
 from quiver.manifest import Manifest
+from quiver.overview import dataset_id
 from quiver.residency import Decision, Needs, Recipe
 from quiver.shard_memory import ShardMemory
 from quiver.store import Kind, MemoryInventory, OpenFile, Store
@@ -29,6 +30,7 @@ from quiver.wire import NodeStatus, RangeStatus
 from quiver_cacheserver.access.caller import tenant_of
 from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.allocation import Allocator, Facts
+from quiver_cacheserver.allocation.gathering import Heard
 from quiver_cacheserver.bounds import FILL_THREADS
 from quiver_cacheserver.budget import Budgets
 from quiver_cacheserver.counters import Counters
@@ -58,6 +60,7 @@ from quiver_cacheserver.usage import Label, Tier, Usage
 from quiver_cacheserver.verification import Verification
 
 DISK_THREADS: Final = 8
+SEEN_HEADROOM: Final = 1.25  # a reader that reports nothing may be faster than it was seen: one that is held back grows
 LOOK_THREADS: Final = 2  # for fetching manifests from peers: a silent peer must not occupy the disk's threads
 
 
@@ -104,11 +107,13 @@ class Node:
         self.dataset_names = DatasetNames()
         self.manifests = Manifests(self.rooms, opened, self._look_threads, self.peers, self.budgets, self.dataset_names)
         self.readers = Readers(self._needs, self.dataset_names, OwnShare(registry, opened, name))
+        self._seen: dict[Digest, Domain] = {}  # the datasets of readers that report nothing, by name
         self.allocator = Allocator(
             self._needs,
             self._facts,
             self.rooms.shards_bytes_max,
             lambda: (registry.ring, name),
+            self._unreported,
         )
         uploads = Uploads(self._needs.commitments)
         self.fills = Fills(self.fill_threads, self._needs.commitments, uploads, self._count_failure, self.allocator)
@@ -149,16 +154,38 @@ class Node:
         """Fetch what consumers need, until cancelled; nothing while this daemon drains."""
         await self.decider.run(lambda: self.state == "up")
 
+    def _unreported(self, now: float) -> list[Heard]:
+        """Return the readers that report nothing, as an allocation is told them; of datasets whose manifest is open."""
+        seen = self.readers.seen(now)
+        self._seen = {it.dataset: it.domain for it in seen}
+        return [
+            Heard(
+                it.dataset,
+                f"seen {it.name}",
+                it.rate * SEEN_HEADROOM,
+                it.identity.job,
+                it.identity.group,
+                it.identity.tenant,
+                True,
+                it.attained_bytes,
+            )
+            for it in seen
+        ]
+
     def _facts(self, name: Digest) -> Facts | None:
-        """Return what an allocation is told of a dataset that consumers report on."""
-        if name not in self._datasets:
-            return None
-        dataset = self._datasets[name]
-        manifest = dataset.manifest
+        """Return what an allocation is told of a dataset that is read; ``None`` if its manifest is not known here."""
+        if name in self._datasets:
+            domain, manifest = self._datasets[name].domain, self._datasets[name].manifest
+        else:
+            domain, opened = self._seen.get(name, SINGLE), self.manifests.opened.peek(name)
+            if opened is None:
+                return None
+            manifest = opened
         return Facts(
-            self.dataset_names.shown(manifest.digest, dataset.domain),
+            self.dataset_names.shown(manifest.digest, domain),
             float(manifest.tables.shard_sizes.sum()),
             manifest.header.base,
+            dataset_id(manifest.digest, domain) in self.pins,
         )
 
     def close(self) -> None:

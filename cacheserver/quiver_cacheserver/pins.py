@@ -28,6 +28,7 @@ from quiver.domain import Domain
 from quiver.errors import BadRequest, DiskFailed
 from quiver.lookup import DigestRows
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.sizes import format_size
 from quiver.store import MemoryInventory, Store
 
@@ -198,3 +199,6 @@ def _read(path: Path) -> dict[str, Pin]:
     except (*MALFORMED, OSError) as error:
         log.warning("%s cannot be read (%s): nothing is pinned; pin the datasets again", path, error)
         return {}
+
+
+prepare(Pin)

@@ -16,13 +16,15 @@ Loaded on first use, so that the ``quiver`` command does not wait for torch. The
 - ``buffers``, ``pages`` and ``native`` copy bytes; ``shard_maps`` are mapped shards
 - ``mix`` draws several datasets in given proportions
 - ``integrations``: what other libraries' trainers need beside the loader
-- ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed
+- ``loader`` decides orders and prefetches; ``needs_reporter`` reports what is still needed, ``identity`` for whom
 - ``read_clock`` tells reading from making samples
 - ``manifest_download`` opens manifests by URL, ``config`` parses ``cache=``, ``origin_patience`` retries an origin that
   does not answer, ``stats`` counts, ``failure`` describes a sample's error
 - ``process_exit`` starts threads and ends them before the interpreter exits; ``thread_pool`` is a pool of such threads,
   ``imports`` imports what they need; ``orphans`` ends workers whose parent was killed; ``memory`` tunes malloc
+- ``operating`` adds up what a rack's daemons tell operators
 - ``migration`` moves a job to another rack: ``warm`` brings what it still needs there
+- ``planning`` predicts, by simulation, what racks would give a list of jobs
 - ``indexing`` makes manifests, ``certificates`` those of TLS; ``cli`` is the ``quiver`` command
 """
 

@@ -248,6 +248,10 @@ class Dataset(Readable):
     def placement(self) -> Placement:
         return Placement.of_leaf(self, self.rows)
 
+    def follow(self) -> None:
+        """Say to daemons that another process reports what this one reads, as a rank's leader does."""
+        self._opened.introduce_as_follower()
+
     def needs(self) -> NeedsChannel | None:
         """Return a new channel that reports needs and returns what is resident; ``None`` without a cache."""
         return self._open().needs()

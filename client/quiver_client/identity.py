@@ -16,6 +16,7 @@ import os
 import re
 import secrets
 import socket
+import sys
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -40,6 +41,7 @@ _REPLICA: Final = re.compile(r"-(?:master|worker|chief|launcher|ps|evaluator|nod
 _NO_RUN: Final = ("", "none")  # torchrun's id of a run that was given none
 
 Environment = Mapping[str, str]
+_drawn: dict[str, bytes] = {}  # of this process, and of what it forks from now on
 
 
 def identity_of(
@@ -105,10 +107,16 @@ def _job_of_pod(env: Environment) -> str:
 def _rendezvous(env: Environment) -> str:
     """Where the ranks of torch.distributed meet: of two jobs that run at a time no two meet at the same port."""
     address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    if not (address and port and env.get("RANK")):
+    if not (address and port and (env.get("RANK") or _is_distributed())):  # else a shell's profile may have set them
         return ""
     is_here = address.lower() in ("localhost", "::1") or address.startswith("127.")
     return f"{socket.gethostname() if is_here else address}:{port}"
+
+
+def _is_distributed() -> bool:
+    """Whether this process is a rank of torch.distributed, started without torchrun."""
+    torch_distributed = sys.modules.get("torch.distributed")
+    return torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized()
 
 
 def _variable(name: str) -> Callable[[Environment], str]:
@@ -161,8 +169,12 @@ def stem_of(location: str) -> str:
 
 
 def introduction_of(dataset_name: str) -> Introduction:
-    """Return how this process introduces itself to daemons about a dataset that it opens. Raises ``ValueError``."""
-    return Introduction(secrets.token_bytes(READER_BYTES), identity_of(), dataset_name)
+    """Return how this process introduces itself to daemons about a dataset that it opens. Raises ``ValueError``.
+
+    However often it opens one: parts of one manifest that were opened twice are reported once (``placement``).
+    """
+    reader = _drawn.setdefault("reader", secrets.token_bytes(READER_BYTES))  # one step, whatever threads do
+    return Introduction(reader, identity_of(), dataset_name)
 
 
 class IntroducedNeeds:
@@ -172,6 +184,10 @@ class IntroducedNeeds:
         self._channel = channel
         self._introduction = introduction
         self.orphaned: npt.NDArray[np.bool_] | None = channel.orphaned
+
+    @property
+    def probe_wanted(self) -> bool:
+        return self._channel.probe_wanted
 
     def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         said = self._introduction

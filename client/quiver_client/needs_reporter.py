@@ -36,6 +36,11 @@ class NeedsChannel(Protocol):
     orphaned: npt.NDArray[np.bool_] | None
     """By shard, whether no daemon will fetch it, since its owner does not respond; ``None``: no shard is orphaned."""
 
+    @property
+    def probe_wanted(self) -> bool:
+        """Whether an operator asks this consumer's job for a series of probes, by the last answers."""
+        ...
+
     def report(self, report: ConsumerReport, *, leaving: bool = False) -> npt.NDArray[np.uint8]:
         """Report what this consumer needs; return by shard 0 if it is not resident, else 1 + how many others need it.
 
@@ -77,7 +82,7 @@ class NeedsReporter:
     @property
     def is_probe_wanted(self) -> bool:
         """Whether the cache asks for probes, in its last answer."""
-        return bool(getattr(self._channel, "probe_wanted", False))  # channels of folders have nobody who asks
+        return self._channel.probe_wanted
 
     @property
     def is_answered(self) -> bool:

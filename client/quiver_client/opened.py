@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
 from typing import Any
@@ -52,6 +53,13 @@ class Opened:
                 self._session, self._owner, self._users = make(), os.getpid(), 0
             self._users += 1
             return self._session
+
+    def introduce_as_follower(self) -> None:
+        """Say to daemons that another process reports what this one reads, and what it forks from now on."""
+        with self._lock:
+            self.introduction = replace(self.introduction, follows=True)
+            if self._session is not None and self._owner == os.getpid():
+                self._session.introduce_as(self.introduction)
 
     def release(self, session: Session, owner: int) -> None:
         """Count one user less, and close the session that no user is left of.

@@ -234,6 +234,12 @@ class Session:
             except Unavailable as error:
                 return {shard: error if each in away else each for shard, each in found.items()}
 
+    def introduce_as(self, introduction: Introduction) -> None:
+        """Introduce this process differently from now on."""
+        self._introduction = introduction
+        if self.members is not None:
+            self.members.introduce_as(introduction)
+
     def needs(self) -> NeedsChannel | None:
         """Return a new channel to report needs on; ``None`` if there is no cache."""
         channel, said = self._needs() if self._needs is not None else None, self._introduction

@@ -74,8 +74,12 @@ def _highest(fits: Callable[[Floats], NDArray[np.bool_]], top: Floats) -> Floats
     0."""
     low, high = np.zeros_like(top), top
     whole = fits(top)
+    if whole.all():
+        return top
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
+        if ((middle == low) | (middle == high) | whole).all():
+            break
         good = fits(middle)
         low, high = np.where(good, middle, low), np.where(good, high, middle)
     return np.where(whole, top, low)

@@ -75,7 +75,7 @@ def raise_within(instance: Instance, cached: Floats, x: Floats, full: Floats) ->
     high = np.zeros(len(instance.origins))
     np.maximum.at(high, origin, 1 / instance.weight)
     whole, top = load(high) <= instance.bandwidth, high
-    for _ in range(_HALVINGS):
+    for _ in range(0 if whole.all() else _HALVINGS):
         middle = (low + high) / 2
         good = load(middle) <= instance.bandwidth
         low, high = np.where(good, middle, low), np.where(good, high, middle)

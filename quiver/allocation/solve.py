@@ -17,7 +17,7 @@ from quiver.allocation.fair import raise_together, raise_within
 from quiver.allocation.instance import Floats, Instance
 from quiver.allocation.knapsack import spread
 from quiver.allocation.reasons import reasons
-from quiver.allocation.throughput import most_throughput
+from quiver.allocation.throughput import best_rates, most_throughput
 from quiver.allocation.values import Allocation, Policy, Problem, Share
 
 
@@ -38,7 +38,7 @@ def allocate(
         cached, x = _chosen(instance, policy, split, np.minimum(floor, full), full)
     else:
         cached = np.array([kept.get(name, 0.0) for name in instance.names], dtype=np.float64)
-        x = raise_within(instance, cached, equal_rates(instance, cached, full), full)
+        x = _rates(instance, policy, cached, full)
     resident = {dataset.name: dataset.resident_bytes for dataset in problem.datasets}
     held = np.array([math.inf if (now := resident[name]) is None else max(now, 0.0) for name in instance.names])
     held = np.minimum(cached, held)
@@ -72,13 +72,20 @@ def _chosen(instance: Instance, policy: Policy, split: Floats, floor: Floats, fu
     """Return the bytes cached and the rates of readers."""
     if policy in (Policy.COST, Policy.LAS):
         cached = spread(instance, instance.pinned, instance.demand(full))
-        if policy == Policy.LAS:
-            return cached, serve_least_attained(instance, cached, full)
-        return cached, raise_within(instance, cached, equal_rates(instance, cached, full), full)
+        return cached, _rates(instance, policy, cached, full)
     cached, x = _max_min(instance, split, floor, full)
     if policy == Policy.THROUGHPUT:
         return most_throughput(instance, cached, full)
     return cached, x
+
+
+def _rates(instance: Instance, policy: Policy, cached: Floats, full: Floats) -> Floats:
+    """Return the rates of readers where ``cached`` bytes are held, whoever chose them."""
+    if policy == Policy.LAS:
+        return serve_least_attained(instance, cached, full)
+    if policy == Policy.THROUGHPUT:
+        return best_rates(instance, cached, full)[0]
+    return raise_within(instance, cached, equal_rates(instance, cached, full), full)
 
 
 def _max_min(instance: Instance, split: Floats, floor: Floats, full: Floats) -> tuple[Floats, Floats]:

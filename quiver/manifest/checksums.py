@@ -17,6 +17,7 @@ from quiver.errors import BadRequest
 from quiver.location import shown
 from quiver.malformed import MALFORMED
 from quiver.manifest.container import INDEX_AGAIN
+from quiver.prepared import prepare
 
 CHECKSUMS_KEY: Final = b"quiver-checksums"
 CHUNK_BYTES: Final = 4 << 20  # 60 checksums for 1.3 million samples; each locates damage to four megabytes
@@ -101,3 +102,6 @@ class _Sink:
 
 def _hex(data: bytes | memoryview) -> str:
     return blake3.blake3(data).hexdigest()
+
+
+prepare(Checksums)

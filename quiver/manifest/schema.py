@@ -26,6 +26,7 @@ from quiver.errors import BadRequest
 from quiver.identity import check_name
 from quiver.layout import Layout
 from quiver.location import Location, shown
+from quiver.prepared import prepare
 
 FORMAT_VERSION: Final = 4  # the newest that this version reads
 FORMAT_OF_ARRAYS: Final = 2  # the first in which a byte field may be an array
@@ -253,3 +254,6 @@ def _required(name: str, kind: pa.DataType) -> pa.Field[Any]:
 
 def scalar_type(name: str) -> pa.DataType:
     return pa.type_for_alias(name)
+
+
+prepare(Field, Header, OriginObject)

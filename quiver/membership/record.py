@@ -9,6 +9,7 @@ import msgspec
 
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.ring import Member, check_member, usable_socket
 
 VALUE_BYTES_MAX: Final = 4096
@@ -70,3 +71,6 @@ def read(name: str, entry: Entry) -> Seat | None:
 def write(member: Member, session: str) -> bytes:
     """Return the JSON that the member's key should hold: the same bytes for the same member."""
     return msgspec.json.encode(_Record(member.url, member.weight, session, member.state, member.socket))
+
+
+prepare(_Record)

@@ -36,6 +36,7 @@ from quiver import forks
 from quiver.errors import Changed, DiskFailed, Forbidden, Misconfigured, NotFound, QuiverError, Unavailable
 from quiver.origin.base import READ_SECONDS, Extent
 from quiver.origin.remote import SLOWEST_BYTES_PER_SECOND, RemoteStore
+from quiver.prepared import prepare
 
 ANSWER_BYTES_MAX: Final = 1 << 16
 SLACK_SECONDS: Final = 10.0  # beyond the deadline of a read, which the reader enforces unless it hangs or is stopped
@@ -329,3 +330,6 @@ def main() -> None:
             if os.getppid() == int(owner):  # else the owner has ended, and another process may have its id
                 asyncio.run(_Reader(base).run(link, alive))
         os._exit(0)  # obstore's threads must not delay the exit
+
+
+prepare(_Request, _Answer)

@@ -422,6 +422,15 @@ class Needs:
     def _digest(self, name: Digest, key: int) -> Digest:
         return Digest(named(as_rows([name]), self.keys[key]).tobytes())
 
+    def files(self) -> U8:
+        """Return by slot the digests ``(n, 32)`` of the shards."""
+        if len(self.keys) == 1:
+            return self.shards.digests
+        files = self.shards.digests.copy()
+        for number, key in enumerate(self.keys):
+            files[self.key_of == number] = named(files[self.key_of == number], key)
+        return files
+
     def counts_of_files(self) -> Ints:
         """Return by slot how many groups need its file, under whatever name."""
         return self._of_files(self.counts).astype(np.int64)
@@ -451,9 +460,7 @@ class Needs:
         """Return by slot the sum of what its file's slots have."""
         if len(self.keys) == 1:
             return values.astype(np.float64)
-        files = self.shards.digests.copy()
-        for number, key in enumerate(self.keys):
-            files[self.key_of == number] = named(files[self.key_of == number], key)
+        files = np.ascontiguousarray(self.files())
         _, which = np.unique(files.view(f"S{DIGEST_BYTES}").reshape(-1), return_inverse=True)
         totals: Floats = np.bincount(which, weights=values)[which].astype(np.float64)
         return totals

@@ -46,8 +46,8 @@ class Limits:
     """What the planned decisions of one round must keep to.
 
     ``absent``: by slot, what may be fetched. ``dataset_of``: a slot's dataset. ``present``: by slot, what is here or
-    coming, less what is evicted. ``short_of``: the bytes by which a slot's shard does not fit into free room.
-    ``may_fetch``, ``may_evict``: whether a shard may be fetched, and a needed one evicted, for a consumer.
+    coming, less what is evicted or must stay. ``short_of``: the bytes by which a slot's shard does not fit into free
+    room. ``may_fetch``, ``may_evict``: whether a shard may be fetched, and a needed one evicted, for a consumer.
     """
 
     absent: Mask

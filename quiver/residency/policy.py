@@ -25,7 +25,7 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.residency.commitments import Decision, Recipe
-from quiver.residency.consumers import Consumer, Ints, Mask
+from quiver.residency.consumers import U8, Consumer, Ints, Mask
 from quiver.residency.division import NOBODY, Division
 from quiver.residency.eviction import EMPTY_SHELF, SEVERAL, Candidates, OnBehalf, Shelf
 from quiver.residency.hunger import Hunger, Hungry
@@ -51,6 +51,8 @@ class Situation:
     may_not_force: Set[bytes] = frozenset()  # consumers for which no needed shard is evicted
     left_out: Set[Digest] = frozenset()  # datasets of which no more can be fetched for now
     avoid: Set[Recipe] = frozenset()  # recipes that are not fetched for now, nor counted as coming
+    # Which of these files ``(n, 32)`` must stay, whoever needs room: an operator wants it.
+    pinned: Callable[[U8], Mask] = lambda files: np.zeros(len(files), bool)
     # Bytes that a dataset's needed shards may take at most, by dataset; one that is not named may take all.
     shares: Mapping[Digest, float] = field(default_factory=dict)
     # Bytes of this cache that each dataset should have (``division``). Empty: need alone decides between datasets too.
@@ -178,7 +180,7 @@ class _Round:
             Limits(
                 absent=absent,
                 dataset_of=dataset_of,
-                present=self._present,
+                present=self._present & ~self._pinned,
                 short_of=lambda slot: self._room_unplanned(slot, dataset_of(slot)).missing_bytes,
                 may_fetch=may_fetch,
                 may_evict=lambda name: self._may_force(needs.consumers[name]),
@@ -321,6 +323,11 @@ class _Round:
         return some[chosen].tolist(), int(sizes[chosen].sum())
 
     @cached_property
+    def _pinned(self) -> Mask:
+        """By slot, what must stay."""
+        return self._situation.pinned(self._needs.files())
+
+    @cached_property
     def _shelf_slots(self) -> Ints:
         """The slots of the shelf's files under each name ``(n, keys)``."""
         return self._needs.shown.slots_of(self._shelf.digests)
@@ -344,7 +351,7 @@ class _Round:
     def _victims(self, bytes_wanted: float, spared: Mask) -> list[int]:
         """Return needed slots to evict: of the shards with the fewest votes, the one with most bytes left to read."""
         needs = self._needs
-        may_go = needs.held & self._present & ~spared & (needs.counts > 0)
+        may_go = needs.held & self._present & ~spared & ~self._pinned & (needs.counts > 0)
         held = np.flatnonzero(may_go & (needs.sizes >= bytes_wanted))
         if not len(held):
             return []

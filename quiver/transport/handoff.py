@@ -4,10 +4,12 @@ The socket is of type SOCK_SEQPACKET. A request is one message and so is its ans
 and descriptors belong to exactly one message. In a stream they would need framing, and would be attached to a single
 byte. Messages are MessagePack.
 
-    hello     may have a token, to which the connection is bound; the answer has the daemon's node id
+    hello     may have a token, to which the connection is bound, and an introduction (``quiver.introduction``); the
+              answer has the daemon's node id
     files     names shards; the answer has a status and an edition for each, and carries the descriptors of those that
               are present, in order
-    held      names shards and editions; the answer says for each whether the daemon still holds that edition
+    held      names shards and editions; the answer says for each whether the daemon still holds that edition. It may
+              say how many bytes of a manifest were read by mapped files since the last such request, of whatever shards
 
 A connection carries one request at a time. The client blocks and has no threads of its own, like ``quiver.peer``:
 connections belong to the process that opened them.
@@ -32,7 +34,9 @@ import msgspec
 from quiver.claims import TOKEN_BYTES_MAX
 from quiver.digest import DIGEST_BYTES, Bytes, Digest
 from quiver.errors import BadRequest, Corrupt, Forbidden, OverCapacity, QuiverError, Unauthenticated, Unavailable
+from quiver.introduction import TEXT_BYTES_MAX
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.store import OpenFile
 from quiver.token_source import NO_TOKEN, TokenSource
 from quiver.transport.connection import Connection, Dialogue, Ended
@@ -47,6 +51,7 @@ ANSWER_SECONDS: Final = 1.0
 IDLE_CONNECTIONS_MAX: Final = 2
 EDITION_BYTES_MAX: Final = 9  # of an integer as MessagePack
 OVERHEAD_BYTES_MAX: Final = 128  # names of fields, and lengths
+READ_BYTES_MAX: Final = 1 << 50
 REQUEST_BYTES_MAX: Final = HELD_MAX * (DIGEST_BYTES + EDITION_BYTES_MAX) + OVERHEAD_BYTES_MAX
 ANSWER_BYTES_MAX: Final = HELD_MAX + FILES_MAX * EDITION_BYTES_MAX + NODE_ID_BYTES_MAX + OVERHEAD_BYTES_MAX
 
@@ -98,6 +103,9 @@ class _Request(msgspec.Struct, frozen=True, omit_defaults=True):
     editions: tuple[_Unsigned, ...] = ()
     flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_MAX)] = 0
     token: Annotated[str, msgspec.Meta(max_length=TOKEN_BYTES_MAX)] = ""
+    introduction: Annotated[str, msgspec.Meta(max_length=TEXT_BYTES_MAX)] = ""
+    manifest: Annotated[bytes, msgspec.Meta(max_length=DIGEST_BYTES)] = b""
+    read_bytes: Annotated[int, msgspec.Meta(ge=0, le=READ_BYTES_MAX)] = 0
 
 
 class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -119,17 +127,26 @@ class HandoffAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class HandoffRequest:
-    """One message of a reader. For ``files`` the editions are 0, which means any. ``token``: of hello, or ``""``."""
+    """One message of a reader. For ``files`` the editions are 0, which means any.
+
+    ``token`` and ``introduction``: of hello, or ``""``. ``read_bytes``: read of ``manifest``, of held.
+    """
 
     verb: Verb
     entries: tuple[Held, ...] = ()
     flags: int = 0
     token: str = field(default="", repr=False)
+    introduction: str = ""
+    manifest: Digest | None = None
+    read_bytes: int = 0
 
     def encode(self) -> bytes:
         shards = b"".join(entry.digest for entry in self.entries)
         editions = tuple(entry.edition for entry in self.entries) if self.verb is Verb.HELD else ()
-        return msgspec.msgpack.encode(_Request(self.verb, shards, editions, self.flags, self.token))
+        manifest = bytes(self.manifest or b"")
+        return msgspec.msgpack.encode(
+            _Request(self.verb, shards, editions, self.flags, self.token, self.introduction, manifest, self.read_bytes)
+        )
 
     @classmethod
     def decode(cls, message: Bytes) -> HandoffRequest:
@@ -144,7 +161,9 @@ class HandoffRequest:
             raise BadRequest(f"{what} in a request for {told.verb.name.lower()}")
         if told.token and told.verb is not Verb.HELLO:
             raise BadRequest(f"a token in a request for {told.verb.name.lower()}; it belongs to hello")
-        return cls(told.verb, tuple(map(Held, shards, editions)), told.flags, told.token)
+        manifest = Digest(told.manifest) if len(told.manifest) == DIGEST_BYTES else None
+        entries = tuple(map(Held, shards, editions))
+        return cls(told.verb, entries, told.flags, told.token, told.introduction, manifest, told.read_bytes)
 
 
 def hello_answer(node: str) -> bytes:
@@ -229,13 +248,17 @@ class HandoffClient:
         *,
         answer_seconds: float = ANSWER_SECONDS,
         token: TokenSource = NO_TOKEN,
+        introduction: str = "",
     ) -> None:
-        """``trusted``: user ids. ``answer_seconds``: for a request, connecting included. ``token``: sent in hello."""
+        """``trusted``: user ids. ``answer_seconds``: for a request, connecting included. ``token`` and
+        ``introduction``: sent in hello.
+        """
         self.path = path
         self.trusted = frozenset(trusted)
         self.node = ""  # as the daemon named itself
         self._answer_seconds = answer_seconds
         self._token = token
+        self._introduction = introduction
         self._dialogue = Dialogue(self._failure, IDLE_CONNECTIONS_MAX)
 
     def __repr__(self) -> str:
@@ -253,7 +276,7 @@ class HandoffClient:
         """Return the outcome for each of at most ``FILES_MAX`` shards. The daemon fills nothing."""
         if not digests:
             return []
-        answer, files = self._asked(Verb.FILES, [Held(digest, 0) for digest in digests], flags)
+        answer, files = self._asked(HandoffRequest(Verb.FILES, tuple(Held(digest, 0) for digest in digests), flags))
         present = answer.statuses.count(FileStatus.PRESENT)
         if len(answer.editions) != len(digests) or max(answer.statuses) > FileStatus.NOT_NOW or present != len(files):
             raise Corrupt(
@@ -267,20 +290,24 @@ class HandoffClient:
 
     def held(self, held: Sequence[Held], flags: int = 0) -> list[bool]:
         """Return for each of at most ``HELD_MAX`` files whether the daemon still holds that edition of the shard."""
-        answer, _ = self._asked(Verb.HELD, held, flags)
+        answer, _ = self._asked(HandoffRequest(Verb.HELD, tuple(held), flags))
         return [bool(entry) for entry in answer.statuses]
+
+    def read(self, manifest: Digest, count: int) -> None:
+        """Tell how many bytes of a manifest were read by mapped files since this was last told."""
+        self._asked(HandoffRequest(Verb.HELD, manifest=manifest, read_bytes=min(count, READ_BYTES_MAX)))
 
     # -- one request --------------------------------------------------------------------------------------------------
 
-    def _asked(self, verb: Verb, entries: Sequence[Held], flags: int) -> tuple[HandoffAnswer, list[OpenFile]]:
+    def _asked(self, request: HandoffRequest) -> tuple[HandoffAnswer, list[OpenFile]]:
         """Return the answer, with a status per entry of the request, and the files that came with it."""
-        message, deadline = HandoffRequest(verb, tuple(entries), flags).encode(), Deadline(self._answer_seconds)
+        message, deadline = request.encode(), Deadline(self._answer_seconds)
 
         def exchange(connection: Connection) -> tuple[HandoffAnswer, list[OpenFile]]:
             data, files = _exchange(connection, message, deadline)
             answer = self._parsed(data)
-            if len(answer.statuses) != len(entries):
-                raise Corrupt(f"an answer about {len(answer.statuses)} shards to {len(entries)}", self.path)
+            if len(answer.statuses) != len(request.entries):
+                raise Corrupt(f"an answer about {len(answer.statuses)} shards to {len(request.entries)}", self.path)
             connection.finish()
             return answer, files
 
@@ -314,7 +341,7 @@ class HandoffClient:
             sock.connect(self.path)
             self._check_listener(sock)
             connection = Connection(sock)
-            hello = HandoffRequest(Verb.HELLO, token=self._token.token())
+            hello = HandoffRequest(Verb.HELLO, token=self._token.token(), introduction=self._introduction)
             data, _ = _exchange(connection, hello.encode(), deadline)
             self._greet(self._parsed(data).node)
         except OSError as error:
@@ -400,3 +427,6 @@ def _taken(passed: Sequence[tuple[int, int, bytes]]) -> list[OpenFile]:
     if wrong:
         raise Corrupt(f"a passed descriptor is not a shard's file: {wrong}", "the socket's daemon")
     return files
+
+
+prepare(_Request, HandoffAnswer)

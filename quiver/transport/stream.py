@@ -25,6 +25,7 @@ from quiver.backoff import Backoff
 from quiver.errors import Corrupt, OverCapacity, QuiverError, Unauthenticated, answer_of, error_from
 from quiver.introduction import HEADER as INTRODUCTION
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.transport.attempt import Attempt
 from quiver.transport.connection import U8, Connection, Dialogue, Endpoint
 from quiver.transport.http import Head, receive_head, tokens
@@ -224,3 +225,6 @@ def _refusal(connection: Connection, endpoint: Endpoint, begin: bytes, size: int
     if told.error == OverCapacity.code:  # after other errors the daemon may close the connection
         connection.finish()
     return error_from(told.error, told.message, endpoint.url, retry_after_seconds=told.retry_after_seconds)
+
+
+prepare(Refusal)

@@ -71,6 +71,17 @@ def test_index_then_info_as_text_and_as_json(tmp_path: Path, images: Path) -> No
     assert "2 classes: cat, dog" in words
 
 
+def test_a_name_is_stored_and_shown_and_else_it_is_the_files(tmp_path: Path, images: Path) -> None:
+    assert quiver("index", images, "-o", tmp_path / "m.quiver", "--name", "cats & dogs").returncode == 0
+    assert json.loads(quiver("info", tmp_path / "m.quiver", "--json").stdout)["name"] == "cats & dogs"
+    assert "name     cats & dogs\n" in quiver("info", tmp_path / "m.quiver").stdout
+    done = quiver("index", images, "-o", tmp_path / "m.quiver", "--name", "a\nb", "--force")
+    assert done.returncode != 0
+    assert "name" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, "one clear line"
+    assert Manifest.open(tmp_path / "m.quiver").header.name == "cats & dogs", "the old manifest stays"
+
+
 def test_info_prints_a_line_for_each_shard(tmp_path: Path) -> None:
     write_tree(tmp_path / "d", {f"{i}": os.urandom(900) for i in range(20)})
     assert quiver("index", tmp_path / "d", "-o", tmp_path / "m.quiver", "--shard-size", "4KiB").returncode == 0

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import Subset
 
 from quiver.sizes import format_size
-from quiver_client import DataLoader, Dataset, warm
+from quiver_client import DataLoader, Dataset, Mix, warm
 from quiver_client.cli.main import run
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
@@ -143,8 +144,8 @@ def test_what_does_not_fit_is_left_out_and_what_was_filled_stays(own: Files, qui
         assert "give the cache more capacity" in done.stderr
         assert report["resident"] + report["left_out_shards"] == report["shards"]
         assert report["resident_bytes"] + report["left_out_bytes"] == report["bytes"]
-        brought = daemon.status()["origin_read_bytes"]
-        assert 0.95 * report["resident_bytes"] < brought < report["resident_bytes"]
+        brought = daemon.status()["origin_read_bytes"]  # with some that several fills at once found room for
+        assert 0.95 * report["resident_bytes"] < brought < 1.2 * report["resident_bytes"]
         assert daemon.status()["shards"] == report["resident"] > 0
         plain = quiver("warm", own.manifest, "--cache", daemon.url)
         assert plain.returncode == 1
@@ -176,8 +177,11 @@ def test_a_part_is_warmed_by_the_dataset_that_the_job_makes(
     assert len(seen + keys(rest)) == 40
     assert read_bytes(rack) == brought
     ended(rest)
-    uncached = Dataset(own.manifest, f"file://{tmp_path}/x")
-    uncached.close()
+    with pytest.raises(ValueError, match="warm each of its parts"):
+        warm(Mix({"a": there}))
+    subset = Dataset(own.manifest, rack[0].url)
+    assert warm(Subset(subset, range(40))).needed.shards == warm(subset.select(range(40))).there.shards
+    subset.close()
     refused = quiver("warm", own.manifest, "--state", tmp_path / "state.pt", "--cache", rack[0].url)
     assert_line(refused, 1, "with 40 samples, and this one is", "quiver_client.warm")
 

@@ -351,6 +351,7 @@ class Heard:
     """A channel that keeps what is reported."""
 
     orphaned = None
+    probe_wanted = False
 
     def __init__(self) -> None:
         self.heard: list[ConsumerReport] = []

@@ -18,12 +18,14 @@ from quiver.manifest import Manifest
 from quiver.peer import PeerClient
 from quiver.residency import ConsumerReport
 from quiver.residency.messages import NeedsReport
+from quiver.transport.handoff import HandoffClient
 from quiver.wire import RANGE, ReadRequest
 from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.access.keys import PublicKeys
 from quiver_cacheserver.access.tokens import Tokens
 from quiver_cacheserver.node import Node
 from quiver_client import BatchSampler, DataLoader, Dataset
+from tests.support.daemon import Daemon
 from tests.support.data import Files
 from tests.support.inside import in_process, url_of
 from tests.support.tokens import Signer
@@ -128,6 +130,33 @@ def test_the_tenant_is_the_tokens_in_reports_and_reads(
         reading.close()
         loader.close()
         ds.close()
+
+
+def test_a_rank_that_follows_another_says_so_from_then_on(
+    running: Running, files: Files, dataset: Callable[..., Dataset]
+) -> None:
+    ds = dataset(files.manifest, running.url, verify="full")
+    said = []
+    for follow in (lambda: None, ds.follow):
+        follow()
+        ds[0]
+        [counted] = running.node.readers._counted.values()
+        assert counted.by.introduction is not None
+        said.append(counted.by.introduction.follows)
+    assert said == [False, True]
+
+
+def test_what_a_process_reads_by_mapped_files_it_tells_the_daemon_once(
+    files: Files, tmp_path: Path, dataset: Callable[..., Dataset], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(HandoffClient, "read", lambda _, manifest, count: told.append(count))
+    with Daemon(tmp_path / "node", "--socket", str(tmp_path / "s"), origins=[files.folder]) as daemon:
+        ds = dataset(files.manifest, daemon.url, verify="full")
+        for _ in range(3):
+            ds.__getitems__(range(len(ds)))
+        assert ds.stats()["bytes_host"] > bytes_of(files.opened())
+        until(lambda: sum(told) == ds.stats()["bytes_host"])
 
 
 def test_a_malformed_introduction_keeps_nobody_from_reading(running: Running, files: Files) -> None:

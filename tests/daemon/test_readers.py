@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,12 @@ from quiver.identity import Identity
 from quiver.introduction import READER_BYTES, Introduction
 from quiver.residency import ConsumerReport, Needs
 from quiver.ring import Member, Ring
+from quiver.store import Store
+from quiver.transport.handoff import HandoffClient
 from quiver_cacheserver.dataset_names import DatasetNames
 from quiver_cacheserver.names import consumer_in, name_in
+from quiver_cacheserver.node import Node
+from quiver_cacheserver.rack.registry import StaticRegistry
 from quiver_cacheserver.residency import readers as readers_module
 from quiver_cacheserver.residency.readers import (
     FORGET_SECONDS,
@@ -24,6 +30,7 @@ from quiver_cacheserver.residency.readers import (
     SeenReader,
     own_share,
 )
+from quiver_cacheserver.serving.unix_socket import Handoff, bound
 from tests.support.data import Files
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
@@ -78,6 +85,14 @@ def test_what_a_job_reads_is_seen_with_its_name_and_rate(board: Board) -> None:
     assert board.names.shown(A) == "train"
 
 
+def test_a_reader_that_is_slowed_down_is_known_to_be_faster(board: Board) -> None:
+    board.read([by(1, "resnet")], 1000.0, 10.0)
+    board.read([by(1, "resnet")], 200.0, 30.0)
+    [it] = board.seen()
+    assert it.throughput == pytest.approx(200.0, rel=0.1)
+    assert it.rate == pytest.approx(1000.0, rel=0.1)
+
+
 def test_a_daemon_that_owns_a_third_sees_a_third() -> None:
     board = Board(share=1 / 3)
     board.read([by(1, "resnet")], 1000.0, 5.0)
@@ -117,6 +132,22 @@ def test_who_reports_needs_is_not_counted_a_second_time(board: Board) -> None:
     assert {it.name for it in board.seen()} == {"resnet", "stock"}, "now it reads with a stock loader"
 
 
+def test_a_rank_that_follows_another_is_left_out_as_long_as_somebody_reports(board: Board) -> None:
+    follower = ReadBy("10.0.0.2", introduction=Introduction(b"f" * READER_BYTES, Identity("resnet"), follows=True))
+    board.report(b"consumer........", b"l" * READER_BYTES, "10.0.0.1")
+    board.read([follower], 100.0, 5.0)
+    assert not board.seen()
+    board.needs.leave(b"consumer........")
+    board.needs.forget_unused()
+    board.read([follower], 100.0, 5.0)
+    assert [it.name for it in board.seen()] == ["resnet"]
+
+
+def test_forked_trials_that_say_their_own_names_are_readers_of_their_own(board: Board) -> None:
+    board.read([by(1, "trial 1"), by(1, "trial 2")], 100.0, 3.0)
+    assert [it.name for it in board.seen()] == ["trial 1", "trial 2"]
+
+
 def test_of_an_older_client_that_reports_no_read_of_its_host_counts(board: Board) -> None:
     board.report(b"consumer........", b"", "10.0.0.1")
     board.read([by(client="10.0.0.1"), by(client="10.0.0.2")], 100.0, 3.0)
@@ -152,6 +183,47 @@ def test_who_stops_is_no_longer_seen_and_then_forgotten(board: Board) -> None:
     board.now += FORGET_SECONDS + 1
     board.seen()
     assert len(board.readers) == 0
+
+
+async def test_a_stock_reader_takes_part_in_the_allocation_as_an_ordered_one(files: Files, tmp_path: Path) -> None:
+    store = await asyncio.to_thread(Store.open, tmp_path / "store", 1 << 24, shared=False)
+    node = Node("0", store, StaticRegistry("r", Member("a", "http://a:7717")), [])
+    manifest, now = files.opened(), 0.0
+    node.manifests.opened.add(manifest.digest, manifest)
+    for _ in range(40):
+        now += 0.25
+        node.readers.read(by(1, "resnet", "sweep"), manifest.digest, 1000, now)
+        problem, names = node.allocator.problem(now)
+    [dataset] = problem.datasets
+    [reader] = dataset.readers
+    assert (dataset.name, names) == ("train", {manifest.digest: "train"})
+    assert (reader.name, reader.ordered) == ("sweep", True)
+    assert reader.rate >= 4000.0
+    node.allocator.take(node.allocator.solve(problem, names, now))
+    assert node.allocator.division == {}, "nobody reports, so nothing is divided"
+    await asyncio.to_thread(node.close)
+
+
+async def test_what_is_read_by_mapped_files_is_told_over_the_socket(files: Files, tmp_path: Path) -> None:
+    store = await asyncio.to_thread(Store.open, tmp_path / "store", 1 << 24, shared=False)
+    node = Node("0", store, StaticRegistry("r", Member("a", "http://a:7717")), [])
+    digest, said = files.opened().digest, Introduction(b"r" * READER_BYTES, Identity("resnet"), "train")
+
+    def read_and_tell() -> None:
+        for introduction in (said.encode(), "nonsense", ""):  # the last as an older client
+            client = HandoffClient(str(tmp_path / "s"), answer_seconds=20, introduction=introduction)
+            client.read(digest, 1000)
+            client.read(digest, 500)
+            assert client.held([]) == []
+            client.close()
+
+    with bound(str(tmp_path / "s")) as listener:
+        assert listener is not None
+        async with Handoff(node, listener):
+            await asyncio.to_thread(read_and_tell)
+    counted = {it.by.identity.job: it.bytes for it in node.readers._counted.values()}
+    assert counted == {"resnet": 1500, "": 3000}
+    await asyncio.to_thread(node.close)
 
 
 def test_no_client_fills_the_table(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ FILLS = {
 OPERATES = {
     *("GET /v1/status", "GET /metrics", "readyz reasons"),
     *("GET /v1/jobs", "GET /v1/datasets", "GET /v1/allocation", "POST /v1/pin", "POST /v1/unpin", "POST /v1/evict"),
+    "POST /v1/probe",
     *("POST /v1/handover", "POST /v1/drain", "GET /v1/drain", "DELETE /v1/drain"),
 }
 OPEN_TO_ALL = {"GET /healthz", "GET /readyz"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -14,18 +15,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from examples.rack import run_rack
-from quiver_client import index
+from quiver_client import DataLoader, Dataset, index
 from tests.support.daemon import clean_environment
 from tests.support.etcd import free_ports
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 PYTHON = [code for language, code in BLOCKS if language == "python"]
-SHELL = "".join(code for language, code in BLOCKS if not language)
-COMMANDS = [line.split("#")[0].strip() for line in SHELL.splitlines() if line.startswith("quiver ")]
+SHELL = [code for language, code in BLOCKS if not language]
+OPERATING = next(code for code in SHELL if "quiver jobs" in code)
+
+
+def commands(shell: str) -> list[str]:
+    return [line.split("#")[0].strip() for line in shell.splitlines() if line.startswith("quiver ")]
+
+
+COMMANDS = commands("".join(code for code in SHELL if code != OPERATING))
 CLI = [sys.executable, "-c", "from quiver_client.cli import main; main()"]
 
 
@@ -86,10 +95,42 @@ def test_the_python_of_the_readme_runs(rack: tuple[Path, str], monkeypatch: pyte
     names["loader"].close()
 
 
+def test_the_commands_for_operators_run(rack: tuple[Path, str], tmp_path: Path) -> None:
+    """One after the other, in a rack that holds two datasets, one of which a job that was saved had begun."""
+    folder, url = rack
+    manifest, crops = tmp_path / "imagenet.quiver", tmp_path / "old-crops.quiver"
+    index(folder / "data" / "imagenet" / "train", manifest, name="imagenet")
+    index(folder / "data" / "imagenet" / "train" / "dog", crops, name="old-crops")
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.quiver").write_bytes(manifest.read_bytes())
+    loader = DataLoader(Dataset(manifest, cache=url, fields=["label"]), batch_size=8, shuffle=True)
+    batches = iter(loader)
+    next(batches)
+    torch.save({"loader": loader.state_dict()}, tmp_path / "checkpoint.pt")
+    loader.close()
+    (tmp_path / "fleet.toml").write_text(
+        '[[racks]]\nname = "r"\nnodes = 3\nssd_per_node = "1TB"\norigins = { s3 = "1GB/s" }\n'
+        '[[jobs]]\nname = "j"\ndataset = "d"\nsize = "9TB"\norigin = "s3"\nrate = "2GB/s"\nepochs = 2\n'
+    )
+    environment = clean_environment() | {"QUIVER_CACHE": url}
+    asked = [*CLI, "status", "--json"]
+    status = json.loads(subprocess.run(asked, env=environment, capture_output=True, text=True, check=True).stdout)
+    node = max(member["id"] for member in status["members"])
+    subprocess.run([*CLI, "warm", str(crops)], env=environment, capture_output=True, check=True)
+    for line in [*commands(OPERATING), "quiver undrain node3"]:
+        ours = re.sub(r"http://r(ack)?\d:7717(,http://r\d:7717)?", url, line).replace("node3", node)
+        ran = subprocess.run(
+            [*CLI, *shlex.split(ours)[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, f"{line}: {ran.stdout}{ran.stderr}"
+        assert ran.stdout.strip(), line
+
+
 def test_every_flag_that_the_readme_names_exists() -> None:
     helps = ""
     tokens = ("token keygen", "token create", "token show")
-    for command in ("index", "info", "verify", "warm", "status", "tls init", *tokens):
+    operating = [line.split()[1] for line in commands(OPERATING)]
+    for command in ("index", "info", "verify", "status", "probe", "tls init", *operating, *tokens):
         helps += subprocess.run([*CLI, *command.split(), "--help"], capture_output=True, text=True, check=True).stdout
     for module in (["quiver_cacheserver.cli"], ["bench", "load"]):
         asked = [sys.executable, "-m", *module, "--help"]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from quiver.digest import Digest
+from quiver.errors import Forbidden
+from quiver.handover import DrainRequest
 from quiver.peer import PeerClient
 from quiver.token_source import TokenSource
 from quiver.transport.tls import Credentials, TlsFiles
 from quiver.wire import FillRequest, RangeStatus
 from tests.support.daemon import Daemon, rack_of
-from tests.support.data import Files
+from tests.support.data import Files, shard_bytes_of
 from tests.support.etcd import free_ports
 from tests.support.tenants import SIGNER, Tenant
 from tests.support.tls import Pki, flags
@@ -79,3 +83,42 @@ def test_without_certificates_daemons_ask_one_another_for_nothing(files: Files, 
             metrics = tenant.ask("GET", "/metrics").body.decode()
             assert 'quiver_fills_total{source="origin"} 1.0' in metrics
             assert not [line for line in metrics.splitlines() if "refusals" in line and 'missing"} 1' in line]
+
+
+@pytest.mark.fault("S8", "M9")
+def test_a_drain_hands_a_shard_over_in_each_domain_that_holds_it_and_in_no_other(
+    urls: list[str], files: Files, tmp_path: Path
+) -> None:
+    manifest = files.opened()
+    digest, data = shard_bytes_of(manifest, 0)
+    other, more = shard_bytes_of(manifest, 1)
+    with (
+        clients(urls, tmp_path / "pki", "vision") as vision,
+        clients(urls, tmp_path / "pki", "audio") as audio,
+        clients(urls, tmp_path / "pki", "text") as text,
+    ):
+        vision[0].put_manifest(manifest.digest, files.manifest.read_bytes())
+        for who in (vision, audio):
+            who[0].put_shard(digest, data)
+        audio[0].put_shard(other, more)
+        refused = PeerClient(
+            urls[0],
+            tls=Credentials(TlsFiles(str(tmp_path / "pki" / "ca.pem"))),
+            token=TokenSource(SIGNER.token("vision", rights="read,fill")),
+        )
+        with contextlib.closing(refused), pytest.raises(Forbidden, match="operate"):
+            refused.drain(DrainRequest(60.0))
+        status = vision[0].drain(DrainRequest(60.0))
+        deadline = time.monotonic() + 60
+        while status.state == "draining" and time.monotonic() < deadline:
+            status = vision[0].drain_status()
+        assert (status.state, status.left_bytes, status.refused_bytes) == ("drained", 0, 0)
+        assert status.handed_over_bytes == 2 * len(data) + len(more)
+
+        def held(who: list[PeerClient], shard: Digest) -> bool:
+            return any(daemon.has_shard(shard) for daemon in who[1:])
+
+        assert [held(who, digest) for who in (vision, audio, text)] == [True, True, False]
+        assert [held(who, other) for who in (vision, audio, text)] == [False, True, False]
+        assert any(daemon.has_manifest(manifest.digest) for daemon in vision[1:])
+        assert not any(daemon.has_manifest(manifest.digest) for daemon in audio[1:])

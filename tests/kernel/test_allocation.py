@@ -22,6 +22,7 @@ from quiver.allocation.throughput import best_rates
 GB, MB = 1e9, 1e6
 TENANTS = ("red", "blue", "green")
 few = settings(max_examples=30, deadline=None)
+fewer = settings(max_examples=10, deadline=None)  # for each of four policies
 
 
 # --- problems ---------------------------------------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def check_shares(problem: Problem, result: Allocation) -> None:
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-@few
+@fewer
 @given(problem=problems(quotas=True))
 def test_shares_fit_the_cache_the_quotas_and_the_origins_and_carry_what_is_predicted(
     policy: Policy, problem: Problem
@@ -203,7 +204,7 @@ def test_shares_fit_the_cache_the_quotas_and_the_origins_and_carry_what_is_predi
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-@few
+@fewer
 @given(problem=problems(quotas=True), seed=st.integers(0, 99))
 def test_the_order_of_datasets_and_readers_changes_nothing(policy: Policy, problem: Problem, seed: int) -> None:
     chance = random.Random(seed)
@@ -216,7 +217,7 @@ def test_the_order_of_datasets_and_readers_changes_nothing(policy: Policy, probl
 
 
 @pytest.mark.parametrize("policy", list(Policy))
-@few
+@fewer
 @given(problem=problems(quotas=True), scale=st.sampled_from([0.125, 1 / 1024, 4.0]))
 def test_a_daemon_that_solves_its_slice_finds_the_same_shares(policy: Policy, problem: Problem, scale: float) -> None:
     slice_ = Problem(
@@ -407,8 +408,7 @@ def weighted(problem: Problem, result: Allocation) -> float:
     return sum(weight(problem, r) * result.predicted[d.name, r.name] for d in problem.datasets for r in d.readers)
 
 
-def test_throughput_comes_near_the_optimum_of_brute_force() -> None:
-    """The problem contains the 0/1 knapsack, so some fall short: worse than 0.95 were two in a hundred."""
+def test_throughput_is_that_of_brute_force() -> None:
     chance, reached = random.Random(5), []
     while len(reached) < 25:
         datasets = tuple(
@@ -428,8 +428,7 @@ def test_throughput_comes_near_the_optimum_of_brute_force() -> None:
             cached = np.array([way[name] for name in instance.names])
             best = max(best, float((instance.weight * best_rates(instance, cached, instance.rate)[0]).sum()))
         reached.append(weighted(problem, allocate(problem, Policy.THROUGHPUT)) / best)
-    assert np.mean(reached) >= 0.99
-    assert min(reached) >= 0.9
+    assert min(reached) >= 0.999
 
 
 @few
@@ -580,6 +579,6 @@ def test_the_reason_says_what_is_kept_and_why() -> None:
         "speed: the origin gives 3.46 MB/s to all that read from it."
     )
     assert shares["b"].reason == (
-        "Reads at most 600 kB/s; none of it is kept: a cached GB saves its origin 6 MB/s, and one other dataset saves more. "
-        "Its job runs at full speed."
+        "Reads at most 600 kB/s; none of it is kept: a cached GB saves its origin 6 MB/s, and one other dataset saves "
+        "more. Its job runs at full speed."
     )

@@ -26,11 +26,11 @@ def is_shown(name: str) -> bool:
 names = st.text(max_size=NAME_BYTES_MAX).filter(is_shown)
 
 
-@given(st.binary(min_size=READER_BYTES, max_size=READER_BYTES), names, names, names, names)
+@given(st.binary(min_size=READER_BYTES, max_size=READER_BYTES), names, names, names, names, st.booleans())
 def test_every_name_that_may_be_shown_travels_in_a_header(
-    reader: bytes, job: str, group: str, tenant: str, dataset: str
+    reader: bytes, job: str, group: str, tenant: str, dataset: str, follows: bool
 ) -> None:
-    said = Introduction(reader, Identity(job, group, tenant), dataset)
+    said = Introduction(reader, Identity(job, group, tenant), dataset, follows)
     text = said.encode()
     assert len(text) <= TEXT_BYTES_MAX
     assert text.isascii()

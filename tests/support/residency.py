@@ -34,6 +34,7 @@ class Clock:
 class Rack:
     """A ``NeedsChannel`` to a cache that holds the shards last passed to ``holds``."""
 
+    probe_wanted = False
     orphaned: Mask | None = None
 
     def __init__(self, shard_count: int, resident: bool = True) -> None:
@@ -74,6 +75,8 @@ class Script:
 
 class ScriptedWatch:
     """``NeedsReporter`` without its thread: residency comes from a ``Script`` and differs at every view."""
+
+    is_probe_wanted = False
 
     def __init__(self, shard_count: int, exchange: Any, report: Callable[[], Any]) -> None:
         self._script = cast(Script, exchange)

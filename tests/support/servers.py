@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ class CountingOrigin:
         self.bytes_sent = 0
         self.status: int | None = None  # if set, answer every request with it
         self.lock = threading.Lock()
+        self.latency_seconds = 0.0  # before each answer
         self.open = threading.Event()  # cleared: requests wait until it is set
         self.open.set()
 
@@ -45,6 +47,7 @@ def counting_origin(folder: Path) -> Iterator[CountingOrigin]:
 
 def _answer(origin: CountingOrigin, request: Request) -> None:
     origin.open.wait(60)
+    time.sleep(origin.latency_seconds)
     name = object_name(request)
     path = origin.folder / name
     if origin.status is not None or not path.is_file():

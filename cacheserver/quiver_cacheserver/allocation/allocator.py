@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import urlsplit
@@ -23,7 +23,7 @@ from quiver.digest import Digest
 from quiver.residency import Needs
 from quiver.ring import Ring
 from quiver_cacheserver.allocation.bandwidth import Bandwidth, Turns
-from quiver_cacheserver.allocation.gathering import Heard, readers_of
+from quiver_cacheserver.allocation.gathering import Heard, readers_of, resident_bytes
 from quiver_cacheserver.allocation.settings import AllocationSettings
 from quiver_cacheserver.allocation.solved import NOTHING, Solved
 from quiver_cacheserver.allocation.steady import SteadyValues
@@ -52,13 +52,17 @@ class Allocator:
         facts: Callable[[Digest], Facts | None],
         capacity_bytes: Callable[[], float],
         ring: Callable[[], tuple[Ring, str]],
+        unreported: Callable[[float], Sequence[Heard]] = lambda _: (),
     ) -> None:
-        """``facts``: of a dataset by name. ``capacity_bytes``: for shards, here. ``ring``: and this daemon's id."""
+        """``facts``: of a dataset by name. ``capacity_bytes``: for shards, here. ``ring``: and this daemon's id.
+
+        ``unreported``: readers that report no needs, as they are seen now.
+        """
         self.settings = AllocationSettings()
         self.current: Solved = NOTHING
         self.turns = Turns()
         self._needs, self._facts = needs, facts
-        self._capacity_bytes, self._ring = capacity_bytes, ring
+        self._capacity_bytes, self._ring, self._unreported = capacity_bytes, ring, unreported
         self._bandwidths: dict[str, Bandwidth] = {}
         self._origin_of: dict[Digest, str] = {}
         self._rates: SteadyValues[tuple[Digest, str]] = SteadyValues()
@@ -92,7 +96,10 @@ class Allocator:
         if not total:  # nothing was solved yet
             read = [name for name, it in self._needs.datasets.items() if it.consumers]
             return {name: capacity / len(read) for name in read}
-        # What hashes here is not exactly this daemon's part of everything; and all of its room is somebody's.
+        # What hashes here is not exactly this daemon's part of everything; and all of its room is somebody's. What is
+        # for readers that report nothing is left to them: what they read lately is not evicted for others anyway.
+        named = [shown for name, shown in self.current.names.items() if name not in parts and shown in shares]
+        total += sum(shares[shown].cache_bytes for shown in named) * self._own_share()
         return {name: part * capacity / total for name, part in parts.items()}
 
     def limits(self) -> Mapping[Digest, float]:
@@ -171,6 +178,8 @@ class Allocator:
         self._origin_of = {name: origin_of(it.base) for name, it in facts.items()}
         self._cap(facts, share, now)
         limits = self._measure(now, share)
+        # A dataset whose share is still empty needs bandwidth to fill it, however little it will need then.
+        resident = resident_bytes(self._needs, {name: it.size_bytes for name, it in facts.items()})
         return (
             Problem(
                 capacity_bytes=self._capacity_bytes() / share,
@@ -181,6 +190,7 @@ class Allocator:
                         origin=self._origin_of[name],
                         readers=readers[name],
                         pinned=it.pinned,
+                        resident_bytes=resident.get(name),
                     )
                     for name, it in facts.items()
                 ),
@@ -192,14 +202,14 @@ class Allocator:
         )
 
     def _heard(self, now: float) -> list[Heard]:
-        consumers = self._needs.consumers
-        self._rates.keep((it.dataset, name.hex()) for name, it in consumers.items())
-        heard = []
+        consumers, seen = self._needs.consumers, self._unreported(now)
+        reporting = [(it.dataset, name.hex()) for name, it in consumers.items()]
+        self._rates.keep([*reporting, *((it.dataset, it.consumer) for it in seen)])
+        heard = [it._replace(rate=self._rates.add((it.dataset, it.consumer), it.rate, now)) for it in seen]
         for name, it in consumers.items():
             report = it.report
-            if report.hold:
-                continue
-            rate = self._rates.add((it.dataset, name.hex()), report.rate, now)
+            # A hold gets the equal share of a job of which nothing is known yet: without a share it would keep nothing.
+            rate = 0.0 if report.hold else self._rates.add((it.dataset, name.hex()), report.rate, now)
             who, attained = report.identity, report.measured.attained_bytes
             heard.append(Heard(it.dataset, name.hex(), rate, who.job, who.group, who.tenant, report.ordered, attained))
         return heard

@@ -24,6 +24,7 @@ import msgspec
 
 from quiver.location import shown
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver_cacheserver.draining.drain import Drain
 
 log = logging.getLogger(__name__)
@@ -193,3 +194,6 @@ def _file(path: Path) -> bytes | None:
         return os.read(fd, NOTICE_BYTES_MAX) or b"this file"
     finally:
         os.close(fd)
+
+
+prepare(_Event, _Told)

@@ -11,17 +11,13 @@ from typing import Final
 
 import blake3
 
-from quiver.digest import Digest
-from quiver.domain import Domain
+import quiver.overview
 from quiver.overview import ID_HEX
 
-_DATASET: Final = b"quiver-dataset-id-v1\0"
 _RANK: Final = b"quiver-rank-id-v1\0"
 
 
-@lru_cache(4096)
-def dataset_id(manifest: Digest, domain: Domain) -> str:
-    return blake3.blake3(_DATASET + domain + b"\0" + manifest).hexdigest()[:ID_HEX]
+dataset_id = lru_cache(4096)(quiver.overview.dataset_id)
 
 
 def rank_id(consumer: bytes) -> str:

@@ -18,6 +18,7 @@ class Reading(NamedTuple):
     rank: RankView
     ordered: bool = False
     stock: bool = False
+    processes: int = 0
 
 
 def jobs_of(readings: Iterable[Reading], entries_max: int) -> tuple[list[JobView], int]:
@@ -38,6 +39,7 @@ def jobs_of(readings: Iterable[Reading], entries_max: int) -> tuple[list[JobView
             ranks=sorted((it.rank for it in its), key=lambda rank: rank.id),
             ordered=any(it.ordered for it in its),
             stock=stock,
+            processes=sum(it.processes for it in its),
         )
         for (who, identifier, dataset, stock), its in ranks.items()
     ]

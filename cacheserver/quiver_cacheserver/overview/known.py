@@ -93,6 +93,10 @@ class KnownDatasets:
                         self._read(manifest, domain, self._facts[manifest].name)
             return self.last
 
+    def expire(self) -> None:
+        """Have the next ``look`` look anew: something was changed."""
+        self.last.at = float("-inf")
+
     def _look(self, reported: Mapping[Key, Manifest]) -> Look:
         """In a thread."""
         began = time.monotonic()

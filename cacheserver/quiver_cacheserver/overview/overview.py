@@ -29,6 +29,7 @@ from quiver.overview import (
     RankView,
     TierBytes,
 )
+from quiver.sizes import format_size
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.names import consumer_in, name_in
 from quiver_cacheserver.node import Node
@@ -38,6 +39,7 @@ from quiver_cacheserver.overview.jobs import Reading, by_dataset, jobs_of
 from quiver_cacheserver.overview.known import Key, Known, KnownDatasets, Look
 from quiver_cacheserver.overview.series import Level, Named
 from quiver_cacheserver.pins import pin_of
+from quiver_cacheserver.usage import Label
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +81,14 @@ class Overview:
             )
             name = node.dataset_names.shown(manifest, domain)
             found.append(Reading(report.identity, dataset_id(manifest, domain), name, rank, report.ordered))
+        for seen in node.readers.seen(time.monotonic()):
+            if sees in (None, seen.domain):
+                name = node.dataset_names.shown(seen.manifest, seen.domain)
+                rank = RankView(
+                    rank_id(seen.name.encode()), throughput=seen.throughput, attained_bytes=seen.attained_bytes
+                )
+                identifier = dataset_id(seen.manifest, seen.domain)
+                found.append(Reading(seen.identity, identifier, name, rank, True, True, seen.processes))
         return found
 
     def probe(self, asked: ProbeRequest, caller: Caller) -> ProbeView:
@@ -161,7 +171,14 @@ class Overview:
                 waited = sum(rank.waited for rank in ranks)
                 level = Level(name, tenant, known.facts.size_bytes, held.resident_bytes, held.saved_bytes)
                 levels.append(level._replace(ranks=len(ranks), waited=waited))
-        return Named(levels, node.usage.series(node.dataset_names.shown, caller.sees))
+
+        def naming(label: Label) -> tuple[str, str | None]:
+            """A read that names no tenant is that of the one tenant whose jobs report on the dataset."""
+            tenants = readings.get(dataset_id(label.manifest, label.domain), {})
+            tenant = label.tenant or (None if not tenants else "" if len(tenants) > 1 else next(iter(tenants)))
+            return node.dataset_names.shown(label.manifest, label.domain), tenant
+
+        return Named(levels, node.usage.series(naming, caller.sees))
 
     def allocation(self, caller: Caller) -> AllocationView:
         """Return the last allocation of this daemon's slice of the rack."""
@@ -188,7 +205,7 @@ class Overview:
     async def pin(self, request: DatasetRequest, caller: Caller) -> PinAnswer:
         """Pin a dataset. Raises ``BadRequest`` if it is too large, ``DiskFailed`` if that cannot be remembered."""
         node = self._node
-        known = self._find(await self._known.look(), request.id, caller)
+        known = self._find(await self._known.look(anew=True), request.id, caller)
         if known is None and not request.size_bytes:
             raise NotFound(f"no dataset with the id {request.id} is known here")
         size = known.facts.size_bytes if known is not None else request.size_bytes
@@ -201,7 +218,7 @@ class Overview:
 
     async def unpin(self, request: DatasetRequest, caller: Caller) -> PinAnswer:
         """Unpin a dataset. Raises ``NotFound`` if it is not pinned here."""
-        known = self._find(await self._known.look(), request.id, caller)
+        known = self._find(await self._known.look(anew=True), request.id, caller)
         if not await self._in_thread(partial(self._node.pins.remove, request.id, caller.sees)):
             raise NotFound(f"no dataset with the id {request.id} is pinned here")
         return PinAnswer(self._node.name, known is not None, known.held.resident_bytes if known is not None else 0)
@@ -224,8 +241,13 @@ class Overview:
         def remove() -> tuple[int, int]:
             return removal.evict(node.store, known.facts, removal.shared_with(known.facts, others), known.domain)
 
-        evicted, kept = await asyncio.get_running_loop().run_in_executor(node.disk_threads, remove)
-        log.info("%s evicted of %s on request", evicted, node.dataset_names.shown(known.manifest, known.domain))
+        try:
+            evicted, kept = await self._in_thread(remove)
+        finally:
+            self._known.expire()
+        log.info(
+            "%s evicted of %s on request", format_size(evicted), node.dataset_names.shown(known.manifest, known.domain)
+        )
         return EvictAnswer(node.name, evicted, kept)
 
     async def watch_pins(self) -> None:

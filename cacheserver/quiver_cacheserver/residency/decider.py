@@ -119,6 +119,7 @@ class Decider:
             may_not_force=leases.at(spent) if spent else frozenset(),
             left_out={dataset for dataset in wanted if self._wants_enough(dataset)} | self._allocator.must_wait(now),
             avoid=stuck.union(self._fills.failed),
+            pinned=self._rooms.pins.among,
             shares=self._allocator.limits(),
             division=self._allocator.division,
             credit=self._allocator.turns.credit(now),

@@ -34,7 +34,9 @@ from quiver_cacheserver.rack.registry import Registry
 
 READERS_MAX: Final = 8192  # of a rack's 2,000 processes each reads a few datasets; workers count with their parent
 READERS_PER_CLIENT_MAX: Final = 2048
+LOOK_SECONDS: Final = 0.25  # for which what was seen is returned again: a look at 2,000 readers takes 12 ms
 SAMPLE_SECONDS: Final = 1.0  # between two samples of a counter, and the least time that a rate is taken over
+STEADY_SECONDS: Final = 5.0  # of a window from which on its rate is no burst of workers that fill their queues
 WINDOW_SECONDS: Final = 15.0  # over which rates are taken: more than the pauses between batches of large samples
 SHARDS_LOOKED_AT: Final = 8192  # of a manifest, which takes milliseconds, and is exact to a few percent
 SHARES_MAX: Final = 1024  # remembered
@@ -67,7 +69,8 @@ class SeenReader:
     ``manifest`` and ``domain``: of the dataset, which ``dataset`` names there (``Needs.datasets``). ``name`` tells it
     from other jobs of its tenant on this dataset: its job, else something opaque, not to be shown. ``throughput``:
     bytes per second that it reads of the whole rack, as far as follows from this daemon's share of the dataset.
-    ``attained_bytes``: what it has read so, as long as it is remembered. ``processes``: how many opened the dataset.
+    ``rate``: the fastest that it was seen to read lately, so no more than f*, what it could read if it never waited.
+    ``attained_bytes``: what it has read, as long as it is remembered. ``processes``: how many opened the dataset.
     """
 
     dataset: Digest
@@ -77,6 +80,7 @@ class SeenReader:
     identity: Identity
     dataset_name: str
     throughput: float
+    rate: float
     attained_bytes: float
     processes: int = 1
 
@@ -84,18 +88,19 @@ class SeenReader:
 class _Key(NamedTuple):
     domain: Domain
     manifest: Digest
-    who: str  # the reader in hexadecimal, else its account
+    who: str  # the reader in hexadecimal and its job, else its account
 
 
 class _Counted:
     """What one process and its workers read of one manifest."""
 
-    __slots__ = ("by", "bytes", "ignored_bytes", "read_at", "samples")
+    __slots__ = ("by", "bytes", "fastest", "ignored_bytes", "read_at", "samples")
 
     def __init__(self, by: ReadBy, now: float) -> None:
         self.by = by
         self.bytes = 0
         self.ignored_bytes = 0  # of them, those that were read for a consumer that reports
+        self.fastest = 0.0
         self.read_at = now
         self.samples: deque[tuple[float, int]] = deque([(now, 0)])
 
@@ -104,8 +109,12 @@ class _Counted:
         if reports:
             self.ignored_bytes = self.bytes
             self.samples.clear()
+            self.fastest = 0.0
         if not self.samples or now - self.samples[-1][0] >= SAMPLE_SECONDS:
+            fades = 1 - (now - self.samples[-1][0]) / FORGET_SECONDS if self.samples else 0.0
             self.samples.append((now, self.bytes))
+            steady = self.rate(now) if now - self.samples[0][0] >= STEADY_SECONDS else 0.0
+            self.fastest = max(self.fastest * max(fades, 0.0), steady)
         while len(self.samples) > 2 and now - self.samples[1][0] >= WINDOW_SECONDS:
             self.samples.popleft()
 
@@ -126,6 +135,7 @@ class Readers:
         self._lock = threading.Lock()
         self._counted: OrderedDict[_Key, _Counted] = OrderedDict()  # the one that read longest ago first
         self._of_client: Counter[str] = Counter()
+        self._looked_at, self._found = -LOOK_SECONDS, list[SeenReader]()
 
     def __len__(self) -> int:
         return len(self._counted)
@@ -133,7 +143,8 @@ class Readers:
     def read(self, by: ReadBy, manifest: Digest, count: int, now: float) -> None:
         """Count bytes that were read of a manifest, or looked for here in vain and read elsewhere."""
         said = by.introduction
-        key = _Key(by.domain, manifest, said.reader.hex() if said is not None else by.client)
+        who = f"{said.reader.hex()} {said.identity.job}" if said is not None else by.client
+        key = _Key(by.domain, manifest, who)
         with self._lock:
             counted = self._counted.get(key)
             if counted is None:
@@ -151,6 +162,12 @@ class Readers:
 
     def seen(self, now: float) -> list[SeenReader]:
         """Return the jobs that read and report nothing, each once per dataset. To be called every second or so."""
+        if 0 <= now - self._looked_at < LOOK_SECONDS:
+            return self._found
+        self._looked_at, self._found = now, self._look(now)
+        return self._found
+
+    def _look(self, now: float) -> list[SeenReader]:
         reporting = self._reporting()
         with self._lock:
             for key in [key for key, it in self._counted.items() if now - it.read_at > FORGET_SECONDS]:
@@ -158,9 +175,10 @@ class Readers:
             items = list(self._counted.items())
         jobs: dict[tuple[Digest, str, str, str], list[tuple[_Key, _Counted]]] = {}
         for key, counted in items:
-            dataset, who = name_in(key.domain, key.manifest), counted.by.identity
-            reader = counted.by.introduction.reader if counted.by.introduction is not None else counted.by.client
-            counted.sample(now, reports=(dataset, reader) in reporting)
+            dataset, who, said = name_in(key.domain, key.manifest), counted.by.identity, counted.by.introduction
+            follows = said is not None and said.follows and self._needs.has_dataset(dataset)
+            reader = said.reader if said is not None else counted.by.client
+            counted.sample(now, reports=follows or (dataset, reader) in reporting)
             if counted.bytes > counted.ignored_bytes:
                 jobs.setdefault((dataset, who.tenant, who.group, who.job or f"reader {key.who}"), []).append(
                     (key, counted)
@@ -172,7 +190,7 @@ class Readers:
         key, latest = max(its, key=lambda each: each[1].read_at)
         share = self._share_of(key.manifest, key.domain)
         whole = 1 / share if share > 0 else 0.0
-        said = latest.by.introduction
+        said, rates = latest.by.introduction, [counted.rate(now) for _, counted in its]
         self._names.heard(key.manifest, key.domain, told=said.dataset_name if said is not None else "")
         return SeenReader(
             dataset=dataset,
@@ -181,7 +199,8 @@ class Readers:
             name=name,
             identity=latest.by.identity,
             dataset_name=said.dataset_name if said is not None else "",
-            throughput=sum(counted.rate(now) for _, counted in its) * whole,
+            throughput=sum(rates) * whole,
+            rate=sum(max(counted.fastest, rate) for (_, counted), rate in zip(its, rates, strict=True) if rate) * whole,
             attained_bytes=sum(counted.bytes - counted.ignored_bytes for _, counted in its) * whole,
             processes=len(its),
         )

@@ -57,7 +57,7 @@ class Rooms:
         pins: Pins | None = None,
     ) -> None:
         self.holders = Holders()
-        self._pins = Pins(store) if pins is None else pins
+        self.pins = Pins(store) if pins is None else pins
         self.store = store
         self._inventory = store.inventory
         self._needs = needs
@@ -132,13 +132,13 @@ class Rooms:
         asked = np.flatnonzero((needed < 0) & (idle >= READ_LEASE_SECONDS[0]))
         lapsed = asked[self._opened.lapsed_of(held.digests[asked])]
         needed[lapsed], in_use[lapsed] = 0, False
-        pinned = self._pins.within_limit(held.digests, held.sizes)
+        pinned = self.pins.within_limit(held.digests, held.sizes)
         needed[pinned], in_use[pinned] = 1, True
         return Shelf(held.digests, held.sizes, idle, needed, in_use, self.holders.of(held.names))
 
     def pinned_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return which of these ``(n, 32)``, held or not, are of pinned datasets."""
-        return self._pins.among(shards)
+        return self.pins.among(shards)
 
     def in_use_of(self, shards: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
         """Return which of these ``(n, 32)``, held or not, are of datasets that were read recently."""
@@ -200,15 +200,16 @@ class Rooms:
         return [*decided, *chosen]
 
     def _decided(self, shard: Digest) -> list[Digest]:
-        """Return what was decided to evict for a shard, by name, without what a consumer came to need since."""
+        """Return what was decided to evict for a shard, by name, without what came to be needed or pinned since."""
         needs = self._needs
-        return [
+        decided = [
             victim
             for decision in needs.commitments.decisions_of(shard)
             for victim in decision.evict
-            if (victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1)
-            and not self._pins.among(as_rows([victim]))[0]
+            if victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1
         ]
+        pinned = self.pins.among(as_rows(decided)) if decided else ()
+        return [victim for victim, stays in zip(decided, pinned, strict=True) if not stays]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
         """Return what to evict beyond the decision to free ``free_bytes``; ``None`` if that is impossible."""
@@ -239,7 +240,7 @@ class Rooms:
 
     def _manifests_shelf(self) -> Shelf:
         held = self._inventory.listing(Kind.MANIFEST)
-        kept, used = self._needs.manifests | self._pins.manifests, self._opened.recently_used()
+        kept, used = self._needs.manifests | self.pins.manifests, self._opened.recently_used()
         return Shelf(
             held.digests,
             held.sizes,

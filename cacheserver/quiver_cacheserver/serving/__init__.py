@@ -8,6 +8,7 @@
 ``absence``       the statuses of shards that are not resident
 ``streams``       ``GET /v1/stream``: the same reads on connections of their own
 ``verbs``         ``POST /v1/fill``, ``/v1/forgo``, ``/v1/recheck``
+``operator``      ``/v1/jobs``, ``/v1/datasets``, ``/v1/allocation``; pins and evictions
 ``draining``      ``/v1/handover`` and ``/v1/drain``
 ``transfers``     whole shards and manifests: ``PUT``, ``GET``, ``HEAD``
 ``tls``           handshakes, and HTTP on connections that speak TLS

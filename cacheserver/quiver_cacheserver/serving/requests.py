@@ -14,7 +14,7 @@ from aiohttp import web
 from quiver.domain import HEADER, SINGLE, Domain
 from quiver.errors import BadRequest
 from quiver.introduction import HEADER as INTRODUCTION
-from quiver.introduction import Introduction
+from quiver.introduction import introduced
 from quiver.transport.tls import NOBODY, Identity
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Budgets, Resource, address_of
@@ -73,16 +73,9 @@ def caller_of(request: web.Request) -> Caller:
 
 
 def read_by(request: web.Request) -> ReadBy:
-    """Return who reads, as a request that was ``admitted`` introduces it. A malformed introduction counts as none:
-
-    it decides only what operators see and how the cache is shared, and must not keep anybody from reading.
-    """
-    caller, said = caller_of(request), request.headers.get(INTRODUCTION)
-    try:
-        introduction = Introduction.parse(said) if said is not None else None
-    except BadRequest:
-        introduction = None
-    return ReadBy(caller.budget, caller.scope, caller.tenant, introduction)
+    """Return who reads, as a request that was ``admitted`` introduces it."""
+    caller, said = caller_of(request), introduced(request.headers.get(INTRODUCTION, ""))
+    return ReadBy(caller.budget, caller.scope, caller.tenant, said)
 
 
 def identity_of(request: web.Request) -> Identity:

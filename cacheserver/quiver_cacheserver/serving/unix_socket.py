@@ -29,6 +29,7 @@ from typing import Final, Self
 from quiver.digest import Digest
 from quiver.domain import Domain
 from quiver.errors import BadRequest, Forbidden, Misconfigured, OverCapacity, QuiverError, Unauthenticated
+from quiver.introduction import Introduction, introduced
 from quiver.store import Kind, OpenFile
 from quiver.transport.handoff import (
     RECHECK,
@@ -49,6 +50,7 @@ from quiver_cacheserver.access.control import Access
 from quiver_cacheserver.access.rights import SOCKET
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.residency.readers import ReadBy
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +270,7 @@ class Handoff:
             return False
         try:
             with self._node.budgets.holding(reader.caller.budget, Resource.SOCKET_REQUESTS):
-                answer, files = await self._answer(request, reader.caller)
+                answer, files = await self._answer(request, reader)
         except OverCapacity:
             connection.send(refusal(Status.BUSY))
             return True
@@ -288,13 +290,16 @@ class Handoff:
         self._node.counters.handed_files += len(files)
         return True
 
-    async def _answer(self, request: HandoffRequest, caller: Caller) -> tuple[bytes, list[OpenFile]]:
+    async def _answer(self, request: HandoffRequest, reader: _Reader) -> tuple[bytes, list[OpenFile]]:
+        caller = reader.caller
         if request.verb is Verb.HELLO:
             return hello_answer(self._node.name), []
         node, domain, loop = self._node, caller.scope, asyncio.get_running_loop()
         if request.flags & RECHECK:
             node.suspect((entry.digest for entry in request.entries), caller.budget, domain)
         if request.verb is Verb.HELD:
+            if request.read_bytes and request.manifest is not None:
+                node.readers.read(reader.by, request.manifest, request.read_bytes, time.monotonic())
             held = [self._is_held(entry, domain) for entry in request.entries]
             if request.flags & USED:
                 read = [entry.digest for entry, here in zip(request.entries, held, strict=True) if here]
@@ -344,7 +349,13 @@ class _Reader:
     def __init__(self, user: str) -> None:
         self._user = user
         self._said_hello = False
+        self._introduction: Introduction | None = None
         self.caller = Caller(user)
+
+    @property
+    def by(self) -> ReadBy:
+        """Who reads, as it introduced itself."""
+        return ReadBy(self.caller.budget, self.caller.scope, self.caller.tenant, self._introduction)
 
     def admit(self, request: HandoffRequest, access: Access) -> None:
         """Let a request through. Raises ``Unauthenticated`` and ``Forbidden``."""
@@ -352,6 +363,8 @@ class _Reader:
         if request.verb is Verb.HELLO or not self._said_hello:  # without tokens a reader may come without a hello
             self.caller = access.admit(self._user, request.token, verb)
             self._said_hello = request.verb is Verb.HELLO
+            if self._said_hello:
+                self._introduction = introduced(request.introduction)
         else:
             access.check(self.caller, verb)
 

@@ -1,8 +1,10 @@
 """The command ``quiver``.
 
-Each of ``index``, ``info``, ``verify``, ``warm``, ``status``, ``probe``, ``drain``, ``undrain``, ``tls`` and ``token``
-is a command; ``main`` groups them and turns errors into exit statuses, ``options`` has what they share, ``progress`` draws
-their progress bar, and ``decoding`` is what ``verify --decode`` does.
+Each of ``index``, ``info``, ``verify``, ``warm``, ``plan``, ``place``, ``status``, ``jobs``, ``datasets``, ``explain``,
+``pin``, ``unpin``, ``evict``, ``probe``, ``drain``, ``undrain``, ``tls`` and ``token`` is a command; ``main`` groups
+them and turns errors into exit statuses, ``options`` has what they share, ``operating`` and ``pinning`` what those that
+ask a whole rack share, ``tables`` and ``progress`` draw tables and progress bars, and ``decoding`` is what ``verify
+--decode`` does.
 """
 
 from __future__ import annotations

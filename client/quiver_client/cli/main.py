@@ -23,6 +23,8 @@ COMMANDS: Final = {
     "info": "Print what a manifest contains.",
     "verify": "Read and hash everything again, through a cache.",
     "warm": "Fill a dataset into a cache before it is needed.",
+    "plan": "Predict, by simulation, what a fleet of racks gives its jobs.",
+    "place": "Say which rack should run which job.",
     "probe": "Measure what the cache is worth to a running job.",
     "status": "Say how a cache is doing.",
     "jobs": "Show who reads from a rack, how fast, and how long it waits.",

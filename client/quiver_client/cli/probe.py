@@ -17,8 +17,8 @@ from quiver.sizes import format_size
 from quiver.token_source import TokenSource
 from quiver_client.cli.drain import Seconds
 from quiver_client.cli.options import cache_option, json_option, print_json
-from quiver_client.cli.status import ring_of
 from quiver_client.config import CacheConfig, EmbeddedCache
+from quiver_client.operating.rack import ring_of
 
 POLL_SECONDS: Final = 0.5
 TIMEOUT_SECONDS: Final = 900.0  # twenty reads of a quarter of a second take a hundredth of eight minutes

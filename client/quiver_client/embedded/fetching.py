@@ -51,6 +51,7 @@ class FolderNeeds:
         self._fetching: dict[Decision, Future[Outcome]] = {}
         self._pause = Backoff(*PAUSE_SECONDS)
         # This process fetches what it needs, unless it may not write to the folder: then no process fetches it.
+        self.probe_wanted = False  # no operator asks through a folder
         self.orphaned: npt.NDArray[np.bool_] | None = None
         if not tier.store.writable:
             self.orphaned = np.ones(manifest.shard_count, bool)

@@ -25,6 +25,7 @@ import msgspec
 
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver.residency import CONSUMERS_MAX
 from quiver.residency.messages import REPORT_BYTES_MAX, NeedsReport
 
@@ -214,3 +215,6 @@ def _unlink_if(path: Path, inode: int) -> None:
     with contextlib.suppress(FileNotFoundError, PermissionError):
         if path.lstat().st_ino == inode:
             path.unlink()
+
+
+prepare(_Content)

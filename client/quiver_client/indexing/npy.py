@@ -17,6 +17,7 @@ import msgspec
 
 from quiver.manifest import Field
 from quiver.manifest.schema import ARRAY_DTYPES, is_shape
+from quiver.prepared import prepare
 
 SUFFIX: Final = ".npy"
 HEADER_BYTES_MAX: Final = 4096  # numpy pads to 128; a shape of 32 dimensions needs some hundred
@@ -108,3 +109,6 @@ class NpyField:
         if found is None or not self._possible:
             return field
         return msgspec.structs.replace(field, dtype=found.dtype, shape=found.shape, skip=found.skip)
+
+
+prepare(Array)

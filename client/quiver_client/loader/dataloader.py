@@ -213,7 +213,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
         self._making = Making(num_workers, min(self._ahead, FETCHERS))
         self._source.rows = self._making.rows
         self._prober = Prober(lambda: self._making.costs, lambda: order.is_probe_wanted)
-        self._probes = probe
+        self._probes, self._told_series = probe, 0
         self._progress = progress
         self._line: ProgressLine | None = None
         is_wanted(progress, 0)
@@ -308,16 +308,24 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
         Measured all the time, at a few microseconds per batch; rates are of the last seconds of the loop.
         """
-        making, deal = self._making, self.order.deal
+        deal = self.order.deal
         rank = deal.rank, deal.world_size
-        return Profile.of(self.order.speeds, making.costs, rank=rank, makers=making.makers)
+        return Profile.of(self.order.speeds, self._prober.costs, rank=rank, makers=self._making.makers)
+
+    @property
+    def is_probing(self) -> bool:
+        """Whether a series of probes has begun and has not ended."""
+        return self._prober.is_on
 
     def is_probe(self) -> bool:
         """Return whether the next batch is to be read past the cache. Called by what makes batches."""
-        before = self._prober.series
-        is_probe = self._prober.take()
-        if self._prober.series != before:
-            self.order.tell_probed(self.profile().probed)
+        prober = self._prober
+        is_probe = prober.take()
+        if self._told_series != prober.series:
+            probed = self.profile().probed
+            if probed is not None or prober.has_failed:  # a loop that has hardly begun has no speed yet
+                self._told_series = prober.series
+                self.order.tell_probed(probed)
         return is_probe
 
     def stats(self) -> dict[str, int]:

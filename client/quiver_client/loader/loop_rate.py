@@ -190,7 +190,8 @@ class LoopRate:
         self._window = _Sums()
         known = self._before
         seconds = max(known.step, known.making, known.gpu_seconds * known.turns, STEP_SECONDS_MIN * known.turns)
-        self._value = known.bytes / seconds
+        # What it does read it could read, whatever a few measured steps of a device say.
+        self._value = known.bytes / min(seconds, max(known.seconds, STEP_SECONDS_MIN))
 
 
 class LoopPauses:

@@ -89,7 +89,13 @@ class Prober:
     @property
     def has_failed(self) -> bool:
         """Whether the last series ended without a result: this process cannot read past the cache."""
-        return not self._is_on and self.series > 0 and self._is_failing(self._costs())
+        return not self._is_on and self.series > 0 and self._costs().probes == self._base.probes
+
+    @property
+    def costs(self) -> Costs:
+        """The costs so far; of probes, those of the last series."""
+        costs, base = self._costs(), self._base
+        return costs._replace(probes=costs.probes - base.probes, probe_seconds=costs.probe_seconds - base.probe_seconds)
 
     def begin(self) -> None:
         """Begin a series of probes, unless one is going on."""

@@ -157,6 +157,8 @@ class BatchSampler(OrderSampler):
             placement.leaves, self._passes, self._wait, self._lock, soon_samples=soon, known=known
         )
         self._leaves = placement.leaves
+        for leaf in self._leaves if not self._role.leads else ():
+            leaf.follow()
 
     # -- as a sampler -------------------------------------------------------------------------------------------------
 

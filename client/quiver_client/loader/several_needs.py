@@ -70,7 +70,7 @@ class SeveralNeeds:
     @property
     def probe_wanted(self) -> bool:
         """Whether one of the caches asks for a series of probes."""
-        return any(getattr(channel, "probe_wanted", False) for channel in self._channels)
+        return any(channel.probe_wanted for channel in self._channels if channel is not None)
 
     def close(self) -> None:
         with ExitStack() as each_one:

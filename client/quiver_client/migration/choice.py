@@ -29,8 +29,8 @@ def chosen(found: Sequence[Found], identity: str, key: str | None = None) -> lis
             distinct.append(it)
     if len({_run(it.state) for it in distinct}) > 1 or _is_ambiguous(distinct):
         raise BadRequest(
-            f"there are {len(distinct)} states that are not those of the ranks of one job; say which to take with"
-            f" --state-key: {_listed([str(it) for it in distinct])}"
+            f"there are {len(distinct)} states that are not those of the ranks of one job; name the file of one, or its"
+            f" key with --state-key: {_listed([str(it) for it in distinct])}"
         )
     return distinct
 

@@ -7,21 +7,35 @@ ends when that job begins, which then reports itself, or when it expires; nobody
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Final
 
 import blake3
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import NotFound, QuiverError
+from quiver.errors import Misconfigured, NotFound, QuiverError
+from quiver.identity import Identity
 from quiver.manifest import Manifest
 from quiver.residency import CONSUMER_BYTES, ConsumerReport
 from quiver.residency.messages import NeedsReport, NeedsStatus
+from quiver_client.identity import identity_of, name_of
 from quiver_client.rack.members import Members
 
 MEMBERS_AT_ONCE: Final = 16
+HOLDER: Final = "held by quiver warm"  # what operators see of it, if the job has no name in this process
+
+
+def _whose() -> Identity:
+    """Return what the environment says. What a launcher says is of the process that warms, not of the job to come."""
+    try:
+        whose = identity_of(environment={name: text for name, text in os.environ.items() if name.startswith("QUIVER_")})
+    except ValueError as error:
+        raise Misconfigured(str(error)) from error
+    return whose if whose.job else replace(whose, job=HOLDER)
 
 
 class Hold:
@@ -33,12 +47,20 @@ class Hold:
         self._members = members
         # Warming by the same state again replaces the hold instead of adding one.
         of = b"quiver-hold\0" + bytes(manifest.digest) + left.tobytes()
-        self._report = ConsumerReport(blake3.blake3(of).digest(CONSUMER_BYTES), left, 0.0, 0.0, 0.0, hold=True)
+        self._report = ConsumerReport(
+            consumer=blake3.blake3(of).digest(CONSUMER_BYTES),
+            left=left,
+            rate=0.0,
+            ahead_bytes=0.0,
+            lease_seconds=0.0,
+            identity=_whose(),
+            dataset_name=name_of(manifest, manifest.path.name),
+            hold=True,
+        )
 
     def renew(self, seconds: float) -> list[QuiverError]:
         """Keep it for so long from now; return why some daemons do not."""
-        report = ConsumerReport(self._report.consumer, self._report.left, 0.0, 0.0, seconds, hold=True)
-        return self._tell(NeedsReport(self._manifest.digest, report))
+        return self._tell(NeedsReport(self._manifest.digest, replace(self._report, lease_seconds=seconds)))
 
     def end(self) -> None:
         """Keep it no longer."""

@@ -19,7 +19,10 @@ Key = tuple[str, str, str, str, bool]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A job on one dataset, in the whole rack. Rates are sums over its ranks; ``waited`` is the mean."""
+    """A job on one dataset, in the whole rack. Rates are sums over its ranks; ``waited`` is the mean.
+
+    ``ranks``: of a stock loader, its processes.
+    """
 
     job: str
     group: str
@@ -87,7 +90,7 @@ def _job(told: Sequence[JobView], dataset: str) -> Job:
         tenant=first.tenant,
         dataset=dataset,
         dataset_id=first.dataset_id,
-        ranks=len(ranks),
+        ranks=max(job.processes for job in told) if first.stock else len(ranks),
         rate=sum(rank.rate for rank in ranks),
         throughput=sum(rank.throughput for rank in ranks),
         waited=fmean(rank.waited for rank in ranks) if ranks else 0.0,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
@@ -64,11 +64,20 @@ class LocalDaemon:
 class LocalDaemons:
     """Which of a ring's members are on this host. ``look`` is for one thread; the rest is safe from any."""
 
-    def __init__(self, members: Members, seeds: Sequence[str], stats: Stats, token: TokenSource = NO_TOKEN) -> None:
+    def __init__(
+        self,
+        members: Members,
+        seeds: Sequence[str],
+        stats: Stats,
+        token: TokenSource = NO_TOKEN,
+        introduction: Callable[[], str] = str,
+    ) -> None:
+        """``token``, and what ``introduction`` returns: sent to each daemon."""
         self._members = members
         self._seeds = seeds
         self._stats = stats
         self._token = token
+        self._introduction = introduction
         self._sockets: dict[str, str] = {}  # node id -> path, as each daemon reported its own
         self._asked: Expiring[str, None] = Expiring()  # URLs of daemons that were asked for their paths
         self._here: dict[str, bool] = {}  # host -> whether it is this host
@@ -85,6 +94,11 @@ class LocalDaemons:
 
     def __bool__(self) -> bool:
         return bool(self._by_url)
+
+    @property
+    def responding(self) -> list[LocalDaemon]:
+        """The daemons of this host that respond."""
+        return [daemon for daemon in set(self._by_url.values()) if not daemon.is_unresponsive]
 
     def look(self, ring: Ring) -> None:
         """Find the daemons of this host. Blocks for a short time on name resolution and on daemons."""
@@ -121,7 +135,7 @@ class LocalDaemons:
         owner = self._owner(path)
         if owner is None or (known is not None and owner in known.client.trusted):
             return  # no trusted daemon; or the known one, which does not respond and was not replaced
-        daemon = LocalDaemon(HandoffClient(path, [owner], token=self._token))
+        daemon = LocalDaemon(HandoffClient(path, [owner], token=self._token, introduction=self._introduction()))
         try:
             if daemon.client.hello() in ids:
                 self._keep(path, daemon)

@@ -60,7 +60,7 @@ class Members:
     ) -> None:
         """``introduction``: what this process says of itself with its reads."""
         self._manifest = manifest
-        self._introduction = introduction.encode() if introduction is not None else ""
+        self.introduction = introduction.encode() if introduction is not None else ""
         self._seeds = tuple(seeds)
         self._stats = stats
         self.token = TokenSource.from_environment()
@@ -82,6 +82,14 @@ class Members:
         for peer in peers:
             peer.close()
 
+    def introduce_as(self, introduction: Introduction) -> None:
+        """Introduce this process differently from now on: on new connections."""
+        with self._lock:
+            self.introduction = introduction.encode()
+            peers, self._peers = list(self._peers.values()), {}
+        for peer in peers:
+            peer.close()  # a read that is under way ends first
+
     def peer(self, url: str) -> PeerClient:
         node = self._certified.get(url, "")
         with self._lock:
@@ -95,7 +103,7 @@ class Members:
             patience=patience,
             node=self._certified.get(url, ""),
             token=self.token,
-            introduction=self._introduction,
+            introduction=self.introduction,
         )
 
     def digests(self, shards: npt.NDArray[np.int64]) -> tuple[Digest, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from quiver.digest import Digest
 from quiver.malformed import MALFORMED
 from quiver.manifest.checks import SAMPLES_MAX
+from quiver.prepared import prepare
 from quiver.substitution import Mask
 from quiver_client.loader.ledger.batch_encoding import VARINT_BYTES_MAX, number_at, varint
 
@@ -204,3 +205,6 @@ def _inflated(data: bytes, size_max: int) -> bytes:
     if len(out) > size_max or not inflater.eof or inflater.unused_data:
         raise ValueError("a frame that inflates to too little or too much")
     return out
+
+
+prepare(Run)

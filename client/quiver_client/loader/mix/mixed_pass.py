@@ -53,6 +53,11 @@ class MixedPart:
         self._leaves = placement.leaves
         self._mix = mix
 
+    def follow(self) -> None:
+        """Another process reports what this one reads."""
+        for leaf in self._leaves:
+            leaf.follow()
+
     def choose(self, count: int, *, substitute: bool, lookahead: int | None) -> Chosen | None:
         """Return the next ``count`` entries, or ``None`` while it is worth waiting for shards."""
         view = self.consumer.view if substitute else None

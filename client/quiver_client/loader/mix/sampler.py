@@ -136,6 +136,8 @@ class MixBatchSampler(BatchSampler):
         self._whose = identity_of(job, group, tenant)
         self._name = shared_name(job_of(job), mix.identity)
         self._role = role_of(replicas, mix.identity, self._deal, substitute=self.substitute, timeout=timeout)
+        for part in self._parts if not self._role.leads else ():
+            part.follow()
         self._finalizer = weakref.finalize(self, self._role.stop)
         self._finalizer.atexit = False  # a stream is stopped at exit by itself
         agreed = MixAgreement(mix, self._deal, of_groups=replicas is not None)

@@ -21,6 +21,7 @@ import msgspec
 
 from quiver.errors import BadRequest
 from quiver.malformed import MALFORMED
+from quiver.prepared import prepare
 from quiver_client.loader.group_store import group_store
 from quiver_client.loader.replicas.messages import STRANGER_BYTES_MAX, Frames, Hello, Welcome, encode
 
@@ -174,3 +175,6 @@ def _source_towards(host: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+prepare(Invitation)
