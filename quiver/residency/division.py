@@ -24,6 +24,7 @@ from quiver.residency.consumers import Ints, Mask
 from quiver.residency.needs import Needs
 
 FLOORS_MAX: Final = 0.5  # of the room, for the least that each dataset has
+ROUNDED: Final = 0.5  # of a shard, that a dataset may have beyond its share, or lack
 NOBODY: Final = -1  # whose shard it is: of no dataset that is read
 
 
@@ -71,8 +72,22 @@ class Division:
         return self._held[name] + plus_bytes - self._shares.get(name, 0.0)
 
     def has_room_for(self, name: Digest, size_bytes: float) -> bool:
-        """Whether a dataset may hold so many bytes more by its share."""
-        return self.excess(name, size_bytes) <= 0
+        """Whether a dataset may hold a shard more by its share, which is rounded to whole shards."""
+        return self.excess(name, size_bytes) <= ROUNDED * size_bytes
+
+    def free_for(self, name: Digest, size_bytes: float, free_bytes: float) -> float:
+        """Return how many of the free bytes a dataset may take for a shard: not what others have yet to take.
+
+        Else a dataset that reads fast would fill the room that a slow one needs now and then, and have its shards
+        evicted for it unread.
+        """
+        if self.has_room_for(name, size_bytes):
+            return free_bytes
+        claimed = 0.0
+        for it in self._names:
+            if it != name:
+                claimed += max(-self.excess(it, ROUNDED * self._needs.datasets[it].shard_bytes), 0.0)
+        return max(free_bytes - claimed, 0.0)
 
     def holds_nothing(self, name: Digest) -> bool:
         slots = self._needs.datasets[name].slots
@@ -128,5 +143,5 @@ class Division:
         own = self.excess(name, size_bytes)
         others = [(self.excess(it), number) for number, it in enumerate(self._names) if it != name]
         for excess, number in sorted(others, reverse=True):
-            if excess > 0 and own < excess:
+            if excess > 0 and own + ROUNDED * size_bytes <= excess:
                 yield self.owners == number
