@@ -23,7 +23,7 @@ from quiver.digest import Digest
 from quiver.residency import Needs
 from quiver.ring import Ring
 from quiver_cacheserver.allocation.bandwidth import Bandwidth, Turns
-from quiver_cacheserver.allocation.gathering import Heard, readers_of
+from quiver_cacheserver.allocation.gathering import Heard, readers_of, resident_bytes
 from quiver_cacheserver.allocation.settings import AllocationSettings
 from quiver_cacheserver.allocation.solved import NOTHING, Solved
 from quiver_cacheserver.allocation.steady import SteadyValues
@@ -178,6 +178,8 @@ class Allocator:
         self._origin_of = {name: origin_of(it.base) for name, it in facts.items()}
         self._cap(facts, share, now)
         limits = self._measure(now, share)
+        # A dataset whose share is still empty needs bandwidth to fill it, however little it will need then.
+        resident = resident_bytes(self._needs, {name: it.size_bytes for name, it in facts.items()})
         return (
             Problem(
                 capacity_bytes=self._capacity_bytes() / share,
@@ -188,6 +190,7 @@ class Allocator:
                         origin=self._origin_of[name],
                         readers=readers[name],
                         pinned=it.pinned,
+                        resident_bytes=resident.get(name),
                     )
                     for name, it in facts.items()
                 ),
