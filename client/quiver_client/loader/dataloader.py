@@ -307,7 +307,7 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             loader.profile().possible_rate           # f*, bytes per second that it would read if it never waited
             loader.profile().as_dict()               # for JSON
 
-        Measured all the time, at a few microseconds per batch; rates are of the last seconds of the loop.
+        Measured all the time, at about twenty microseconds per batch; rates are of the last seconds of the loop.
         """
         deal = self.order.deal
         rank = deal.rank, deal.world_size
