@@ -8,8 +8,7 @@ dataset's excess stays smaller than that of the one it takes from. So shards mov
 then stay.
 
 A dataset whose share is less than a shard, as where all of the cache is worth more elsewhere, still needs room for what
-it is reading: its share is at least its largest shard, unless so many datasets are read that all of these would take
-more than half.
+it is reading: its share is at least its largest shard, or an equal part of a room that is too small for one of each.
 """
 
 from __future__ import annotations
@@ -23,19 +22,19 @@ from quiver.digest import Digest
 from quiver.residency.consumers import Ints, Mask
 from quiver.residency.needs import Needs
 
-FLOORS_MAX: Final = 0.5  # of the room, for the least that each dataset has
+ROUNDED: Final = 0.5  # of a shard, that a dataset may have beyond its share, or lack
 NOBODY: Final = -1  # whose shard it is: of no dataset that is read
 
 
 def with_floors(shares: Mapping[Digest, float], floors: Mapping[Digest, float]) -> dict[Digest, float]:
-    """Return shares of the same sum, none below its floor. All floors together take at most half of the sum.
+    """Return shares of the same sum, none below its floor, or below an equal part.
 
     ``floors``: of each dataset; one that has no share has nothing but its floor.
     """
     room = sum(shares.values())
     if not floors or room <= 0:
         return dict.fromkeys(floors, 0.0)
-    most = FLOORS_MAX * room / len(floors)
+    most = room / len(floors)
     least = {name: min(floor, most) for name, floor in floors.items()}
     given = {name: max(shares.get(name, 0.0), floor) for name, floor in least.items()}
     beyond = sum(given[name] - least[name] for name in given)
@@ -71,8 +70,22 @@ class Division:
         return self._held[name] + plus_bytes - self._shares.get(name, 0.0)
 
     def has_room_for(self, name: Digest, size_bytes: float) -> bool:
-        """Whether a dataset may hold so many bytes more by its share."""
-        return self.excess(name, size_bytes) <= 0
+        """Whether a dataset may hold a shard more by its share, which is rounded to whole shards."""
+        return self.excess(name, size_bytes) <= ROUNDED * size_bytes
+
+    def free_for(self, name: Digest, size_bytes: float, free_bytes: float) -> float:
+        """Return how many of the free bytes a dataset may take for a shard: not what others have yet to take.
+
+        Else a dataset that reads fast would fill the room that a slow one needs now and then, and have its shards
+        evicted for it unread.
+        """
+        if self.has_room_for(name, size_bytes):
+            return free_bytes
+        claimed = 0.0
+        for it in self._names:
+            if it != name:
+                claimed += max(-self.excess(it, ROUNDED * self._needs.datasets[it].shard_bytes), 0.0)
+        return max(free_bytes - claimed, 0.0)
 
     def holds_nothing(self, name: Digest) -> bool:
         slots = self._needs.datasets[name].slots
@@ -128,5 +141,5 @@ class Division:
         own = self.excess(name, size_bytes)
         others = [(self.excess(it), number) for number, it in enumerate(self._names) if it != name]
         for excess, number in sorted(others, reverse=True):
-            if excess > 0 and own < excess:
+            if excess > 0 and own + ROUNDED * size_bytes <= excess:
                 yield self.owners == number

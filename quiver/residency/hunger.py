@@ -93,21 +93,25 @@ class Hunger:
         pause = max(self._origin.report_seconds, REPORT_SECONDS_MAX)
         return self._now - it.reported_at <= SILENT_REPORTS * pause
 
-    def spared(self, name: Digest, here: Mask, *, own: bool) -> list[Consumer]:
-        """Return the consumers of a dataset whose shards are not evicted for a starving one, of it (``own``) or not.
+    def spared(self, name: Digest, here: Mask, *, alone: bool) -> list[Consumer]:
+        """Return the consumers of a dataset whose shards are not evicted for a starving one.
 
         A shard just fetched for one consumer has most left in it, and few need it. If the next starving consumer had it
-        evicted, and so on, shards would replace one another before they are read, and no consumer would progress. A
-        consumer that reads alone replaces its own shards only if it waits: what it has is too little for a batch.
+        evicted, and so on, shards would replace one another before they are read, and no consumer would progress.
+        ``alone``: it is the starving one itself, and reads alone. Then it replaces its own shards only if it waits, and
+        what it has is too little for a batch; it may not know yet of what came a moment ago.
         """
-        reading = self.reading(name)
         spared = []
-        for it in reading:
+        for it in self.reading(name):
             if not self.is_heard(it):
                 continue
             runway = self.runway(it, here, it.pending)
-            most = max(runway.ahead, runway.local)
-            if (runway.ahead > 0) if own and len(reading) == 1 else (most <= self.little(it)):
+            if alone:
+                some_bytes = STARVING_SHARDS * self._needs.datasets[name].shard_bytes
+                keeps = runway.ahead > 0 or runway.local > some_bytes
+            else:
+                keeps = max(runway.ahead, runway.local) <= self.little(it)
+            if keeps:
                 spared.append(it)
         return spared
 

@@ -57,6 +57,8 @@ class Situation:
     shares: Mapping[Digest, float] = field(default_factory=dict)
     # Bytes of this cache that each dataset should have (``division``). Empty: need alone decides between datasets too.
     division: Mapping[Digest, float] = field(default_factory=dict)
+    # Seconds of its part of the origin's bandwidth that a dataset has to its credit, where the origin is the limit.
+    credit: Mapping[Digest, float] = field(default_factory=dict)
 
 
 def decide(needs: Needs, situation: Situation) -> list[Decision]:
@@ -120,7 +122,9 @@ class _Round:
         following = following or self._planned()
         if following is not None and (self._ordered_is_next or not hungry):
             return following
-        return next(filter(None, map(self._for_dataset, _by_urgency(hungry))), None) or following
+        return (
+            next(filter(None, map(self._for_dataset, _by_urgency(hungry, self._situation.credit))), None) or following
+        )
 
     def _for_dataset(self, hungry: list[Hungry]) -> Decision | None:
         """Return the decision to fetch a shard for the hungry consumers of one dataset."""
@@ -129,7 +133,7 @@ class _Round:
         best = self._most_needed(some)
         if best is None:
             return None
-        if not any(it.low for it in some):
+        if not any(it.low or it.starving for it in some):
             return self._early(*best)
         return self._with_room(*best) or self._smaller(some) or self._forcing(starving)
 
@@ -219,9 +223,10 @@ class _Round:
         division = self._division
         if division is None or division.has_room_for(dataset, float(self._needs.sizes[slot])):
             return self._with_room(slot, dataset)
-        if self._room(slot, dataset, own=True).missing_bytes > 0:
+        room = self._room(slot, dataset, own=True)
+        if not room.evict or room.missing_bytes > 0:
             return None
-        evict = self._names(self._room(slot, dataset, own=True).evict)
+        evict = self._names(room.evict)
         return Decision(self._needs.shards.name(slot), dataset, float(self._needs.sizes[slot]), evict)
 
     def _smaller(self, hungry: Sequence[Hungry]) -> Decision | None:
@@ -285,7 +290,10 @@ class _Round:
     def _room(self, slot: int, dataset: Digest, *, own: bool = False) -> _Room:
         """Return how to make room for a shard by evicting what nobody needs; with ``own``, of its own dataset."""
         size_bytes = float(self._needs.sizes[slot])
-        short = size_bytes - self._free_bytes
+        free_bytes = self._free_bytes
+        if self._division is not None:
+            free_bytes = self._division.free_for(dataset, size_bytes, free_bytes)
+        short = size_bytes - free_bytes
         if short <= 0:
             return _Room((), 0.0)
         on_behalf = self._situation.on_behalf.get(dataset, SEVERAL)
@@ -356,10 +364,13 @@ class _Round:
 
     def _spared(self, dataset: Digest) -> Mask:
         """Return what is not evicted for a starving consumer of this dataset (``Hunger.spared``)."""
-        spared = np.zeros(len(self._needs.sizes), bool)
-        for name in self._hunger.datasets:
+        hunger, spared = self._hunger, np.zeros(len(self._needs.sizes), bool)
+        if self._division is None and sum(len(hunger.reading(name)) for name in hunger.datasets) == 1:
+            return spared
+        for name in hunger.datasets:
             slots = self._needs.datasets[name].slots
-            for it in self._hunger.spared(name, self._present[slots], own=name == dataset):
+            alone = self._division is not None and name == dataset and len(hunger.reading(name)) == 1
+            for it in hunger.spared(name, self._present[slots], alone=alone):
                 spared[slots[it.pending]] = True
         return spared
 
@@ -398,7 +409,7 @@ class _Round:
                 missing = it.pending & absent
                 found = hunger.of(it, here, missing) if missing.any() else None
                 # Fetching early takes room from others, unless shares say how much.
-                if found is not None and (found.low or alone or self._division is not None):
+                if found is not None and (found.low or found.starving or alone or self._division is not None):
                     hungry.append(found)
         return hungry, in_order
 
@@ -419,12 +430,18 @@ class _Round:
         return bool(taken + self._needs.datasets[name].shard_bytes > self._situation.shares[name])
 
 
-def _by_urgency(hungry: Sequence[Hungry]) -> list[list[Hungry]]:
-    """Return the hungry consumers by dataset, the dataset first of which one has least time left."""
+def _by_urgency(hungry: Sequence[Hungry], credit: Mapping[Digest, float]) -> list[list[Hungry]]:
+    """Return the hungry consumers by dataset, the first first: who has most bandwidth to its credit, or least time."""
     by_dataset: dict[Digest, list[Hungry]] = {}
     for it in hungry:
         by_dataset.setdefault(it.consumer.dataset, []).append(it)
-    return sorted(by_dataset.values(), key=lambda some: min((not it.starving, not it.low, it.seconds) for it in some))
+
+    def urgency(name: Digest) -> tuple[bool, float, bool, float]:
+        some = by_dataset[name]
+        early = not any(it.low or it.starving for it in some)
+        return early, -credit.get(name, 0.0), not any(it.starving for it in some), min(it.seconds for it in some)
+
+    return [by_dataset[name] for name in sorted(by_dataset, key=urgency)]
 
 
 def _coming(needs: Needs, avoid: Set[Recipe]) -> set[Digest]:

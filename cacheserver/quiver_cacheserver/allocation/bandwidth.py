@@ -147,6 +147,14 @@ class Turns:
         seconds = max(waits)
         return min(max(seconds, WAIT_SECONDS[0]), WAIT_SECONDS[1]) if seconds > 0 else 0.0
 
+    def credit(self, now: float) -> dict[Digest, float]:
+        """Return the seconds of its rate that each limited dataset has in its bucket; negative for a debt."""
+        found: dict[Digest, float] = {}
+        for origin in self._origins.values():
+            origin.fill(now)
+            found |= {name: it.tokens / it.rate for name, it in origin.buckets.items() if it.rate > 0}
+        return found
+
     def take(self, dataset: Digest, size_bytes: float) -> None:
         """Record that so many bytes are about to be read; negative: that they were not, after all."""
         cap = self._caps.get(self._cap_of.get(dataset, "\0"))

@@ -122,6 +122,7 @@ class Decider:
             pinned=self._rooms.pins.among,
             shares=self._allocator.limits(),
             division=self._allocator.division,
+            credit=self._allocator.turns.credit(now),
         )
 
     # -- carrying out -------------------------------------------------------------------------------------------------
