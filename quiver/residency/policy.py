@@ -238,6 +238,9 @@ class _Round:
     def _forcing(self, starving: Sequence[Hungry]) -> Decision | None:
         """Return the decision to fetch a shard for starving consumers in place of needed ones, charged to them."""
         starving = [it for it in starving if self._may_force(it.consumer)]
+        if self._division is not None:
+            # A slow origin makes everybody starve by its fills; needed shards evicted for that are reads wasted on it.
+            starving = [it for it in starving if it.dry]
         best = self._most_needed(starving)
         if best is None:
             return None
@@ -438,7 +441,8 @@ def _by_urgency(hungry: Sequence[Hungry], credit: Mapping[Digest, float]) -> lis
 
     def urgency(name: Digest) -> tuple[bool, float, bool, float]:
         some = by_dataset[name]
-        early = not any(it.low or it.starving for it in some)
+        # Where bandwidth is divided, who has some to its credit may use it early: it is spent on nobody's account.
+        early = name not in credit and not any(it.low or it.starving for it in some)
         return early, -credit.get(name, 0.0), not any(it.starving for it in some), min(it.seconds for it in some)
 
     return [by_dataset[name] for name in sorted(by_dataset, key=urgency)]

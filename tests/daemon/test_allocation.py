@@ -210,18 +210,21 @@ def solve(allocator: Allocator, now: float) -> dict[Digest, float]:
     problem, names = allocator.problem(now)
     if allocator.is_due(problem, now):
         allocator.take(allocator.solve(problem, names, now))
-    return dict(allocator.division)
+    return allocator.division()
 
 
 def test_room_is_divided_equally_until_something_is_solved_and_all_of_it_is_somebodys() -> None:
     allocator, needs = daemon()
     hear(needs, 1, A, 100.0)
     hear(needs, 2, B, 10.0)
-    assert allocator.division == {A: 500.0, B: 500.0}
-    assert solve(allocator, 1.0) == {A: pytest.approx(1000.0), B: pytest.approx(0.0)}, "it saves most there"
+    assert allocator.division() == {A: 500.0, B: 500.0}
+    division = solve(allocator, 1.0)
+    assert division == {A: pytest.approx(1000.0 * 11 / 12), B: pytest.approx(1000.0 / 12)}, "it saves most there"
+    slow = allocator.division(fill_seconds=10.0)
+    assert slow[B] == pytest.approx(1000.0 * 200 / 1700), "and what is read during a fill needs room"
     assert allocator.current.names == {A: "a", B: "b"}
     allocator.settings = settings_of("none")
-    assert allocator.division == {}
+    assert allocator.division() == {}
 
 
 def test_a_new_job_is_solved_for_at_once() -> None:
@@ -251,12 +254,12 @@ def test_an_allocation_follows_a_speed_that_changed() -> None:
     allocator, needs = daemon()
     hear(needs, 1, A, 100.0)
     hear(needs, 2, B, 10.0)
-    assert solve(allocator, 0.0)[A] == pytest.approx(1000.0)
+    assert solve(allocator, 0.0)[A] > 900
     for step in range(60):
         hear(needs, 1, A, 10.0)
         hear(needs, 2, B, 100.0)
         division = solve(allocator, 1.0 + step)
-    assert division[B] == pytest.approx(1000.0)
+    assert division[B] > 900
 
 
 def test_daemons_of_a_rack_solve_the_same_and_each_takes_its_slice() -> None:
