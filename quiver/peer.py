@@ -58,6 +58,7 @@ T = TypeVar("T")
 
 EVICTION_SECONDS: Final = 300.0  # of a dataset of a hundred thousand shards, from a slow disk
 JSON_TYPE: Final = "application/json"
+HANDOVER_BYTES_SLACK: Final = 1024  # the same, with fields of later versions
 STATUSES_BYTES_SLACK: Final = 64  # of the message, beyond a byte per shard
 
 
@@ -212,7 +213,7 @@ class PeerClient:
         count = len(request.shards) + len(request.manifests)
         told = self._http.within(attempt).request(
             *("POST", "/v1/handover", request.encode(), MSGPACK_TYPE),
-            answer_bytes_max=count + STATUSES_BYTES_SLACK,
+            answer_bytes_max=count + HANDOVER_BYTES_SLACK,
             wait_seconds=request.wait_ms / 1000,
         )
         try:

@@ -37,7 +37,8 @@ class Label(NamedTuple):
     tenant: str = ""
 
 
-Naming = Callable[[Digest, Domain], str]
+# What to call a label in series: the dataset's name, and the tenant; ``None`` for the tenant that it was shown with.
+Naming = Callable[[Label], tuple[str, str | None]]
 
 
 def nothing() -> ByTier:
@@ -48,7 +49,7 @@ def nothing() -> ByTier:
 class _Counted:
     bytes: ByTier = field(default_factory=nothing)
     in_other: ByTier = field(default_factory=nothing)  # of them, what ``other`` counts for good
-    name: str = ""  # of the series
+    name: tuple[str, str] | None = None  # of the series: dataset and tenant
 
     @property
     def total(self) -> int:
@@ -94,9 +95,7 @@ class Usage:
             rest = found[OTHER, ""]
             for label, it in self._counted.items():
                 is_shown = label in self._shown and domain in (None, label.domain)
-                if is_shown:
-                    self._name(it, naming(label.manifest, label.domain))
-                into = found.setdefault((it.name, label.tenant), nothing()) if is_shown else rest
+                into = found.setdefault(self._named(it, *naming(label)), nothing()) if is_shown else rest
                 for tier in TIERS:
                     into[tier] += it.bytes[tier] - (it.in_other[tier] if is_shown else 0)
                     rest[tier] += it.in_other[tier] if is_shown else 0
@@ -120,11 +119,13 @@ class Usage:
                 self._other[tier] += it.bytes[tier]
         return bool(without)
 
-    def _name(self, it: _Counted, name: str) -> None:
-        """Name a series; if the dataset has another name by now, the new series begins at 0."""
-        if it.name and it.name != name:
+    def _named(self, it: _Counted, dataset: str, tenant: str | None) -> tuple[str, str]:
+        """Name a series, and return the name; if it had another one, the new series begins at 0."""
+        name = dataset, tenant if tenant is not None else it.name[1] if it.name is not None else ""
+        if it.name is not None and it.name != name:
             it.in_other = dict(it.bytes)
         it.name = name
+        return name
 
     def _choose(self) -> None:
         """Give the series of small names to much larger ones."""

@@ -4,9 +4,9 @@
 
 ``values`` has what a policy is told and what it answers, ``instance`` arranges that as arrays, ``solve`` is the way
 through. ``charges`` keeps to quotas, ``knapsack`` finds the bytes that are worth most, ``equal_split`` what everybody
-has if all is divided. ``fair`` raises everybody from there (max-min), ``throughput`` looks for the most in all,
-``attained`` serves first who was served least, ``reasons`` puts shares in words, and ``gain`` tells whether an
-allocation is worth changing to.
+has if all is divided. ``fair`` raises everybody from there (max-min), ``throughput`` looks for the most in all, with
+``grid`` where datasets are few, ``attained`` serves first who was served least. ``reasons`` puts shares in words, and
+``gain`` says whether a new allocation is worth moving data for.
 
 The model, and where it is wrong: docs/adr/0036.
 """

@@ -2,10 +2,10 @@
 
 What is cached being settled, the rates follow exactly: an origin's bandwidth goes where a byte of it moves most
 readers most (``best_rates``). Which bytes to cache is then hard in general: with an origin that gives nothing, a
-reader gets on only if all of its dataset is cached, and choosing is the 0/1 knapsack. So it is searched for: from
-several starts, by demand saved per byte (as Quiver, FAST 2020, and SiloD, EuroSys 2023), and from there by what a
-byte saved at each origin is worth at the rates reached, as long as that gains. It is optimal where the cache lets
-every origin carry all; elsewhere it was within a few per cent of brute force (docs/adr/0036).
+reader gets on only if all of its dataset is cached, and choosing is the 0/1 knapsack. With up to four datasets, and
+no quota that binds, thousands of ways are compared (``grid``). Otherwise the search begins from several starts, by
+demand saved per byte (as Quiver, FAST 2020, and SiloD, EuroSys 2023), and goes on by what a byte saved at each origin
+is worth at the rates reached, as long as that gains. Where the cache lets every origin carry all, it is optimal.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Final
 
 import numpy as np
 
+from quiver.allocation import grid
+from quiver.allocation.charges import Charges
 from quiver.allocation.equal_split import equal_rates
 from quiver.allocation.fair import share_streams
 from quiver.allocation.instance import Floats, Indices, Instance, total
@@ -55,18 +57,11 @@ def best_rates(instance: Instance, cached: Floats, full: Floats) -> tuple[Floats
     missing = instance.missing(cached)
     least = equal_rates(instance, cached, full, part=SET_ASIDE)
     left = instance.bandwidth - instance.by_origin(instance.demand(least) * missing)
-    # Each stream is raised in steps, from the rate of one of its readers to the next; a step serves all that are
-    # faster, so steps of a stream are worth less and less, and taking the most useful first is exact.
-    order = np.lexsort((full, instance.stream))
-    stream, top = instance.stream[order], full[order]
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = stream[1:] != stream[:-1]
-    below = np.where(first, 0.0, np.roll(top, 1))
-    width = np.maximum(top - np.maximum(below, instance.fastest(least)[stream]), 0.0)
-    gain = _weight_above(instance.weight[order], stream)
-    cost = missing[instance.dataset[order]]
-    added, marginal = _fill(width, gain, cost, instance.reader_origin[order], left)
-    level = instance.fastest(least) + total(stream, added, len(instance.stream_start))
+    steps = grid.Steps.of(instance, full)
+    base = instance.fastest(least)
+    width = np.maximum(steps.top - np.maximum(steps.low, base[steps.stream]), 0.0)
+    added, marginal = _fill(width, steps.gain, missing[steps.dataset], steps.origin, left)
+    level = base + total(steps.stream, added, len(base))
     x = np.maximum(least, np.minimum(full, level[instance.stream]))
     return share_streams(instance, cached, x, full), marginal
 
@@ -96,7 +91,9 @@ def _starts(instance: Instance, fair: Floats, full: Floats) -> Iterator[Floats]:
     every = total(instance.dataset, instance.weight * full, len(demand))
     for value in (demand, every):
         yield spread(instance, instance.pinned, value * tight[instance.origin])
-    if len(demand) <= SEARCHED_MAX:
+    if 0 < len(demand) <= grid.DATASETS_MAX and not Charges.binding(instance):
+        yield grid.best_of_few(instance, grid.Steps.of(instance, full))
+    elif len(demand) <= SEARCHED_MAX:
         yield _whole_by_whole(instance, full)
 
 
@@ -123,11 +120,3 @@ def _whole_by_whole(instance: Instance, full: Floats) -> Floats:
 
 def _value(instance: Instance, cached: Floats, full: Floats) -> float:
     return float((instance.weight * best_rates(instance, cached, full)[0]).sum())
-
-
-def _weight_above(weight: Floats, stream: Indices) -> Floats:
-    """Return the weight of each reader and of those after it in its stream."""
-    sums = np.cumsum(weight)
-    streams = int(stream[-1]) + 1 if len(stream) else 0
-    ends = np.cumsum(total(stream, weight, streams))
-    return ends[stream] - sums + weight

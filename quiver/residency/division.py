@@ -8,8 +8,7 @@ dataset's excess stays smaller than that of the one it takes from. So shards mov
 then stay.
 
 A dataset whose share is less than a shard, as where all of the cache is worth more elsewhere, still needs room for what
-it is reading: its share is at least its largest shard, unless so many datasets are read that all of these would take
-more than half.
+it is reading: its share is at least its largest shard, or an equal part of a room that is too small for one of each.
 """
 
 from __future__ import annotations
@@ -23,20 +22,19 @@ from quiver.digest import Digest
 from quiver.residency.consumers import Ints, Mask
 from quiver.residency.needs import Needs
 
-FLOORS_MAX: Final = 0.5  # of the room, for the least that each dataset has
 ROUNDED: Final = 0.5  # of a shard, that a dataset may have beyond its share, or lack
 NOBODY: Final = -1  # whose shard it is: of no dataset that is read
 
 
 def with_floors(shares: Mapping[Digest, float], floors: Mapping[Digest, float]) -> dict[Digest, float]:
-    """Return shares of the same sum, none below its floor. All floors together take at most half of the sum.
+    """Return shares of the same sum, none below its floor, or below an equal part.
 
     ``floors``: of each dataset; one that has no share has nothing but its floor.
     """
     room = sum(shares.values())
     if not floors or room <= 0:
         return dict.fromkeys(floors, 0.0)
-    most = FLOORS_MAX * room / len(floors)
+    most = room / len(floors)
     least = {name: min(floor, most) for name, floor in floors.items()}
     given = {name: max(shares.get(name, 0.0), floor) for name, floor in least.items()}
     beyond = sum(given[name] - least[name] for name in given)

@@ -27,13 +27,15 @@ ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that decisions r
 class Hungry(NamedTuple):
     """A consumer that needs a fetch now.
 
-    ``starving``: its runway would not last until the fetch ends. ``low``: its runway is short; if not, it is fetched
-    for only because it reads alone, and patience saves nothing. ``seconds``: how long its runway lasts.
+    ``starving``: its runway would not last until the fetch ends. ``dry``: it has next to nothing left now. ``low``: its
+    runway is short; if not, it is fetched for only because it reads alone, and patience saves nothing. ``seconds``: how
+    long its runway lasts.
     """
 
     consumer: Consumer
     missing: Mask
     starving: bool
+    dry: bool
     low: bool
     seconds: float
 
@@ -74,7 +76,8 @@ class Hunger:
         if not low and len(reading) > 1:
             return None
         seconds = runway.ahead / it.report.rate if it.report.rate > 0 else 0.0
-        return Hungry(it, missing, runway.ahead <= self.little(it), low, seconds)
+        dry = runway.ahead <= STARVING_SHARDS * dataset.shard_bytes
+        return Hungry(it, missing, runway.ahead <= self.little(it), dry, low, seconds)
 
     def runway(self, it: Consumer, here: Mask, missing: Mask) -> Runway:
         local = float(it.left_mine @ here)

@@ -238,6 +238,9 @@ class _Round:
     def _forcing(self, starving: Sequence[Hungry]) -> Decision | None:
         """Return the decision to fetch a shard for starving consumers in place of needed ones, charged to them."""
         starving = [it for it in starving if self._may_force(it.consumer)]
+        if self._division is not None:
+            # A slow origin makes everybody starve by its fills; needed shards evicted for that are reads wasted on it.
+            starving = [it for it in starving if it.dry]
         best = self._most_needed(starving)
         if best is None:
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from quiver.allocation import allocate
@@ -129,17 +130,24 @@ def explained(view: AllocationView | None, rate: float = 10_000 * MB) -> list[st
 def test_what_more_or_less_cache_would_change_is_solved_again_with_the_same_function() -> None:
     words = explained(allocation(20 * TB))
     assert words[0] == "train of tenant t reads imagenet."
-    assert "Without waiting it would read 9.31 GiB/s (f*)." in words
+    assert "Without waiting it would read 10 GB/s (f*)." in words
     assert "20% of the dataset is in the cache (c)." in words
-    assert any(
-        line.startswith("It is given 20% of the dataset as cache; its origin gives it 4.66 GiB/s") for line in words
-    )
+    assert any(line.startswith("It is given 20% of the dataset as cache; its origin gives it 5 GB/s") for line in words)
     # SiloD: b / (1 - c/d) = 5 / 0.8, 5 / 0.79 and 5 / 0.81 GB/s
-    assert "With that it is predicted to read 5.82 GiB/s, as it does." in words
+    assert "With that it is predicted to read 6.25 GB/s, as it does." in words
     assert words[-2:] == [
-        "1 TB more cache in the rack would make it 1% faster: 5.89 GiB/s.",
-        "1 TB less cache in the rack would make it 1% slower: 5.75 GiB/s.",
+        "1 TB more cache in the rack would make it 1% faster: 6.33 GB/s.",
+        "1 TB less cache in the rack would make it 1% slower: 6.17 GB/s.",
     ]
+
+
+def test_an_allocation_that_was_kept_is_told_apart_from_one_that_is_solved_now() -> None:
+    view = allocation(20 * TB)
+    kept = ReaderView("train", 10_000 * MB, "t", predicted=5000 * MB)
+    held = msgspec.structs.replace(view.datasets[0], readers=[kept], cache_bytes=0.0)
+    words = explained(msgspec.structs.replace(view, datasets=[held]))
+    assert "With that it is predicted to read 5 GB/s, 0.83 times what it reads now." in words
+    assert any(line.startswith("If the cache was divided anew now, that would be 6.25 GB/s") for line in words)
 
 
 def test_a_job_that_reads_as_fast_as_it_can_gains_nothing_from_more_cache() -> None:
@@ -155,7 +163,7 @@ def test_a_small_rack_is_asked_about_a_quarter_of_what_it_has() -> None:
 
 def test_what_is_not_known_is_said_and_nothing_is_made_up() -> None:
     assert "How fast it would read without waiting (f*) is not known yet." in explained(None, rate=0.0)
-    assert explained(None)[-1] == "The daemons of this rack allocate nothing: who needs a shard most gets it."
+    assert explained(None)[-1].startswith("No allocation holds for it")
     assert not any("more cache" in line for line in explained(allocation(20 * TB, policy="newer")))
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 
-from quiver_client import DataLoader, Dataset, Profile
+from quiver_client import BatchSampler, DataLoader, Dataset, Mix, Profile
 from quiver_client.cli.main import run
 from quiver_client.cli.probe import command as probe
 from quiver_client.loader import probing
@@ -42,9 +43,10 @@ def slow(files: Files) -> Iterator[ScriptedOrigin]:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Probes may take most of the time."""
+    """Probes may take most of the time, and are few."""
     monkeypatch.setattr(probing, "SHARE", 0.9)
     monkeypatch.setattr(probing, "FIRST_SECONDS", 0.0)
+    monkeypatch.setattr(probing, "BATCHES", 4)
 
 
 def key_and_bytes(sample: dict[str, Any]) -> tuple[str, int]:
@@ -87,6 +89,42 @@ def test_a_fixed_order_that_the_origin_holds_back_says_what_it_could_read(
     assert profile.tiers["origin"].bytes + profile.tiers["embedded"].bytes > files.total_bytes() / 2
     assert profile.probed is None
     assert json.loads(json.dumps(profile.as_dict()))["makers"] == (workers or 2)
+
+
+def test_a_stock_loader_without_workers_tells_reads_from_its_step(
+    dataset: Callable[..., Dataset], files: Files, slow: ScriptedOrigin, tmp_path: Path
+) -> None:
+    at_slow = rebased(files, slow.url, tmp_path / "slow.quiver")
+    data = dataset(at_slow.manifest, f"file://{tmp_path / 'cache'}?capacity=450KB").select(range(80))
+    order = BatchSampler(data, 5, shuffle=True, substitute=False)
+    try:
+        for _ in torch.utils.data.DataLoader(data, batch_sampler=order, collate_fn=list):
+            time.sleep(STEP_SECONDS)  # the loop's own step
+        [speed] = order.speeds
+    finally:
+        order.close()
+    assert speed.step_seconds >= STEP_SECONDS
+    assert speed.waited > 0.3
+    assert speed.possible > 1.5 * speed.throughput
+
+
+def test_the_parts_of_a_mixture_share_its_turns(dataset: Callable[..., Dataset], files: Files, tmp_path: Path) -> None:
+    cache = f"file://{tmp_path / 'cache'}?capacity=1GB"
+    whole = dataset(files.manifest, cache)
+    mix = Mix({"often": whole.select(range(150)), "seldom": whole.select(range(150, 200))}, weights=[9, 1])
+    loader = DataLoader(mix, batch_size=4, shuffle=True)
+    try:
+        for number, _ in enumerate(loader):
+            time.sleep(STEP_SECONDS)
+            if number == 40:
+                break
+        often, seldom = loader.order.speeds
+        profile = loader.profile()
+    finally:
+        loader.close()
+    assert 3 < often.possible / seldom.possible < 27
+    assert profile.possible_rate == pytest.approx(often.possible + seldom.possible)
+    assert profile.batch_samples == pytest.approx(4, rel=0.2)
 
 
 @pytest.mark.usefixtures("hasty")

@@ -63,9 +63,9 @@ class Handover(RuleBasedStateMachine):
     def what_has_not_ended_is_counted(self) -> None:
         if not hasattr(self, "queues"):
             return
-        over = self.ended | self.queues.refused | self.queues.failed
+        over = self.ended | self.queues.refused | self.queues.failed | self.queues.gone
         assert self.queues.left == len(self.candidates) - len(over)
-        assert not self.ended & (self.queues.refused | self.queues.failed)
+        assert not self.ended & (self.queues.refused | self.queues.failed | self.queues.gone)
         for asked, candidates in zip(self.asked, self.candidates, strict=True):
             assert asked == [name for name in candidates if name in asked], "in the order of the ring"
 

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from quiver.digest import Digest
-from quiver.domain import domain_named
+from quiver.domain import SINGLE, domain_named
 from quiver.errors import Changed, OverCapacity
 from quiver.manifest import Manifest
 from quiver.residency import ConsumerReport, Decision
 from quiver.store import Kind
 from quiver_cacheserver.node import Node
+from quiver_cacheserver.pins import pin_of
 from tests.daemon.test_costs import HONEST, SHARD_BYTES, age, held, lone_node
 from tests.support.data import Files, make_files, random_files
 
@@ -84,6 +85,34 @@ def test_what_somebody_came_to_need_since_the_decision_is_spared(even: Files, no
     node.filler.fill(manifest.shard_digest(4), manifest)
     assert resident(node, manifest) == {0, 1, 2, 4}, "another one that nobody needs was evicted instead"
     assert node.counters.forced_drops == 0
+
+
+def pin(node: Node, manifest: Manifest, *numbers: int) -> None:
+    """Pin a dataset of these shards."""
+    node.pins.add("a" * 16, pin_of("pinned", SHARD_BYTES))
+    rows = manifest.tables.shard_digests[list(numbers)]
+    node.pins.know("a" * 16, SINGLE, Digest(bytes([7] * 32)), rows)
+
+
+def test_what_is_pinned_is_evicted_for_nobody(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0)
+    pin(node, manifest, 1, 2, 3)
+    with pytest.raises(OverCapacity):
+        node.filler.fill(manifest.shard_digest(4), manifest)
+    assert resident(node, manifest) == {0, 1, 2, 3}
+    assert node.pins.remove("a" * 16)
+    node.filler.fill(manifest.shard_digest(4), manifest)
+    assert {0, 4} <= resident(node, manifest)
+
+
+def test_what_was_pinned_since_the_decision_is_spared(even: Files, node: Node) -> None:
+    manifest = even.opened()
+    needed_by(node, manifest, 0, 1)
+    node._needs.commit(decision_of(manifest, 4, 2, forced=True))
+    pin(node, manifest, 2)
+    node.filler.fill(manifest.shard_digest(4), manifest)
+    assert resident(node, manifest) == {0, 1, 2, 4}
 
 
 def test_a_fetch_that_fails_has_evicted_nothing_and_its_victims_are_held_as_before(even: Files, node: Node) -> None:

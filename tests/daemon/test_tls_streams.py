@@ -24,6 +24,7 @@ from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.registry import StaticRegistry
+from quiver_cacheserver.residency.readers import ReadBy
 from quiver_cacheserver.serving.poller import READABLE, Poller
 from quiver_cacheserver.serving.streams import Stream, Streams
 from quiver_cacheserver.serving.turns import Places
@@ -61,7 +62,7 @@ class Served:
             wrapped = self.contexts.server.wrap_socket(accepted, server_side=True)
             wrapped.setblocking(False)
             assert self.node.budgets.hold("reader", Resource.STREAMS)
-            self.poller.add(Stream(self.streams, self.loop, wrapped, Caller("reader")), READABLE)
+            self.poller.add(Stream(self.streams, self.loop, wrapped, Caller("reader"), ReadBy("reader")), READABLE)
 
         thread = threading.Thread(target=hand_over)
         thread.start()

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from quiver.digest import Digest
-from quiver.domain import SINGLE, Domain, domain_named
+from quiver.domain import SINGLE, domain_named
 from quiver_cacheserver.overview.series import Level, Named, bounded
 from quiver_cacheserver.usage import OTHER, Label, Usage
 
@@ -18,8 +18,8 @@ def digest(number: int) -> Digest:
     return Digest(number.to_bytes(32, "big"))
 
 
-def name_of(manifest: Digest, domain: Domain = SINGLE) -> str:
-    return f"d{int.from_bytes(manifest)}"
+def name_of(label: Label) -> tuple[str, str | None]:
+    return f"d{int.from_bytes(label.manifest)}", label.tenant or None
 
 
 def total(series: dict[tuple[str, str], dict[str, int]]) -> int:
@@ -57,9 +57,17 @@ def test_a_dataset_that_gets_another_name_begins_a_new_series() -> None:
     usage.add(Label(SINGLE, digest(1)), "rack", 10)
     usage.series(name_of)
     usage.add(Label(SINGLE, digest(1)), "rack", 1)
-    found = usage.series(lambda manifest, domain: "new")
+    found = usage.series(lambda label: ("new", None))
     assert found["new", ""]["rack"] == 0
     assert found[OTHER, ""]["rack"] == 11
+
+
+def test_reads_that_name_no_tenant_stay_with_the_tenant_whose_jobs_read_the_dataset() -> None:
+    usage = Usage()
+    usage.add(Label(SINGLE, digest(1)), "rack", 10)
+    assert usage.series(lambda label: ("d1", "t"))["d1", "t"]["rack"] == 10
+    usage.add(Label(SINGLE, digest(1)), "rack", 1)
+    assert usage.series(lambda label: ("d1", None))["d1", "t"]["rack"] == 11  # its jobs have ended
 
 
 def test_names_of_other_domains_are_counted_under_other() -> None:

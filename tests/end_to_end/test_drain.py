@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from quiver_client import DataLoader, Dataset
 from quiver_client.cli.main import run
 from tests.daemon.test_drain import cache_of, rack
-from tests.support.daemon import Daemon, serve
 from tests.support.data import make_files, random_files, rebased
 from tests.support.etcd import Etcd
 from tests.support.servers import counting_origin
@@ -21,25 +19,13 @@ pytestmark = pytest.mark.usefixtures("patient_reads")
 FETCH_SECONDS = 0.004  # of one file: an epoch of the loop below takes some seconds, and fetches are always under way
 
 
-def serve_patiently(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
-    """Serve, and take no peer for dead because the machine that runs the test is busy: that would read the origin."""
-    from quiver_cacheserver.rack import peers
-
-    vars(peers)["PATIENCE"] = peers.PATIENCE._replace(silence_seconds=30.0, suspect_seconds=10.0, alive_seconds=10.0)
-    serve(stderr, arguments, environment)
-
-
-class Patient(Daemon):
-    serve = staticmethod(serve_patiently)
-
-
 @pytest.mark.fault("M9")
 def test_a_drain_in_the_middle_of_an_epoch_costs_at_most_a_fiftieth_of_what_the_daemon_held(tmp_path: Path) -> None:
     local = make_files(tmp_path, random_files(600, seed=2, low=3_000, high=4_000), shard_bytes="8KiB")
     with (
         Etcd() as etcd,
         counting_origin(local.folder) as origin,
-        rack(etcd, tmp_path / "r", origin, make=Patient) as daemons,
+        rack(etcd, tmp_path / "r", origin) as daemons,
     ):
         origin.latency_seconds = FETCH_SECONDS
         remote = rebased(local, origin.url, tmp_path / "remote.quiver")

@@ -23,6 +23,7 @@ from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.budget import Resource
 from quiver_cacheserver.node import Node
 from quiver_cacheserver.rack.registry import StaticRegistry
+from quiver_cacheserver.residency.readers import ReadBy
 from quiver_cacheserver.serving.poller import AGAIN, ENDED, PARKED, Poller
 from quiver_cacheserver.serving.streams import Stream, Streams
 from quiver_cacheserver.serving.turns import Places
@@ -64,7 +65,7 @@ def fuzz_one(data: bytes) -> bool:
     theirs.setblocking(False)
     ours.setblocking(False)
     assert budgets.hold(CLIENT, Resource.STREAMS)
-    stream = Stream(streams, _Loop(), theirs, Caller(CLIENT))  # type: ignore[arg-type]
+    stream = Stream(streams, _Loop(), theirs, Caller(CLIENT), ReadBy(CLIENT))  # type: ignore[arg-type]
     cut = data[0] % 7 + 1 if data else 1
     answered = bytearray()
     try:

@@ -14,6 +14,9 @@ import numpy as np
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Corrupt, Misconfigured, NotFound, QuiverError
+from quiver.handover import HandoverRequest
+from quiver.identity import Identity
+from quiver.introduction import Introduction
 from quiver.location import Location, is_object_path, refuse_credentials, shown
 from quiver.manifest import Manifest
 from quiver.membership import Entry, Seat, read, write
@@ -126,6 +129,17 @@ def _verbs(data: bytes) -> None:
     kinds = [FillRequest.decode, ForgoRequest.decode, RecheckRequest.decode]
     asked = kinds[data[0] % 3 if data else 0](request)
     assert type(asked).decode(asked.encode()) == asked
+
+
+def _handover(data: bytes) -> None:
+    asked = HandoverRequest.decode(data)
+    assert HandoverRequest.decode(asked.encode()) == asked
+    assert all(asked.holder(at) in ("", *asked.holders) for at in range(len(asked.shards)))
+
+
+def _introduction(data: bytes) -> None:
+    told = Introduction.parse(data.decode("latin-1"))
+    assert Introduction.parse(told.encode()) == told
 
 
 def _needs_report(data: bytes) -> None:
@@ -317,6 +331,24 @@ TARGETS: Final = (
             b"\2" + RecheckRequest((D[1], D[3])).encode(),
         ],
         share=100,
+    ),
+    Target(
+        "handover",
+        accepts(_handover, BadRequest),
+        lambda: [
+            HandoverRequest("node-1", (D[0], D[1]), manifests=(D[2],)).encode(),
+            HandoverRequest("n", (D[0], D[1]), (9, 2**40), (), True, 500, ("team:a", "b"), (0, 2)).encode(),
+        ],
+        share=60,
+    ),
+    Target(
+        "introduction",
+        accepts(_introduction, BadRequest),
+        lambda: [
+            Introduction(bytes(16)).encode().encode(),
+            Introduction(bytes(range(16)), Identity("j", "g 1", "lab/ä"), "imagenet", follows=True).encode().encode(),
+        ],
+        share=60,
     ),
     Target(
         "needs-report",

@@ -408,8 +408,7 @@ def weighted(problem: Problem, result: Allocation) -> float:
     return sum(weight(problem, r) * result.predicted[d.name, r.name] for d in problem.datasets for r in d.readers)
 
 
-def test_throughput_comes_near_the_optimum_of_brute_force() -> None:
-    """The problem contains the 0/1 knapsack, so some fall short: worse than 0.95 were two in a hundred."""
+def test_throughput_is_that_of_brute_force() -> None:
     chance, reached = random.Random(5), []
     while len(reached) < 25:
         datasets = tuple(
@@ -429,8 +428,7 @@ def test_throughput_comes_near_the_optimum_of_brute_force() -> None:
             cached = np.array([way[name] for name in instance.names])
             best = max(best, float((instance.weight * best_rates(instance, cached, instance.rate)[0]).sum()))
         reached.append(weighted(problem, allocate(problem, Policy.THROUGHPUT)) / best)
-    assert np.mean(reached) >= 0.99
-    assert min(reached) >= 0.9
+    assert min(reached) >= 0.999
 
 
 @few

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
+from bench import simulation
 from bench.simulation import Result, simulate
+from quiver.identity import Identity
+from quiver.residency import ConsumerReport
 
 NEVER = np.inf
 
@@ -40,6 +45,17 @@ def test_unequal_speeds_slow_nobody_down(mixed: bool) -> None:
     assert result.waiting_max <= 0.05
     assert result.given_up == 0
     assert result.peak_resident <= 1.0
+
+
+def test_the_trials_of_a_sweep_cooperate_as_jobs_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their one vote weighs less beside other jobs; what it says about the shards of their dataset is the same."""
+    apart = three(epochs=2)
+
+    def grouped(**told: Any) -> ConsumerReport:
+        return ConsumerReport(**told, identity=Identity(group="sweep"))
+
+    monkeypatch.setattr(simulation, "ConsumerReport", grouped)
+    assert three(epochs=2).origin_per_epoch == apart.origin_per_epoch
 
 
 def test_jobs_that_starve_in_turn_leave_each_other_what_was_fetched() -> None:

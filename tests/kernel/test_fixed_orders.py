@@ -15,7 +15,7 @@ from bench.belady import Uses, needed
 from bench.fixed_simulation import simulate
 from quiver.digest import Digest
 from quiver.lookup import as_rows
-from quiver.residency import ConsumerReport, Decision, Needs, OriginEstimate, Situation, decide
+from quiver.residency import ConsumerReport, Decision, Measured, Needs, OriginEstimate, Situation, decide
 from quiver.residency.future import FutureCache, Shards
 from quiver.residency.orders import FixedOrder, Orders
 from quiver.residency.report import FULL
@@ -212,6 +212,16 @@ def test_first_uses_and_their_bytes_are_those_of_the_lists(lists: list[list[int]
     assert future.total.tolist() == counts.tolist()
     assert (future.profit >= 0).all()
     assert (future.profit <= future.total + 1e-9).all()
+
+
+def test_the_uses_of_a_consumer_that_is_held_back_come_when_it_reads_them() -> None:
+    """It could read ten bytes a second, and reads one."""
+    needs = board(4, [0])
+    reads(needs, whole(0, 1, 2, 3), rate=10.0, measured=Measured(throughput=1.0, waited=0.9))
+    shards = Shards(needs.shards, needs.sizes, needs.held, np.ones(4, bool), 8.0)
+    future = FutureCache().of(shards, needs.datasets, list(needs.consumers.values()), 0.0, 0.0)
+    assert future is not None
+    assert future.first.tolist() == [0.0, SAMPLES, 2 * SAMPLES, 3 * SAMPLES]
 
 
 # -- lists of many clients --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest
-from quiver.residency import ConsumerReport
+from quiver.residency import ConsumerReport, Measured
 from quiver.residency.messages import (
     ANSWER_BYTES_MAX,
     LEASE_SECONDS_MAX,
@@ -57,6 +57,10 @@ def answer_body(seen: bytes = b"\0\1", packed: bytes | None = None, **changes: o
     return msgspec.msgpack.encode(fields | changes)
 
 
+amounts = st.floats(0, 1e14)
+measured = st.builds(Measured, amounts, st.floats(0, 1), amounts, st.integers(0, 1000), amounts, amounts)
+
+
 @given(st.data())
 def test_a_report_survives_the_wire(data: st.DataObject) -> None:
     left = data.draw(st.binary(max_size=300))
@@ -73,6 +77,7 @@ def test_a_report_survives_the_wire(data: st.DataObject) -> None:
             ordered=data.draw(st.booleans()),
             order=data.draw(st.sampled_from([b"", bytes(range(16))])),
             order_at=data.draw(st.integers(0, ORDER_ENTRIES_MAX)),
+            measured=data.draw(measured),
         ),
         leaving=data.draw(st.booleans()),
     )
@@ -80,7 +85,7 @@ def test_a_report_survives_the_wire(data: st.DataObject) -> None:
     assert (got.manifest, got.leaving) == (sent.manifest, sent.leaving)
     assert got.report.left.tobytes() == left
     assert got.report.rate == (sent.report.rate if sent.report.rate >= 1 else 0.0)
-    for name in ("consumer", "ahead_bytes", "lease_seconds", "soon", "ordered", "order", "order_at"):
+    for name in ("consumer", "ahead_bytes", "lease_seconds", "soon", "ordered", "order", "order_at", "measured"):
         assert getattr(got.report, name) == getattr(sent.report, name), name
 
 
@@ -101,6 +106,21 @@ def test_who_knows_no_lists_of_uses_reads_the_rest() -> None:
     assert not NeedsAnswer.decode(answer_body()).order_wanted
     assert NeedsAnswer.decode(answer_body(order_wanted=True, added_later=1)).order_wanted
     assert NeedsAnswer.decode(NeedsAnswer(NeedsStatus.TAKEN, np.zeros(2, np.uint8), (), True).encode()).order_wanted
+
+
+def test_who_knows_no_probes_reads_the_rest() -> None:
+    assert NeedsReport.decode(body()).report.measured == Measured()
+    assert not NeedsAnswer.decode(answer_body()).probe_wanted
+    assert NeedsAnswer.decode(answer_body(probe_wanted=True, added_later=1)).probe_wanted
+    answer = NeedsAnswer(NeedsStatus.TAKEN, np.zeros(2, np.uint8), probe_wanted=True)
+    assert NeedsAnswer.decode(answer.encode()).probe_wanted
+
+
+@pytest.mark.parametrize("field", ["throughput", "waited", "attained_bytes", "probed_hits", "probed_misses"])
+@pytest.mark.parametrize("number", [-1.0, float("nan"), float("inf")])
+def test_what_nobody_can_have_measured_is_refused(field: str, number: float) -> None:
+    with pytest.raises(BadRequest, match="not possible"):
+        NeedsReport.decode(body(**{field: number}))
 
 
 def packed_uses(*uses: int) -> bytes:

@@ -95,6 +95,13 @@ BUGS: Final = (
         ("tests/daemon/test_rooms.py::test_what_somebody_came_to_need_since_the_decision_is_spared",),
     ),
     Planted(
+        "what an operator pinned is evicted",
+        "cacheserver/quiver_cacheserver/residency/rooms.py",
+        "        needed[pinned], in_use[pinned] = 1, True\n",
+        "",
+        ("tests/daemon/test_rooms.py::test_what_is_pinned_is_evicted_for_nobody",),
+    ),
+    Planted(
         "room is promised twice",
         "cacheserver/quiver_cacheserver/residency/rooms.py",
         "return free_bytes - max(reserved_bytes, promised_bytes)",

@@ -23,7 +23,7 @@ from quiver.digest import Digest
 from quiver.residency import Needs
 from quiver.ring import Ring
 from quiver_cacheserver.allocation.bandwidth import Bandwidth, Turns
-from quiver_cacheserver.allocation.gathering import Heard, readers_of
+from quiver_cacheserver.allocation.gathering import Heard, readers_of, resident_bytes
 from quiver_cacheserver.allocation.settings import AllocationSettings
 from quiver_cacheserver.allocation.solved import NOTHING, Solved
 from quiver_cacheserver.allocation.steady import SteadyValues
@@ -81,32 +81,36 @@ class Allocator:
 
     # -- what follows from it -----------------------------------------------------------------------------------------
 
-    @property
-    def division(self) -> Mapping[Digest, float]:
-        """The bytes of this daemon that each dataset should have (``Situation.division``); empty without a policy."""
+    def division(self, fill_seconds: float = 0.0) -> dict[Digest, float]:
+        """Return the bytes of this daemon that each dataset should have (``Situation.division``); empty for no policy.
+
+        ``fill_seconds``: how long a fill takes. What is read meanwhile needs room beside what is kept: where the origin
+        is slow, that is several shards.
+        """
         if self.settings.policy is None or not self._needs.datasets:
             return {}
-        shares, capacity = self.current.allocation.shares, self._capacity_bytes()
-        parts = {
-            name: shares[shown].cache_bytes * self._needs.datasets[name].mine_share
-            for name, shown in self.current.names.items()
-            if shown in shares and name in self._needs.datasets
-        }
+        allocation, capacity = self.current.allocation, self._capacity_bytes()
+        fastest: dict[str, float] = {}
+        for (shown, _), rate in allocation.predicted.items():
+            fastest[shown] = max(fastest.get(shown, 0.0), rate)
+        parts = {}
+        for name, shown in self.current.names.items():
+            it = self._needs.datasets.get(name)
+            if it is not None and shown in allocation.shares:
+                passing = it.shard_bytes + fastest.get(shown, 0.0) * it.mine_share * fill_seconds
+                parts[name] = allocation.shares[shown].cache_bytes * it.mine_share + min(passing, capacity / 2)
         total = sum(parts.values())
         if not total:  # nothing was solved yet
             read = [name for name, it in self._needs.datasets.items() if it.consumers]
             return {name: capacity / len(read) for name in read}
-        # What hashes here is not exactly this daemon's part of everything; and all of its room is somebody's. What is
-        # for readers that report nothing is left to them: what they read lately is not evicted for others anyway.
-        named = [shown for name, shown in self.current.names.items() if name not in parts and shown in shares]
-        total += sum(shares[shown].cache_bytes for shown in named) * self._own_share()
+        # What hashes here is not exactly this daemon's part of everything; and all of its room is somebody's.
         return {name: part * capacity / total for name, part in parts.items()}
 
     def limits(self) -> Mapping[Digest, float]:
         """Return how many bytes of this daemon the needed shards of datasets may take at most: quotas."""
         if not self.settings.quotas or self.settings.policy is None:
             return {}
-        quotas, division = self.settings.quotas, self.division
+        quotas, division = self.settings.quotas, self.division()
         found = {}
         for name, share in division.items():
             tenants = {it.report.identity.tenant for it in self._needs.consumers.values() if it.dataset == name}
@@ -178,6 +182,8 @@ class Allocator:
         self._origin_of = {name: origin_of(it.base) for name, it in facts.items()}
         self._cap(facts, share, now)
         limits = self._measure(now, share)
+        # A dataset whose share is still empty needs bandwidth to fill it, however little it will need then.
+        resident = resident_bytes(self._needs, {name: it.size_bytes for name, it in facts.items()})
         return (
             Problem(
                 capacity_bytes=self._capacity_bytes() / share,
@@ -188,6 +194,7 @@ class Allocator:
                         origin=self._origin_of[name],
                         readers=readers[name],
                         pinned=it.pinned,
+                        resident_bytes=resident.get(name),
                     )
                     for name, it in facts.items()
                 ),

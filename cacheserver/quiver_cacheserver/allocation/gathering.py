@@ -1,4 +1,4 @@
-"""Reports, as an allocation is told them: by dataset the groups that read it. Pure.
+"""Reports, as an allocation is told them: by dataset the groups that read it, and what is resident of it. Pure.
 
 Ranks of one job add up, as each reads its own samples. Of a group's jobs, such as the trials of a sweep, the fastest
 counts: those that substitute read one stream. A consumer that says no job's name is a job of its own.
@@ -6,11 +6,12 @@ counts: those that substitute read one stream. A consumer that says no job's nam
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from quiver.allocation import Reader
 from quiver.digest import Digest
+from quiver.residency import Needs
 
 
 class Heard(NamedTuple):
@@ -34,6 +35,22 @@ def readers_of(heard: Iterable[Heard]) -> dict[Digest, tuple[Reader, ...]]:
         groups = jobs.setdefault(it.dataset, {})
         groups.setdefault((it.group or job, it.tenant, it.ordered), {}).setdefault(job, []).append(it)
     return {dataset: tuple(_named(groups)) for dataset, groups in sorted(jobs.items())}
+
+
+def resident_bytes(needs: Needs, sizes: Mapping[Digest, float]) -> dict[Digest, float]:
+    """Return how much of each dataset the rack holds, going by the part of it that hashes to this daemon.
+
+    ``sizes``: bytes of whole datasets. One of which nothing hashes here is absent.
+    """
+    present = needs.present()
+    found = {}
+    for name, size in sizes.items():
+        if name in needs.datasets:
+            slots = needs.datasets[name].slots[needs.datasets[name].mine]
+            mine = needs.sizes[slots]
+            if mine.sum() > 0:
+                found[name] = size * float(mine[present[slots]].sum() / mine.sum())
+    return found
 
 
 def _named(groups: dict[tuple[str, str, bool], dict[str, list[Heard]]]) -> Iterable[Reader]:

@@ -35,6 +35,7 @@ class Drain:
         self._registry = registry
         self._giver = giver
         self._is_fetching = is_fetching
+        self._changing = asyncio.Lock()
         self._settled = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
         self._handing: asyncio.Task[None] | None = None
@@ -51,40 +52,41 @@ class Drain:
     async def begin(self, deadline_seconds: float, why: str) -> None:
         """Leave placement, and hand over until the deadline. A handover under way goes on under the new deadline.
 
-        Returns at once; ``wait`` waits. ``why``: for the log.
+        Returns before either has ended. ``why``: for the log.
         """
-        await self._end_handover()
+        async with self._changing:
+            await self._end_handover()
+            self._begin(deadline_seconds, why)
+
+    def _begin(self, deadline_seconds: float, why: str) -> None:
+        deadline = self._giver.plan(deadline_seconds)
         if self.state == "up":
             log.info("%s drains: %s", self._name, why)
             self.state = "draining"
-            await _ended(self._announcing)
             settle_seconds = min(SETTLE_SECONDS_MAX, deadline_seconds / 4)
             self._announcing = asyncio.create_task(_logged(self._announce(settle_seconds)), name="announce")
-        deadline = time.monotonic() + deadline_seconds
         self._handing = asyncio.create_task(_logged(self._hand_over(deadline)), name="handover")
-
-    async def wait(self) -> None:
-        """Return once the handover has ended and the registry knows that this daemon drains."""
-        await asyncio.wait([task for task in (self._announcing, self._handing) if task is not None])
 
     async def undrain(self) -> None:
         """Own shards again. What was handed over stays where it is: a second copy that may be evicted."""
-        await self._end_handover()
-        if self.state == "up":
-            return
-        await _ended(self._announcing)
-        self._announcing = None
-        self._settled.clear()
-        self.state = "up"
-        self._giver.reset()
-        log.info("%s drains no more: it owns shards again", self._name)
-        await self._registry.undrain()
+        async with self._changing:
+            await self._end_handover()
+            if self.state == "up":
+                return
+            await _ended(self._announcing)
+            self._announcing = None
+            self._settled.clear()
+            self.state = "up"
+            self._giver.reset()
+            log.info("%s drains no more: it owns shards again", self._name)
+            await self._registry.undrain()
 
     async def close(self) -> None:
         """End a handover that is under way."""
-        await self._end_handover()
-        await _ended(self._announcing)
-        self._giver.close()
+        async with self._changing:
+            await self._end_handover()
+            await _ended(self._announcing)
+            self._giver.close()
 
     def status(self) -> DrainStatus:
         if self.state == "up":
@@ -142,7 +144,8 @@ def _told(status: DrainStatus) -> str:
     if status.refused_bytes:
         told += f"; no other member had room for {format_size(status.refused_bytes)}"
     if status.left_bytes:
-        told += f"; {format_size(status.left_bytes)} in {status.left_shards} shards were not handed over in time"
+        shards = f"{status.left_shards} shard{'s' * (status.left_shards != 1)}"
+        told += f"; {format_size(status.left_bytes)} in {shards} were not handed over in time"
     return told
 
 

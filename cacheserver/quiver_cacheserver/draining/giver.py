@@ -12,25 +12,23 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import inf
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
-from quiver.digest import Digest
 from quiver.domain import Domain
 from quiver.errors import NotFound, QuiverError, Unavailable
-from quiver.handover import ASKED_MAX, HOLDERS_MAX, OFFERED_MAX, SHARED, HandoverAnswer, HandoverRequest, Taken
+from quiver.handover import ASKED_MAX, OFFERED_MAX, HandoverAnswer, HandoverRequest, Taken
 from quiver.lookup import as_rows
 from quiver.residency import Needs
-from quiver.residency.worth import most_needed_first
 from quiver.ring import Ring
 from quiver.store import Kind
 from quiver.transport.attempt import Attempt
 from quiver_cacheserver.counters import Counters
-from quiver_cacheserver.draining import worth
 from quiver_cacheserver.draining.queues import Queues
+from quiver_cacheserver.draining.stock import Item, Key, alike, request_about, statuses_in, stock_of
 from quiver_cacheserver.rack.peers import RUNNERS_UP, RackPeers
 from quiver_cacheserver.rack.registry import Registry
 from quiver_cacheserver.residency.rooms import Rooms
@@ -39,32 +37,14 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STOCK_MAX: Final = 1 << 18  # files that one drain hands over: 8 TiB in shards of the default size
 RECEIVERS_AT_ONCE: Final = 32  # threads, each of which waits for one receiver
 WINDOW_BYTES: Final = 512 << 20  # offered to one receiver at a time: half a second of 10 Gbit/s
-ANSWER_SECONDS: Final = 0.5  # after which a receiver says how far it is
 ASK_SECONDS_MAX: Final = 2.0  # for which all wait for a slow receiver to say what it holds
 STALL_SECONDS: Final = 5.0  # without a single file, after which others are asked
 FAILURES_MAX: Final = 2  # requests in a row
+ROUNDS_IN_VAIN_MAX: Final = 2  # of asking everybody
 DELIVERIES_MAX: Final = 12  # attempts to deliver a file to one receiver
 PAUSE_SECONDS: Final = 0.2
-
-
-Key = tuple[Kind, Digest, Domain]
-
-
-class Item(NamedTuple):
-    """A file to hand over, in one sharing domain. ``holder``: the account that it is kept for, ``""`` for several."""
-
-    kind: Kind
-    digest: Digest
-    size_bytes: int
-    domain: Domain
-    holder: str = ""
-
-    @property
-    def key(self) -> Key:
-        return self.kind, self.digest, self.domain
 
 
 @dataclass(slots=True)
@@ -121,17 +101,31 @@ class Giver:
         self._offered.clear()
         self._handed.clear()
 
-    async def run(self, deadline: float) -> None:
-        """Hand over until all is handed over or refused, or until ``deadline`` on the monotonic clock."""
+    def plan(self, deadline_seconds: float) -> float:
+        """Begin to count anew; return the deadline on the monotonic clock."""
         now = time.monotonic()
-        progress = self.progress = Progress(now, deadline)
+        deadline = now + deadline_seconds
+        self.progress = Progress(now, deadline, ended=inf if deadline_seconds else now)
+        return deadline
+
+    async def run(self, deadline: float) -> None:
+        """Hand over until all is handed over or refused, or until the deadline."""
+        progress, now = self.progress, time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(loop.time() + deadline - now):
                 self._seen.clear()
                 stock = await self._new_stock()
+                in_vain = 0
                 while not (why := self._nobody(others := self._others())) and stock:
-                    stock = await self._round(stock, others) or await self._new_stock()
+                    before = progress.left_bytes, progress.manifests
+                    stock, is_done = await self._round(stock, others)
+                    if stock and is_done:
+                        in_vain = in_vain + 1 if before == (progress.left_bytes, progress.manifests) else 0
+                        if in_vain >= ROUNDS_IN_VAIN_MAX:
+                            break
+                        await asyncio.sleep(PAUSE_SECONDS)
+                    stock = stock or await self._new_stock()
                 progress.why = why
         except TimeoutError:
             pass
@@ -155,31 +149,16 @@ class Giver:
 
     async def _new_stock(self) -> list[Item]:
         """Return what is held and was not looked at before: at first all, later what readers had filled."""
-        stock = [it for it in await self._in_thread(self._stock) if it.key not in self._seen]
+        stock = [it for it in await self._in_thread(stock_of, self._rooms, self._needs) if it.key not in self._seen]
         self._seen.update(it.key for it in stock)
         self.progress.held_bytes += sum(it.size_bytes for it in stock if it.kind is Kind.SHARD)
         self.progress.held_shards += sum(it.kind is Kind.SHARD for it in stock)
         return stock
 
-    def _stock(self) -> list[Item]:
-        """In a thread: return what is held, manifests first (a receiver can go on filling by them), then by need."""
-        inventory, holders = self._rooms.store.inventory, self._rooms.holders.names()
-        items: list[Item] = []
-        for held in inventory.held(Kind.MANIFEST)[: STOCK_MAX // 2]:
-            items += [Item(Kind.MANIFEST, *held[:2], it) for it in inventory.domains_of(Kind.MANIFEST, held.digest)]
-        shelf = self._rooms.shelf()
-        order = most_needed_first(worth.of_held(self._needs, shelf), shelf.idle)
-        for at in order[: STOCK_MAX - len(items)].tolist():
-            digest, size_bytes = shelf.name(at), int(shelf.sizes[at])
-            holder = holders.get(int(shelf.holders[at]), "")
-            domains = inventory.domains_of(Kind.SHARD, digest)
-            items += [Item(Kind.SHARD, digest, size_bytes, domain, holder) for domain in domains]
-        return items
-
     # -- one distribution over the receivers ---------------------------------------------------------------------------
 
-    async def _round(self, stock: Sequence[Item], others: Ring) -> list[Item]:
-        """Hand over with the ring as it is now. Return what to begin anew with, because the ring has changed."""
+    async def _round(self, stock: Sequence[Item], others: Ring) -> tuple[list[Item], bool]:
+        """Hand over with the ring as it is now. Return what is left, and whether all was tried (the ring did not change)."""
         ended: set[int] = set()
         ranked = await self._in_thread(others.rank, as_rows(it.digest for it in stock), others.replicas + RUNNERS_UP)
         names = [member.id for member in others.members]
@@ -191,7 +170,7 @@ class Giver:
             is_done = handing.done()
             handing.cancel()
             watching.cancel()
-        return [] if is_done else [it for at, it in enumerate(stock) if at not in ended]
+        return [it for at, it in enumerate(stock) if at not in ended], is_done
 
     async def _watch_ring(self, others: Ring) -> None:
         """Return once another member came, left, or changed."""
@@ -199,7 +178,7 @@ class Giver:
             await self._registry.changed()
 
     async def _hand_over(self, stock: Sequence[Item], candidates: list[list[str]], ended: set[int]) -> None:
-        """Ask who holds what, then offer the rest. ``ended`` gets the items that need no further work."""
+        """Ask who holds what, then offer the rest. ``ended`` gets all items but those that nobody could take now."""
         receivers = list(dict.fromkeys(name for each in candidates for name in each))
         wanted = {name: [at for at, each in enumerate(candidates) if name in each] for name in receivers}
         answers = await asyncio.gather(*(self._held_by(name, stock, wanted[name]) for name in receivers))
@@ -215,6 +194,8 @@ class Giver:
         async with asyncio.TaskGroup() as tasks:
             for name in queues.receivers:
                 tasks.create_task(self._give(name, work))
+        for at in queues.refused | queues.gone:
+            ended.add(left[at])
         for at in queues.refused:
             item = work.items[at]
             self.progress.refused_bytes += item.size_bytes if item.kind is Kind.SHARD else 0
@@ -223,16 +204,22 @@ class Giver:
     async def _held_by(self, name: str, stock: Sequence[Item], wanted: Sequence[int]) -> list[int] | None:
         """Return which items a member holds; ``None`` if it does not answer, or drains."""
         held: list[int] = []
-        try:
-            for some in _alike(stock, wanted, ASKED_MAX):
-                items = [stock[at] for at in some]
-                answer = await self._ask(name, items, _request(self._name, items), ASK_SECONDS_MAX)
-                if answer.state != "up":
-                    return None
-                held += [at for at, taken in zip(some, _statuses(answer), strict=True) if taken == Taken.HELD]
-        except QuiverError as error:
-            log.info("%s is handed nothing: %s", name, error)
-            return None
+        ends_at = time.monotonic() + ASK_SECONDS_MAX
+        for some in alike(stock, wanted, ASKED_MAX):
+            items, answer = [stock[at] for at in some], None
+            while answer is None:
+                try:
+                    left_seconds = max(ends_at - time.monotonic(), 0.0)
+                    answer = await self._ask(name, items, request_about(self._name, items), left_seconds)
+                except QuiverError as error:
+                    if isinstance(error, NotFound) or time.monotonic() + PAUSE_SECONDS > ends_at:
+                        log.info("%s is handed nothing: %s", name, error)
+                        return None
+                    await asyncio.sleep(PAUSE_SECONDS)  # it may be busy: what it holds must not be moved in vain
+            if answer.state != "up":
+                return None
+            held += [at for at, taken in zip(some, statuses_in(answer), strict=True) if taken == Taken.HELD]
+            ends_at = time.monotonic() + ASK_SECONDS_MAX
         return held
 
     async def _give(self, name: str, work: _Work) -> None:
@@ -248,7 +235,8 @@ class Giver:
                 answer = await self._offer(name, work, some)
             except QuiverError as error:
                 failures += 1
-                if failures >= FAILURES_MAX or isinstance(error, NotFound):
+                is_hopeless = failures >= FAILURES_MAX and work.queues.has_other(some)
+                if is_hopeless or isinstance(error, NotFound):
                     log.info("%s is handed nothing more: %s", name, error)
                     work.give_up(name, some)
                     return
@@ -273,12 +261,12 @@ class Giver:
     async def _offer(self, name: str, work: _Work, some: Sequence[int]) -> HandoverAnswer:
         items = [work.items[at] for at in some]
         self._offered.update(it.key for it in items)
-        return await self._ask(name, items, _request(self._name, items, take=True), inf)
+        return await self._ask(name, items, request_about(self._name, items, take=True), inf)
 
     def _settle(self, name: str, work: _Work, some: Sequence[int], answer: HandoverAnswer) -> list[int]:
         """Take in what a receiver says of its files; return those that are still under way there."""
         pending: list[int] = []
-        for at, taken in zip(some, _statuses(answer), strict=True):
+        for at, taken in zip(some, statuses_in(answer), strict=True):
             if taken == Taken.PENDING:
                 pending.append(at)
             elif taken in (Taken.HELD, Taken.TAKEN):
@@ -379,39 +367,3 @@ class _Work:
     def _tell(self) -> None:
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
-
-
-def _alike(stock: Sequence[Item], wanted: Iterable[int], count_max: int) -> Iterator[list[int]]:
-    """Yield the wanted items in batches of one kind and domain each."""
-    batches: dict[tuple[Kind, Domain], list[int]] = {}
-    for at in wanted:
-        batch = batches.setdefault((stock[at].kind, stock[at].domain), [])
-        batch.append(at)
-        if len(batch) == count_max:
-            yield batches.pop((stock[at].kind, stock[at].domain))
-    yield from batches.values()
-
-
-def _request(giver: str, items: Sequence[Item], *, take: bool = False) -> HandoverRequest:
-    """Return the request about items of one kind: to say which are held, or to take them."""
-    files, wait_ms = tuple(it.digest for it in items), int(1000 * ANSWER_SECONDS) if take else 0
-    if items[0].kind is Kind.MANIFEST:
-        return HandoverRequest(giver, manifests=files, take=take, wait_ms=wait_ms)
-    if not take:
-        return HandoverRequest(giver, files)
-    holders = list(dict.fromkeys(it.holder for it in items if it.holder))[:HOLDERS_MAX]
-    number = {holder: at + 1 for at, holder in enumerate(holders)}
-    return HandoverRequest(
-        giver,
-        files,
-        tuple(it.size_bytes for it in items),
-        take=True,
-        wait_ms=wait_ms,
-        holders=tuple(holders),
-        holder_of=tuple(number.get(it.holder, SHARED) for it in items),
-    )
-
-
-def _statuses(answer: HandoverAnswer) -> bytes:
-    """Return the statuses of the answer to a request about one kind."""
-    return answer.shards or answer.manifests

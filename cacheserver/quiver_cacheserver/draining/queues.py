@@ -18,6 +18,7 @@ class Queues:
         """``candidates`` by item."""
         self.refused: set[int] = set()
         self.failed: set[int] = set()
+        self.gone: set[int] = set()
         self.left = 0  # items that have not ended
         self._full: set[int] = set()  # for which somebody had no room
         self._others = [list(reversed(each)) for each in candidates]  # the next one last
@@ -54,7 +55,7 @@ class Queues:
     def forget(self, item: int) -> None:
         """An item that was taken cannot be handed over to anybody."""
         self.left -= 1
-        self.failed.add(item)
+        self.gone.add(item)
 
     def refuse(self, item: int, *, full: bool) -> None:
         """The receiver that an item was taken for does not take it. ``full``: it has no room."""

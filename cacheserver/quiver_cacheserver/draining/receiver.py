@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from quiver.digest import DIGEST_BYTES, Digest
 from quiver.domain import SINGLE, Domain
@@ -42,6 +43,13 @@ PENDING_MAX: Final = 512  # fetches under way and waiting, of all givers
 NO_DATASET: Final = Digest(bytes(DIGEST_BYTES))
 
 
+class _Room(NamedTuple):
+    """What to evict for an offer, and which of it some consumer needs."""
+
+    evict: tuple[Digest, ...]
+    forced: tuple[Digest, ...]
+
+
 class Receiver:
     """What this daemon takes over from others. Belongs to the event loop; fetches run in threads."""
 
@@ -57,6 +65,7 @@ class Receiver:
         self._manifests = manifests
         self._fills = fills
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="quiver-takeover")
+        self._deciding = asyncio.Lock()  # one decision at a time, so that each sees the room that the last one took
         self._coming: dict[tuple[Kind, Digest], asyncio.Future[Taken]] = {}  # by name
 
     def close(self) -> None:
@@ -75,7 +84,7 @@ class Receiver:
             for kind, files in ((Kind.SHARD, request.shards), (Kind.MANIFEST, request.manifests))
         }
         if request.take:
-            begun = self._begin(request, statuses, client, domain, trusted=trusted)
+            begun = await self._begin(request, statuses, client, domain, trusted=trusted)
             if begun:
                 await asyncio.wait(set(begun.values()), timeout=request.wait_ms / 1000)
             for (kind, at), future in begun.items():
@@ -89,7 +98,7 @@ class Receiver:
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
-    def _begin(
+    async def _begin(
         self,
         request: HandoverRequest,
         statuses: dict[Kind, list[Taken]],
@@ -101,16 +110,18 @@ class Receiver:
         """Begin to fetch what is absent, as far as there is room; return all fetches that are waited for."""
         giver = self._peers.member(request.giver, domain)
         absent = [at for at, status in enumerate(statuses[Kind.SHARD]) if status is Taken.ABSENT]
-        rooms = self._decide(request, absent, domain)
-        for at in absent:
-            decision = rooms[at]
-            if giver is None or decision is None:
-                statuses[Kind.SHARD][at] = Taken.FAILED if giver is None else Taken.NO_ROOM
-            elif len(self._coming) >= PENDING_MAX:
-                statuses[Kind.SHARD][at] = Taken.PENDING
-            else:
-                holder = request.holder(at) if trusted else client
-                self._take_shard(request.shards[at], decision, giver, holder, domain)
+        async with self._deciding:
+            rooms = await self._decide(request, absent, domain)
+            evicting = set(self._needs.commitments.evicting)  # another decision may have chosen the same meanwhile
+            for at in absent:
+                decision = rooms[at]
+                if giver is None or decision is None:
+                    statuses[Kind.SHARD][at] = Taken.FAILED if giver is None else Taken.NO_ROOM
+                elif len(self._coming) >= PENDING_MAX or not evicting.isdisjoint(decision.evict):
+                    statuses[Kind.SHARD][at] = Taken.PENDING
+                elif (Kind.SHARD, decision.shard) not in self._coming:
+                    holder = request.holder(at) if trusted else client
+                    self._take_shard(request.shards[at], decision, giver, holder, domain)
         for at, status in enumerate(statuses[Kind.MANIFEST]):
             if status is Taken.ABSENT:
                 statuses[Kind.MANIFEST][at] = Taken.FAILED if giver is None else Taken.PENDING
@@ -147,7 +158,9 @@ class Receiver:
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
-    def _decide(self, request: HandoverRequest, absent: Sequence[int], domain: Domain) -> dict[int, Decision | None]:
+    async def _decide(
+        self, request: HandoverRequest, absent: Sequence[int], domain: Domain
+    ) -> dict[int, Decision | None]:
         """Decide what to evict for each of the absent shards, which the giver names in the order of their need."""
         names = {at: name_in(domain, request.shards[at]) for at in absent}
         worths = worth.of_absent(self._needs, self._rooms, [request.shards[at] for at in absent], [*names.values()])
@@ -156,19 +169,32 @@ class Receiver:
         dataset_of = self._datasets_of(list(names.values()))
         if sum(it.size_bytes for it in offered) <= free_bytes:
             return {at: Decision(names[at], dataset_of[names[at]], float(request.sizes[at])) for at in absent}
-        shelf, commitments = self._rooms.shelf(), self._needs.commitments
-        may_go = ~self._rooms.pinned_of(shelf.digests)
-        may_go[shelf.rows_of([*commitments.evicting, *commitments.coming])] = False
-        held = np.flatnonzero(may_go)
-        needed, values = shelf.needed[held], worth.of_held(self._needs, shelf)[held]
-        rooms = rooms_for(offered, free_bytes, shelf.sizes[held], values, shelf.idle[held])
+        commitments = self._needs.commitments
+        spared = [*commitments.evicting, *commitments.coming]
+        loop = asyncio.get_running_loop()
+        rooms = await loop.run_in_executor(None, self._rooms_for, offered, free_bytes, spared)
         decisions: dict[int, Decision | None] = dict.fromkeys(absent)
         for at, room in zip(absent, rooms, strict=True):
             if room is not None:
-                evict = tuple(shelf.name(int(row)) for row in held[room])
-                forced = tuple(shelf.name(int(row)) for row in held[room[needed[room] > 0]])
-                decisions[at] = Decision(names[at], dataset_of[names[at]], float(request.sizes[at]), evict, forced)
+                size_bytes = float(request.sizes[at])
+                decisions[at] = Decision(names[at], dataset_of[names[at]], size_bytes, room.evict, room.forced)
         return decisions
+
+    def _rooms_for(
+        self, offered: Sequence[Offered], free_bytes: float, spared: Collection[Digest]
+    ) -> list[_Room | None]:
+        """In a thread, since all files are looked at: decide what to evict for each offer. ``spared`` are not."""
+        shelf = self._rooms.shelf()
+        may_go = ~self._rooms.pinned_of(shelf.digests)
+        may_go[shelf.rows_of(spared)] = False
+        held = np.flatnonzero(may_go)
+        needed, values = shelf.needed[held], worth.of_held(self._needs, shelf)[held]
+        rooms = rooms_for(offered, free_bytes, shelf.sizes[held], values, shelf.idle[held])
+
+        def named(rows: npt.NDArray[np.int64]) -> tuple[Digest, ...]:
+            return tuple(map(shelf.name, held[rows].tolist()))
+
+        return [None if room is None else _Room(named(room), named(room[needed[room] > 0])) for room in rooms]
 
     def _datasets_of(self, names: Sequence[Digest]) -> dict[Digest, Digest]:
         """Return for each shard a reported dataset that it is of: so the policy counts it as coming."""

@@ -29,6 +29,7 @@ from quiver.overview import (
     RankView,
     TierBytes,
 )
+from quiver.sizes import format_size
 from quiver_cacheserver.access.caller import Caller
 from quiver_cacheserver.names import consumer_in, name_in
 from quiver_cacheserver.node import Node
@@ -38,6 +39,7 @@ from quiver_cacheserver.overview.jobs import Reading, by_dataset, jobs_of
 from quiver_cacheserver.overview.known import Key, Known, KnownDatasets, Look
 from quiver_cacheserver.overview.series import Level, Named
 from quiver_cacheserver.pins import pin_of
+from quiver_cacheserver.usage import Label
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +171,14 @@ class Overview:
                 waited = sum(rank.waited for rank in ranks)
                 level = Level(name, tenant, known.facts.size_bytes, held.resident_bytes, held.saved_bytes)
                 levels.append(level._replace(ranks=len(ranks), waited=waited))
-        return Named(levels, node.usage.series(node.dataset_names.shown, caller.sees))
+
+        def naming(label: Label) -> tuple[str, str | None]:
+            """A read that names no tenant is that of the one tenant whose jobs report on the dataset."""
+            tenants = readings.get(dataset_id(label.manifest, label.domain), {})
+            tenant = label.tenant or (None if not tenants else "" if len(tenants) > 1 else next(iter(tenants)))
+            return node.dataset_names.shown(label.manifest, label.domain), tenant
+
+        return Named(levels, node.usage.series(naming, caller.sees))
 
     def allocation(self, caller: Caller) -> AllocationView:
         """Return the last allocation of this daemon's slice of the rack."""
@@ -236,7 +245,9 @@ class Overview:
             evicted, kept = await self._in_thread(remove)
         finally:
             self._known.expire()
-        log.info("%s evicted of %s on request", evicted, node.dataset_names.shown(known.manifest, known.domain))
+        log.info(
+            "%s evicted of %s on request", format_size(evicted), node.dataset_names.shown(known.manifest, known.domain)
+        )
         return EvictAnswer(node.name, evicted, kept)
 
     async def watch_pins(self) -> None:

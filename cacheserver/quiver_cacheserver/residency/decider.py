@@ -121,7 +121,7 @@ class Decider:
             avoid=stuck.union(self._fills.failed),
             pinned=self._rooms.pins.among,
             shares=self._allocator.limits(),
-            division=self._allocator.division,
+            division=self._allocator.division(self.estimator.estimate.fill_seconds),
             credit=self._allocator.turns.credit(now),
         )
 

@@ -200,15 +200,16 @@ class Rooms:
         return [*decided, *chosen]
 
     def _decided(self, shard: Digest) -> list[Digest]:
-        """Return what was decided to evict for a shard, by name, without what a consumer came to need since."""
+        """Return what was decided to evict for a shard, by name, without what came to be needed or pinned since."""
         needs = self._needs
-        return [
+        decided = [
             victim
             for decision in needs.commitments.decisions_of(shard)
             for victim in decision.evict
-            if (victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1)
-            and not self.pins.among(as_rows([victim]))[0]
+            if victim in decision.forced or needs.needed_of(as_rows([victim]))[0] != 1
         ]
+        pinned = self.pins.among(as_rows(decided)) if decided else ()
+        return [victim for victim, stays in zip(decided, pinned, strict=True) if not stays]
 
     def _chosen(self, kind: Kind, free_bytes: int, client: str) -> Evict | None:
         """Return what to evict beyond the decision to free ``free_bytes``; ``None`` if that is impossible."""

@@ -33,7 +33,7 @@ def command(cache: CacheConfig | None, *, every: bool, as_json: bool) -> int:
         return 0
     shown = [it for it in datasets if every or it.resident_bytes or it.reader_count or it.pinned_at]
     print_table(
-        ("DATASET", "SIZE", "RESIDENT", "", "SAVED", "FROM ORIGIN", "PINNED", "READ BY"),
+        ("DATASET", "SIZE", "RESIDENT", "%", "SAVED", "FROM ORIGIN", "PINNED", "READ BY"),
         [_row(it, len(asked.answers)) for it in shown],
         right=range(1, 6),
     )

@@ -28,8 +28,7 @@ FAILED = 1  # as the exit status: some daemon did not do it
 def found(cache: CacheConfig | None, name: str) -> tuple[Members, Dataset]:
     """Return the daemons and the dataset of this name. Raises ``NotFound``."""
     to_ask = members(cache)
-    datasets, asked = ask_datasets(to_ask)
-    say_problems(asked.problems)
+    datasets, _ = ask_datasets(to_ask)  # who does not answer is said once, of what is done
     return to_ask, dataset_called(name, datasets)
 
 

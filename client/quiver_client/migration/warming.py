@@ -6,6 +6,7 @@ brought before. A daemon without room for one more is asked for no more; the oth
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from quiver.errors import OverCapacity, QuiverError
 from quiver.manifest import Manifest
 from quiver.plan import plan_shards
 from quiver.residency import rounded_up
+from quiver.residency.messages import HOLD_SECONDS_MAX
 from quiver_client.migration.checkpoint import states_in
 from quiver_client.migration.choice import chosen
 from quiver_client.migration.holding import Hold
@@ -113,6 +115,10 @@ def bring(
     progress: Callable[[int], None] | None = None,
 ) -> Warmed:
     """Bring what is needed of these manifests, whose shards are numbered one after another. No shard raises."""
+    keep_seconds = min(keep_seconds, HOLD_SECONDS_MAX)
+    lease_seconds = max(
+        keep_seconds, KEEP_SECONDS
+    )  # meanwhile: a group of shards takes seconds, or a slow origin minutes
     warming = _Warming(leaves, need, progress or (lambda _: None))
     holds = [
         Hold(manifest, session.members, left)
@@ -120,19 +126,31 @@ def bring(
         if session.members is not None and left.any()
     ]
     try:
-        problems = [error for hold in holds for error in hold.renew(max(keep_seconds, KEEP_SECONDS))]
-        warming.run(lambda: [hold.renew(max(keep_seconds, KEEP_SECONDS)) for hold in holds])
+        problems = _renewed(holds, lease_seconds)
+        renewed_at = time.monotonic()
+
+        def renew() -> None:
+            nonlocal renewed_at
+            if time.monotonic() - renewed_at > lease_seconds / 8:
+                renewed_at = time.monotonic()
+                _renewed(holds, lease_seconds)
+
+        warming.run(renew)
     except BaseException:
         for hold in holds:
             hold.end()
         raise
-    for hold in holds:
-        if keep_seconds > 0:
-            problems = hold.renew(keep_seconds)
-        else:
+    if keep_seconds > 0:
+        problems = _renewed(holds, keep_seconds)
+    else:
+        for hold in holds:
             hold.end()
     kept = keep_seconds if holds and not problems else 0.0
     return warming.result(kept, str(problems[0]) if problems and keep_seconds > 0 else "")
+
+
+def _renewed(holds: Sequence[Hold], seconds: float) -> list[QuiverError]:
+    return [error for hold in holds for error in hold.renew(seconds)]
 
 
 class _Warming:

@@ -12,13 +12,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, Reader, allocate
+from quiver.allocation.reasons import amount
 from quiver.overview import AllocationView, ReaderView, ShareView
-from quiver.sizes import format_size
 from quiver_client.operating.merging import Dataset, Job
 
 TB: Final = 1e12
 SMALL: Final = 4  # a rack that has less than so many TB is asked about a quarter of what it has
 NOTICED: Final = 0.01  # a smaller change is none
+DIFFERS: Final = 0.1  # of a prediction, above which another one is told apart from it
 FULL_SPEED: Final = 0.99  # of f*, above which a job does not wait
 
 
@@ -37,7 +38,7 @@ class Explained:
     """What is known of a reader of a dataset. Rates in bytes per second, 0 for unknown; ``None`` for no limit.
 
     ``best``: f*. ``bandwidth``: b, what its dataset may read from the origin. ``cached_share``: c, what is resident of
-    it; ``given_share``: what its allocation gives it.
+    it; ``given_share``: what its allocation gives it. ``anew``: what it would read if that was solved again now.
     """
 
     reader: str
@@ -51,6 +52,7 @@ class Explained:
     measured: float
     waited: float
     reason: str
+    anew: float = 0.0
     what_if: tuple[WhatIf, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
@@ -135,10 +137,12 @@ def _explained(
 ) -> Explained:
     size = share.size_bytes if share is not None else float(dataset.size_bytes if dataset is not None else 0)
     what_if: tuple[WhatIf, ...] = ()
+    anew = 0.0
     if reader is not None and share is not None:
         key = _key(share)
         told = [(by, it.shares[key].cache_bytes, it.predicted.get((key, reader.name), 0.0)) for by, it in solved]
-        what_if = tuple(WhatIf(*it, it[2] / told[0][2]) for it in told[1:] if told[0][2] > 0)
+        anew = told[0][2] if told else 0.0
+        what_if = tuple(WhatIf(*it, it[2] / anew) for it in told[1:] if anew > 0)
     return Explained(
         reader=job.shown,
         tenant=job.tenant,
@@ -151,6 +155,7 @@ def _explained(
         measured=job.throughput,
         waited=job.waited,
         reason=share.reason if share is not None else "",
+        anew=anew,
         what_if=what_if,
     )
 
@@ -168,7 +173,9 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
     lines.append(f"{measured}, and waits {it.waited:.0%} of its time." if it.measured else f"{measured}.")
     lines.append(f"{it.cached_share:.0%} of the dataset is in the cache (c).")
     if not allocates:
-        lines.append("The daemons of this rack allocate nothing: who needs a shard most gets it.")
+        lines.append(
+            "No allocation holds for it: the daemons allocate nothing, or nothing yet. Who needs a shard most gets it."
+        )
         return lines
     limit = "has no known limit" if it.bandwidth is None else f"gives it {_rate(it.bandwidth)}"
     lines.append(f"It is given {it.given_share:.0%} of the dataset as cache; its origin {limit} (b).")
@@ -176,6 +183,11 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
         lines.append(f"Why: {it.reason.rstrip('.')}.")
     if it.predicted:
         lines.append(f"With that it is predicted to read {_rate(it.predicted)}{_compared(it)}.")
+        if it.anew and abs(it.anew / it.predicted - 1) > DIFFERS:
+            lines.append(
+                f"If the cache was divided anew now, that would be {_rate(it.anew)}: a division is replaced only by one"
+                " that is clearly better."
+            )
     lines += [_change(it, each) for each in it.what_if if it.predicted]
     return lines
 
@@ -184,12 +196,11 @@ def _compared(it: Explained) -> str:
     if not it.measured:
         return ""
     ratio = it.predicted / it.measured
-    return ", as it does" if abs(ratio - 1) <= 0.1 else f", {ratio:.2f} times what it reads now"
+    return ", as it does" if abs(ratio - 1) <= DIFFERS else f", {ratio:.2f} times what it reads now"
 
 
 def _change(it: Explained, other: WhatIf) -> str:
-    amount = "1 TB" if abs(other.change_bytes) == TB else format_size(abs(other.change_bytes))
-    what = f"{amount} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
+    what = f"{amount(abs(other.change_bytes))} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
     ratio = other.ratio - 1
     if abs(ratio) <= NOTICED:
         full = other.change_bytes > 0 and it.best and other.predicted >= FULL_SPEED * it.best
@@ -199,7 +210,7 @@ def _change(it: Explained, other: WhatIf) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    return f"{format_size(bytes_per_second)}/s"
+    return f"{amount(bytes_per_second)}/s"
 
 
 def _share(view: AllocationView | None, dataset_id: str) -> ShareView | None:

@@ -20,6 +20,8 @@ DURATION_SECONDS_MAX: Final = 100 * 365 * 86400.0
 
 def size(what: str, value: Any) -> float:
     """Return bytes of a size such as ``4TB``; a number counts bytes."""
+    if isinstance(value, float) and math.isfinite(value):
+        value = math.floor(value)
     if isinstance(value, bool) or not isinstance(value, str | int):
         raise Misconfigured(f"{what} is {value!r}, which is no size; write it like 4TB or 200GiB")
     try:

@@ -18,6 +18,7 @@ from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, Reader
 from quiver.allocation.attained import FACTOR, FIRST_SECONDS, QUEUES_MAX
 from quiver_client.planning.fleet import DatasetPlan, Job, Rack
 
+_TICK: Final = 1e-12  # of the time since the plan began
 _DONE: Final = 1e-9  # of a job's work, or of a dataset: rounding
 _EVENTS_PER_JOB_MAX: Final = 1000  # a bound, should rounding ever keep the clock from moving
 
@@ -151,7 +152,8 @@ class RackSimulation:
                     times.append((run.epoch_end - run.read_bytes) / run.rate)
                 if policy == Policy.LAS:
                     times.append(_until_next_queue(run) / run.rate)
-        return self._now + max(min(times), 0.0) if times else math.inf
+        # The clock has to move, however late it is and however little is left.
+        return self._now + max(min(times), self._now * _TICK) if times else math.inf
 
     def _advance(self, until: float) -> None:
         seconds = until - self._now

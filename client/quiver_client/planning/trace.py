@@ -14,7 +14,6 @@ JOB_FIELDS: Final = (
     "rack",
 )  # fmt: skip
 _NEEDED: Final = ("name", "dataset", "rate")
-_ROW_CHARS_MAX: Final = 1 << 16
 
 
 def read_trace(path: Path) -> Iterator[tuple[str, dict[str, str]]]:

@@ -37,6 +37,7 @@ FETCH_SECONDS_MAX: Final = 1.0  # that a batch spends here; the rest comes over 
 SLOW_SECONDS: Final = 0.5  # a daemon that takes this long to answer is avoided: reading over TCP is faster
 AVOID_SECONDS: Final = 30.0  # that a shard with wrong bytes is read over TCP
 KEEP_SECONDS: Final = 60.0  # that maps of a silent daemon are kept, since it cannot say whether it evicted them
+TELL_SECONDS_MIN: Final = 0.2  # between two times that daemons are told what was read
 CLOSE_SECONDS: Final = 1.5  # more than one request to a daemon takes
 
 
@@ -182,13 +183,23 @@ class HandoffTier:
         if self._ring is not None:
             self._locals.look(self._ring)
         self._looked.set()
-        self._tell_reads(self._release_evicted())
+        self._release_evicted()
+        self.tell_reads()
 
-    def _release_evicted(self) -> set[LocalDaemon]:
-        """Unmap shards that the daemons evicted, which frees the disk space; tell daemons which maps were used.
+    def tell_reads(self) -> None:
+        """Tell the daemons of this host how much was read by their files, as they do not see it."""
+        read, daemons = self._stats.snapshot()["bytes_host"], self._locals.responding
+        if read <= self._told_bytes or not daemons:
+            return
+        each, self._told_bytes = (read - self._told_bytes) // len(daemons), read
+        for daemon in daemons:
+            try:
+                daemon.client.read(self._manifest.digest, each)
+            except QuiverError as error:
+                self._pass_over(daemon, error)
 
-        Return the daemons whose files are mapped.
-        """
+    def _release_evicted(self) -> None:
+        """Unmap shards that the daemons evicted, which frees the disk space; tell daemons which maps were used."""
         asked: dict[tuple[LocalDaemon, bool], list[tuple[int, _Source]]] = {}
         for shard, source, used in self._maps.mapped():
             asked.setdefault((source.daemon, used), []).append((shard, source))
@@ -199,20 +210,6 @@ class HandoffTier:
                 for (shard, source), keep in zip(some, held, strict=True):
                     if not keep:
                         self._maps.drop(shard, source)
-        return {daemon for daemon, _ in asked}
-
-    def _tell_reads(self, daemons: set[LocalDaemon]) -> None:
-        """Tell the daemons whose files are mapped how much was read by them, as they do not see it."""
-        read = self._stats.snapshot()["bytes_host"]
-        answering = [daemon for daemon in daemons if not daemon.is_unresponsive]
-        if read <= self._told_bytes or not answering:
-            return
-        each, self._told_bytes = (read - self._told_bytes) // len(answering), read
-        for daemon in answering:
-            try:
-                daemon.client.read(self._manifest.digest, each)
-            except QuiverError as error:
-                self._pass_over(daemon, error)
 
     def _held(self, daemon: LocalDaemon, held: list[Held], flags: int) -> list[bool]:
         """Return which of these files a daemon still holds; if it is silent, all of them, for ``KEEP_SECONDS``."""
@@ -233,11 +230,19 @@ def _parts(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def _maintain(tier: weakref.ref[HandoffTier], closing: threading.Event) -> None:
-    """Maintain a tier until it is closed, or garbage."""
+    """Maintain a tier until it is closed, or garbage. Young processes tell more often: some end within an epoch."""
+    began = tidied = time.monotonic()
+    is_due = True
     while not closing.is_set():
         maintained = tier()
         if maintained is None:
             return
-        maintained.maintain()
+        if is_due:
+            maintained.maintain()
+            tidied = time.monotonic()
+        else:
+            maintained.tell_reads()
         del maintained
-        closing.wait(TIDY_SECONDS)
+        now = time.monotonic()
+        closing.wait(min(max((now - began) / 4, TELL_SECONDS_MIN), max(tidied + TIDY_SECONDS - now, 0.01)))
+        is_due = time.monotonic() - tidied >= TIDY_SECONDS

@@ -95,6 +95,11 @@ class LocalDaemons:
     def __bool__(self) -> bool:
         return bool(self._by_url)
 
+    @property
+    def responding(self) -> list[LocalDaemon]:
+        """The daemons of this host that respond."""
+        return [daemon for daemon in set(self._by_url.values()) if not daemon.is_unresponsive]
+
     def look(self, ring: Ring) -> None:
         """Find the daemons of this host. Blocks for a short time on name resolution and on daemons."""
         self._ask_for_sockets(ring)

@@ -1,0 +1,319 @@
+"""What operators say about allocation, what is measured for it, and that neither readers nor noise make it flap."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quiver.allocation import Policy
+from quiver.digest import Digest
+from quiver.errors import Misconfigured
+from quiver.identity import Identity
+from quiver.lookup import as_rows
+from quiver.residency import Commitments, ConsumerReport, Decision, Needs
+from quiver.residency.report import FULL
+from quiver.ring import Member, Ring
+from quiver_cacheserver.allocation import AllocationSettings, Allocator, Facts
+from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, Bandwidth, Turns
+from quiver_cacheserver.allocation.gathering import Heard, readers_of
+from quiver_cacheserver.allocation.steady import BAND, Steady
+from quiver_cacheserver.command import command
+from quiver_cacheserver.residency.fills import Fills
+from quiver_cacheserver.residency.uploads import Uploads
+
+A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
+CAPACITY = 1000
+ORIGIN = "http://origin:80"
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def settings_of(
+    policy: str = "max-min", tenants: dict[str, Any] | None = None, rates: tuple[str, ...] = ()
+) -> AllocationSettings:
+    return AllocationSettings.parse(policy, tenants or {}, rates, CAPACITY)
+
+
+def test_settings_are_what_was_written() -> None:
+    made = settings_of("las", {"vision": {"weight": 2, "quota": 500}, "speech": {"quota": "1KB"}}, ("s3://b/=2MB/s",))
+    assert made.policy is Policy.LAS
+    assert made.weights == {"vision": 2.0}
+    assert made.quotas == {"vision": 500.0, "speech": 1000.0}
+    assert made.cap_of("s3://b/data") == ("s3://b/", 2e6)
+    assert made.cap_of("s3://c/data") is None
+    assert settings_of(rates=("1GB", "http://x/=1MB")).cap_of("http://x/y") == ("http://x/", 1e6)
+    assert settings_of("none").policy is None
+
+
+@pytest.mark.parametrize(
+    ("given_", "says"),
+    [
+        ({"policy": "fair"}, "--policy 'fair': write one of max-min, throughput, las, cost"),
+        ({"tenants": {"a": {"weight": "two"}}}, "[tenants.a] weight = 'two': write a number"),
+        ({"tenants": {"a": {"weight": True}}}, "write a number"),
+        ({"tenants": {"a": {"weight": math.nan}}}, "write a number"),
+        ({"tenants": {"a": {"weight": 0}}}, "[tenants.a] weight = 0: write one from 0.001"),
+        ({"tenants": {"a": {"weight": -1}}}, "weight = -1"),
+        ({"tenants": {"a": {"quota": "2KB"}}}, "more than --capacity"),
+        ({"tenants": {"a": {"quota": "much"}}}, "[tenants.a] quota: not a size"),
+        ({"tenants": {"a": {"share": 2}}}, "unknown key 'share'; known: weight, quota"),
+        ({"tenants": {"a": 2}}, "[tenants.a]: write weight"),
+        ({"tenants": {"a\n": {}}}, "does not print"),
+        ({"tenants": {"a" * 200: {}}}, "more than 128 bytes"),
+        ({"rates": ("fast",)}, "--origin-rate 'fast': write [PREFIX=]RATE"),
+        ({"rates": ("s3://b/=0",)}, "--origin-rate 's3://b/=0'"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(given_: dict[str, Any], says: str) -> None:
+    with pytest.raises(Misconfigured) as caught:
+        settings_of(**given_)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "toml", "says"),
+    [
+        (["--policy", "fair"], "", "--policy 'fair'"),
+        ([], "tenants = 2", "write [tenants.NAME]"),
+        ([], "[tenants.a]\nquota = '2TiB'", "more than --capacity"),
+        ([], "[tenants.a]\nweight = 'x'", "write a number"),
+        (["--origin-rate", "x"], "", "--origin-rate 'x'"),
+    ],
+)
+def test_a_daemon_does_not_start_with_wrong_settings(tmp_path: Path, flags: list[str], toml: str, says: str) -> None:
+    config = tmp_path / "daemon.toml"
+    config.write_text(toml)
+    always = ["--config", str(config), "--data-dir", str(tmp_path / "data"), "--capacity", "1GiB"]
+    ended = CliRunner().invoke(command, [*always, *flags])
+    assert ended.exit_code == 2
+    assert says in ended.output
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_job_add_up_and_of_a_group_the_fastest_job_counts() -> None:
+    heard = [Heard(A, f"{rank}", 10.0, "job", "", "t", attained_bytes=1.0) for rank in range(8)]
+    heard += [Heard(A, "t1", 30.0, "trial 1", "sweep"), Heard(A, "t2", 40.0, "trial 2", "sweep")]
+    heard += [Heard(B, "x", 5.0), Heard(B, "y", 0.0, "late"), Heard(B, "z", 6.0, "late"), Heard(B, "w", 7.0)]
+    readers = readers_of(heard)
+    assert {(it.name, it.rate, it.tenant) for it in readers[A]} == {("job", 80.0, "t"), ("sweep", 40.0, "")}
+    assert next(it for it in readers[A] if it.name == "job").attained_bytes == 8.0
+    assert {it.name: it.rate for it in readers[B]} == {"unnamed job": 7.0, "unnamed job (2)": 5.0, "late": 12.0}
+    assert readers_of(reversed(heard)) == readers, "in whatever order they were heard"
+
+
+@given(st.lists(st.floats(-1, 1), min_size=1, max_size=200), st.floats(0.05, 5.0))
+def test_noise_around_a_speed_changes_nothing(noise: list[float], pause: float) -> None:
+    value = Steady()
+    value.add(100.0, 0.0)
+    used = {value.add(100.0 * (1 + it * BAND * 0.9), (at + 1) * pause) for at, it in enumerate(noise)}
+    assert used == {100.0}
+    for at in range(100):
+        value.add(200.0, 1000.0 + at)
+    assert value.value == pytest.approx(200.0, rel=BAND)
+
+
+def test_an_origin_is_measured_while_it_is_the_limit_and_stays_known() -> None:
+    origin = Bandwidth()
+    for now in range(10):
+        origin.began(float(now))
+        origin.ended(now + 0.5, 5.0)
+    assert origin.value == 0.0, "nobody was short of data"
+    for now in range(10, 30):
+        origin.hungry(float(now), hungry=True)
+        origin.began(float(now))
+        origin.ended(now + 1.0, 7.0)
+    assert origin.value == pytest.approx(7.0)
+    origin.hungry(31.0, hungry=False)
+    origin.began(32.0)
+    origin.ended(42.0, 1.0)
+    assert origin.value == pytest.approx(7.0)
+
+
+def read_all(turns: Turns, datasets: list[Digest], seconds: float, size: float = 1.0) -> dict[Digest, float]:
+    """Read as much as the buckets let each dataset, and return the bytes per second."""
+    got, now = dict.fromkeys(datasets, 0.0), 0.0
+    while now < seconds:
+        for name in datasets:
+            while turns.wait_seconds(name, now) == 0:
+                turns.take(name, size)
+                got[name] += size
+        now += 0.05
+    return {name: count / seconds for name, count in got.items()}
+
+
+def test_datasets_get_their_parts_and_what_one_leaves_goes_to_the_other() -> None:
+    rates = {A: 90.0, B: 10.0}
+    both = Turns()
+    both.set_rates(rates, {A: ORIGIN, B: ORIGIN}, 0.0)
+    got = read_all(both, [A, B], 100.0)
+    assert got[A] == pytest.approx(90 * BEYOND, rel=0.05)
+    assert got[B] == pytest.approx(10 * BEYOND, rel=0.2)
+    alone = Turns()
+    alone.set_rates(rates, {A: ORIGIN, B: ORIGIN}, 0.0)
+    assert read_all(alone, [B], 100.0)[B] == pytest.approx(100 * BEYOND, rel=0.05)
+    free = Turns()
+    free.set_rates({A: math.inf}, {A: ORIGIN}, 0.0)
+    assert free.wait_seconds(A, 0.0) == 0
+    free.take(A, 1e18)
+    assert free.wait_seconds(A, 0.0) == 0
+
+
+@given(st.floats(1.0, 1e9), st.floats(0.1, 1e9))
+def test_a_cap_holds_whatever_the_size_of_shards_and_of_all_datasets_below_it(rate: float, size: float) -> None:
+    turns, seconds = Turns(), 20.0
+    for name in (A, B):
+        turns.set_cap(name, ORIGIN, rate, 0.0)
+    read, now = 0.0, 0.0
+    while now < seconds and read < 3 * rate * seconds:
+        for name in (A, B):
+            while turns.wait_seconds(name, now) == 0 and read < 3 * rate * seconds:
+                turns.take(name, max(size, rate / 100))
+                read += max(size, rate / 100)
+        now += 0.1
+    assert read <= rate * (seconds + BURST_SECONDS) + 2 * max(size, rate / 100)
+
+
+# -- solving ----------------------------------------------------------------------------------------------------------
+
+
+def daemon(members: int = 1) -> tuple[Allocator, Needs]:
+    """An allocator of a daemon that knows two datasets of ten shards of 100 bytes."""
+    needs = Needs()
+    for name, letter in ((A, 1), (B, 2)):
+        shards = as_rows(Digest(bytes([letter, at]) * 16) for at in range(10))
+        needs.add_dataset(name, shards, np.full(10, 100.0), np.zeros(10, bool), np.ones(10, bool))
+    ring = Ring.of("r", [Member(f"n{at}", f"http://h{at}:1") for at in range(members)])
+    facts = {A: Facts("a", 1000.0, f"{ORIGIN}/a"), B: Facts("b", 1000.0, f"{ORIGIN}/b")}
+    return Allocator(needs, facts.get, lambda: 1000.0, lambda: (ring, "n0")), needs
+
+
+def hear(needs: Needs, consumer: int, dataset: Digest, rate: float, tenant: str = "") -> None:
+    left = np.full(10, FULL, np.uint8)
+    identity = Identity(f"job {consumer}", "", tenant)
+    needs.report(dataset, ConsumerReport(bytes([consumer]) * 16, left, rate, 0.0, 1e9, identity=identity), 0.0)
+
+
+def solve(allocator: Allocator, now: float) -> dict[Digest, float]:
+    problem, names = allocator.problem(now)
+    if allocator.is_due(problem, now):
+        allocator.take(allocator.solve(problem, names, now))
+    return allocator.division()
+
+
+def test_room_is_divided_equally_until_something_is_solved_and_all_of_it_is_somebodys() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 100.0)
+    hear(needs, 2, B, 10.0)
+    assert allocator.division() == {A: 500.0, B: 500.0}
+    division = solve(allocator, 1.0)
+    assert division == {A: pytest.approx(1000.0 * 11 / 12), B: pytest.approx(1000.0 / 12)}, "it saves most there"
+    slow = allocator.division(fill_seconds=10.0)
+    assert slow[B] == pytest.approx(1000.0 * 200 / 1700), "and what is read during a fill needs room"
+    assert allocator.current.names == {A: "a", B: "b"}
+    allocator.settings = settings_of("none")
+    assert allocator.division() == {}
+
+
+def test_a_new_job_is_solved_for_at_once() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 100.0)
+    assert set(solve(allocator, 1.0)) == {A}
+    hear(needs, 2, B, 100.0)
+    assert set(solve(allocator, 1.1)) == {A, B}
+    before = allocator.current
+    solve(allocator, 1.2)
+    assert allocator.current is before, "and not for nothing"
+
+
+def test_an_allocation_does_not_follow_noise_nor_a_rival_that_is_no_better() -> None:
+    """Two jobs of about one speed, and an origin that is no limit: all bytes are worth the same wherever they are."""
+    allocator, needs = daemon()
+    rng, seen = np.random.default_rng(1), set()
+    for step in range(200):
+        for consumer, dataset in ((1, A), (2, B)):
+            hear(needs, consumer, dataset, 100.0 * (1 + rng.normal(0, 0.3)))
+        division = solve(allocator, 0.5 * step)
+        seen.add(tuple(round(share) for share in division.values()))
+    assert len(seen) <= 2, "the first answer, and at most one better one"
+
+
+def test_an_allocation_follows_a_speed_that_changed() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 100.0)
+    hear(needs, 2, B, 10.0)
+    assert solve(allocator, 0.0)[A] > 900
+    for step in range(60):
+        hear(needs, 1, A, 10.0)
+        hear(needs, 2, B, 100.0)
+        division = solve(allocator, 1.0 + step)
+    assert division[B] > 900
+
+
+def test_daemons_of_a_rack_solve_the_same_and_each_takes_its_slice() -> None:
+    allocator, needs = daemon(members=4)
+    hear(needs, 1, A, 100.0)
+    problem, _ = allocator.problem(1.0)
+    assert problem.capacity_bytes == 4000.0
+    assert problem.datasets[0].readers[0].rate == 100.0
+    allocator.settings = settings_of(tenants={"t": {"quota": 100}}, rates=("8MB",))
+    problem, _ = allocator.problem(1.0)
+    assert problem.quotas == {"t": 400.0}
+    assert problem.origin_rates == {ORIGIN: 8e6}, "a cap is of the rack"
+    allocator.turns.take(A, 2e6)
+    assert allocator.wait_seconds(A, 1.5) > 0
+    assert allocator.wait_seconds(A, 1.0 + 2e6 / (8e6 / 4) + 0.1) == 0
+
+
+# -- fills ------------------------------------------------------------------------------------------------------------
+
+
+class Barrier:
+    """Lets the fills of one dataset wait until it is opened."""
+
+    def __init__(self) -> None:
+        self.closed: set[Digest] = set()
+        self.asked: list[Digest] = []
+        self.ended: list[tuple[Digest, bool]] = []
+
+    def wait_seconds(self, dataset: Digest, now: float) -> float:
+        del now
+        self.asked.append(dataset)
+        return 0.01 if dataset in self.closed else 0.0
+
+    def began(self, dataset: Digest, size_bytes: float, now: float) -> Any:
+        del size_bytes, now
+        return lambda now, from_origin: self.ended.append((dataset, from_origin))
+
+
+def test_a_fill_waits_for_its_datasets_turn_and_keeps_no_other_one_waiting() -> None:
+    async def run() -> None:
+        commitments, barrier = Commitments(), Barrier()
+        barrier.closed.add(A)
+        with ThreadPoolExecutor(4) as threads:
+            fills = Fills(threads, commitments, Uploads(commitments), lambda error: None, barrier)
+            held = [fills.start(Decision(Digest(bytes([at]) * 32), A, 1.0), lambda: "origin", "c") for at in range(8)]
+            free = fills.start(Decision(Digest(bytes([9]) * 32), B, 1.0), lambda: "peer", "c")
+            assert isinstance(free, asyncio.Future)
+            assert await asyncio.wait_for(free, 30) == "peer"
+            assert not any(it.done() for it in held if isinstance(it, asyncio.Future))
+            barrier.closed.clear()
+            for it in held:
+                assert isinstance(it, asyncio.Future)
+                assert await asyncio.wait_for(it, 30) == "origin"
+            assert (B, False) in barrier.ended
+            assert barrier.ended.count((A, True)) == 8
+
+    asyncio.run(run())
