@@ -67,7 +67,7 @@ class Instance:
         bandwidth = np.array(
             [_bandwidth(problem.origin_rates.get(name, math.inf)) for name in origins], dtype=np.float64
         )
-        capacity = _amount(problem.capacity_bytes)
+        capacity = _amount(min(problem.capacity_bytes, float(sizes.sum())))  # more room than that changes nothing
         starts, stream = _streams(readers)
         dataset_of = np.array([index for index, _ in readers], dtype=np.intp)
         alone = bandwidth[origin] / np.maximum(1 - _part(np.minimum(capacity, sizes), sizes), _NEVER_SLOWER_THAN)

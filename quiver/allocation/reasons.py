@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -64,6 +65,8 @@ def _keeps(instance: Instance, policy: Policy, i: int, cached: float, density: f
     if density <= 0:
         return f"{how_much} is kept, since {'there is no room left' if none else 'there is room left'}."
     saves = f"a cached GB saves its origin {amount(density * 1e9)}/s"
+    if none and rank == 0:
+        return f"none of it is kept, though {saves}: there is no room, or no quota left."
     if none:
         return f"none of it is kept: {saves}, and {_others(rank)} {'save' if rank != 1 else 'saves'} more."
     place = "more than any other dataset" if rank == 0 else f"{_others(rank)} {'save' if rank != 1 else 'saves'} more"
@@ -81,7 +84,9 @@ def _reaches(instance: Instance, i: int, worst: float, readers: int) -> str:
         return "Its jobs run at full speed." if readers > 1 else "Its job runs at full speed."
     bandwidth = amount(float(instance.bandwidth[instance.origin[i]]))
     who = "Its slowest job reaches" if readers > 1 else "Its job reaches"
-    return f"{who} {worst:.0%} of its full speed: the origin gives {bandwidth}/s to all that read from it."
+    return (
+        f"{who} {math.floor(worst * 100)} % of its full speed: the origin gives {bandwidth}/s to all that read from it."
+    )
 
 
 def amount(number: float) -> str:

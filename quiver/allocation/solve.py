@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Final
 
 import numpy as np
 
@@ -19,6 +20,8 @@ from quiver.allocation.knapsack import spread
 from quiver.allocation.reasons import reasons
 from quiver.allocation.throughput import best_rates, most_throughput
 from quiver.allocation.values import Allocation, Policy, Problem, Share
+
+_ROUNDING: Final = 1e-9  # the same rates, computed in another way, may come out as much too high
 
 
 def allocate(
@@ -85,7 +88,14 @@ def _rates(instance: Instance, policy: Policy, cached: Floats, full: Floats) -> 
         return serve_least_attained(instance, cached, full)
     if policy == Policy.THROUGHPUT:
         return best_rates(instance, cached, full)[0]
-    return raise_within(instance, cached, equal_rates(instance, cached, full), full)
+    least = equal_rates(instance, cached, full)
+    if policy == Policy.MAX_MIN:
+        # To split the bandwidth alone equally would give those with little of the cache less than their equal split of
+        # both. Where the origins carry that, it is what nobody is below.
+        floor = np.minimum(equal_rates(instance, equal_cache(instance), full), full)
+        load = instance.by_origin(instance.demand(floor) * instance.missing(cached))
+        least = np.where((load <= instance.bandwidth * (1 + _ROUNDING))[instance.reader_origin], floor, least)
+    return raise_within(instance, cached, least, full)
 
 
 def _max_min(instance: Instance, split: Floats, floor: Floats, full: Floats) -> tuple[Floats, Floats]:

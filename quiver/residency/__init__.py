@@ -2,10 +2,11 @@
 
 ``report`` is what a consumer reports, ``messages`` encodes it; ``leases`` knows the consumers that count, ``consumers``
 what each of them said, ``orders`` the uses to come of those that read in a fixed order; ``needs`` counts what they
-need, ``commitments`` the decisions that are not carried out yet; ``policy`` decides what to fetch and what to evict for
-it; where uses to come are known, ``future`` says what each shard is worth and ``planned`` decides by that; ``eviction``
-says which files may be evicted at all; ``worth`` which for a shard that a draining daemon hands over;
-``origin_estimate`` measures how fast fills are.
+need, ``commitments`` the decisions that are not carried out yet; ``hunger`` says who needs a fetch now, ``division``
+which datasets may take room from which, and ``policy`` decides what to fetch and what to evict for it; where uses to
+come are known, ``future`` says what each shard is worth and ``planned`` decides by that; ``eviction`` says which files
+may be evicted at all; ``worth`` which for a shard that a draining daemon hands over; ``origin_estimate`` measures how
+fast fills are.
 
     needs.report(...)                    reports in
     decide(needs, situation)             decisions out

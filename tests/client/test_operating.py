@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from functools import partial
+
 import msgspec
 import pytest
 
@@ -18,9 +22,14 @@ from quiver.overview import (
     ShareView,
     TierBytes,
 )
+from quiver.peer import PeerClient
+from quiver.ring import Member
 from quiver_client.operating.explaining import TB, change_for, explain_job, in_words, problem_of
 from quiver_client.operating.finding import dataset_called, subject_called
 from quiver_client.operating.merging import best_allocation, merged_datasets, merged_jobs, told_apart
+from quiver_client.operating.rack import ask_all
+from tests.support.etcd import free_ports
+from tests.support.servers import HostileServer, ok
 
 MB = 1e6
 
@@ -173,3 +182,31 @@ def test_of_several_daemons_the_one_that_knows_most_readers_explains() -> None:
     assert best is not None
     assert best.node == "n"
     assert best_allocation([AllocationView("old")]) is None
+
+
+# -- asking a rack ----------------------------------------------------------------------------------------------------
+
+OLDER = ok(b'{"error":"http","message":"Not Found"}', status="404 Not Found")
+
+
+def test_a_member_that_is_away_older_or_malformed_is_named_and_the_others_count() -> None:
+    told = msgspec.json.encode(JobsView("new", [job("train", rank(1))]))
+    answers = {"new": ok(told), "old": OLDER, "wrong": ok(b'{"node": 3}'), "deep": ok(b"[" * 100_000)}
+    with contextlib.ExitStack() as stack:
+        urls = {name: stack.enter_context(HostileServer(partial(send, answer))).url for name, answer in answers.items()}
+        urls["away"] = f"http://127.0.0.1:{free_ports(1)[0]}"
+        asked = ask_all(("rack", [Member(name, url) for name, url in urls.items()]), PeerClient.jobs)
+    assert list(asked.answers) == ["new"]
+    assert set(asked.problems) == {"old", "wrong", "deep", "away"}
+    assert asked.problems["old"].endswith("runs an older version, which does not answer this")
+    assert "cannot be reached" in asked.problems["away"]
+    assert all("\n" not in line and len(line) <= 401 for line in asked.problems.values())
+
+
+def test_if_every_member_is_older_that_is_the_error() -> None:
+    with HostileServer(partial(send, OLDER)) as server, pytest.raises(NotFound, match="runs an older version"):
+        ask_all(("rack", [Member("old", server.url)]), PeerClient.datasets)
+
+
+def send(answer: bytes, connection: socket.socket, request: bytes) -> None:
+    connection.sendall(ok(b"ok\n") if b"/healthz" in request else answer)

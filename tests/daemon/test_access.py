@@ -61,6 +61,17 @@ REQUESTS: dict[str, tuple[str, str, bytes | None, dict[str, str]]] = {
     "POST /v1/needs": ("POST", "/v1/needs", b"x", {}),
     "GET /v1/ring": ("GET", "/v1/ring", None, {}),
     "GET /v1/status": ("GET", "/v1/status", None, {}),
+    "POST /v1/handover": ("POST", "/v1/handover", b"x", {}),
+    "POST /v1/drain": ("POST", "/v1/drain", b"x", {}),
+    "GET /v1/drain": ("GET", "/v1/drain", None, {}),
+    "DELETE /v1/drain": ("DELETE", "/v1/drain", None, {}),
+    "GET /v1/jobs": ("GET", "/v1/jobs", None, {}),
+    "GET /v1/datasets": ("GET", "/v1/datasets", None, {}),
+    "GET /v1/allocation": ("GET", "/v1/allocation", None, {}),
+    "POST /v1/pin": ("POST", "/v1/pin", b"x", {}),
+    "POST /v1/unpin": ("POST", "/v1/unpin", b"x", {}),
+    "POST /v1/evict": ("POST", "/v1/evict", b"x", {}),
+    "POST /v1/probe": ("POST", "/v1/probe", b"x", {}),
     "GET /metrics": ("GET", "/metrics", None, {}),
     "GET /healthz": ("GET", "/healthz", None, {}),
     "GET /readyz": ("GET", "/readyz", None, {}),
@@ -111,7 +122,7 @@ def test_every_route_and_every_verb_of_every_carrier_has_its_right_in_the_table(
     verbs += [rights.STREAM_READ, rights.READ_FILLS, rights.READ_FORGOES, rights.READ_RECHECKS, rights.READYZ_REASONS]
     assert set(verbs) == set(rights.RIGHTS)
     assert {verb for verb, right in rights.RIGHTS.items() if right is None} == {f"GET {path}" for path in PUBLIC}
-    assert set(REQUESTS) == {verb for verb in verbs if verb.partition(" ")[0] in ("GET", "PUT", "POST")}
+    assert set(REQUESTS) == {verb for verb in verbs if verb.partition(" ")[0] in ("GET", "PUT", "POST", "DELETE")}
 
 
 def test_a_route_that_is_missing_in_the_table_keeps_the_daemon_from_starting() -> None:

@@ -95,6 +95,7 @@ def test_the_python_of_the_readme_runs(rack: tuple[Path, str], monkeypatch: pyte
     names["loader"].close()
 
 
+@pytest.mark.timeout(300)
 def test_the_commands_for_operators_run(rack: tuple[Path, str], tmp_path: Path) -> None:
     """One after the other, in a rack that holds two datasets, one of which a job that was saved had begun."""
     folder, url = rack

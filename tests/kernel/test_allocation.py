@@ -489,6 +489,7 @@ STRANGE = {
     "nothing at all": Problem(capacity_bytes=0, datasets=()),
     "no capacity": one(capacity_bytes=0.0),
     "a capacity that is no number": one(capacity_bytes=math.nan),
+    "a capacity without end": one(capacity_bytes=math.inf),
     "an empty dataset": one(size_bytes=0.0),
     "no readers": one(readers=()),
     "an unknown rate": one(readers=(Reader(name="r", rate=0.0),)),
@@ -525,6 +526,11 @@ def test_whatever_the_numbers_are_the_answer_is_sane(what: str, policy: Policy) 
     for dataset in problem.datasets:
         for reader in dataset.readers:
             assert 0 <= result.predicted[dataset.name, reader.name] < math.inf
+
+
+def test_with_room_for_everything_all_is_kept() -> None:
+    for capacity in (100.0, 1e18, math.inf):
+        assert allocate(one(capacity_bytes=capacity)).shares["d"].cache_bytes == 100
 
 
 def test_a_job_of_unknown_rate_gets_an_equal_share() -> None:
@@ -575,10 +581,13 @@ def test_the_reason_says_what_is_kept_and_why() -> None:
     shares = allocate(two(4.8, 0.6, 3.456)).shares
     assert shares["a"].reason == (
         "Reads at most 4.8 MB/s; 40 MB of 100 MB is kept, so that the slowest job gets as close to its full speed as "
-        "possible: a cached GB saves its origin 48 MB/s, more than any other dataset. Its job reaches 99% of its full "
+        "possible: a cached GB saves its origin 48 MB/s, more than any other dataset. Its job reaches 99 % of its full "
         "speed: the origin gives 3.46 MB/s to all that read from it."
     )
     assert shares["b"].reason == (
         "Reads at most 600 kB/s; none of it is kept: a cached GB saves its origin 6 MB/s, and one other dataset saves "
         "more. Its job runs at full speed."
     )
+    nothing = allocate(one(capacity_bytes=0.0)).shares["d"].reason
+    assert "there is no room, or no quota left" in nothing
+    assert "reaches 40 % of its full speed" in nothing

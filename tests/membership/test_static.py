@@ -51,6 +51,16 @@ async def test_a_draining_daemon_owns_nothing_in_the_ring_that_it_serves() -> No
     assert [registry.ring.members[i].url for i in registry.ring.owning] == [B]
 
 
+async def test_a_daemon_that_drains_no_more_owns_its_shards_again() -> None:
+    registry = StaticRegistry("r", Member("me", A), [A, B])
+    before = registry.ring
+    async with registry:
+        await registry.drain()
+        await registry.undrain()
+    assert registry.ring == before
+    assert registry.own.state == "up"
+
+
 @given(st.lists(st.tuples(st.from_regex(r"[a-z0-9.:-]{1,80}", fullmatch=True), st.integers(1, 65535)), max_size=8))
 def test_a_name_made_of_a_url_is_a_node_id_and_two_urls_never_share_one(addresses: list[tuple[str, int]]) -> None:
     names = {}

@@ -158,7 +158,7 @@ class Giver:
     # -- one distribution over the receivers ---------------------------------------------------------------------------
 
     async def _round(self, stock: Sequence[Item], others: Ring) -> tuple[list[Item], bool]:
-        """Hand over with the ring as it is now. Return what is left, and whether all was tried (the ring did not change)."""
+        """Hand over with the ring as it is now. Return what is left, and whether all of it was tried."""
         ended: set[int] = set()
         ranked = await self._in_thread(others.rank, as_rows(it.digest for it in stock), others.replicas + RUNNERS_UP)
         names = [member.id for member in others.members]

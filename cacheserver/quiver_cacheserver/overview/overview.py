@@ -71,6 +71,8 @@ class Overview:
             if sees not in (None, domain):
                 continue
             report, measured = consumer.report, consumer.report.measured
+            if report.hold:  # nobody reads yet: what was warmed is kept for a job that has not begun
+                continue
             rank = RankView(
                 rank_id(consumer_in(domain, consumer.name)),
                 rate=report.rate,

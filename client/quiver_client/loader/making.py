@@ -26,7 +26,8 @@ from quiver_client.read_clock import TIERS, BatchCost
 
 HISTORY_BATCHES: Final = 64  # over which costs are averaged
 FAST_SHARE: Final = 0.25  # the fastest reads, by which hits are known
-FAST_OF: Final = 32  # of so many
+FAST_OF: Final = 32  # of so many,
+FAST_EACH: Final = 8  # looked for every so many batches
 _BEFORE_TIERS: Final = 10
 COLUMNS: Final = _BEFORE_TIERS + 2 * len(TIERS)
 
@@ -80,9 +81,15 @@ class Row:
         if cost.is_probe:
             self._probed(cost)
         elif cost.read_bytes:
-            self._reads = [*self._reads[1 - FAST_OF :], cost.read_seconds]
-            fastest = sorted(self._reads)[: max(int(FAST_SHARE * len(self._reads)), 1)]
-            row[9] = sum(fastest) / len(fastest)
+            self._learn_fast(cost.read_seconds)
+
+    def _learn_fast(self, seconds: float) -> None:
+        reads = self._reads
+        reads.append(seconds)
+        if len(reads) <= FAST_EACH or len(reads) % FAST_EACH == 0:
+            del reads[:-FAST_OF]
+            fastest = sorted(reads)[: max(int(FAST_SHARE * len(reads)), 1)]
+            self._row[9] = sum(fastest) / len(fastest)
 
     def _probed(self, cost: BatchCost) -> None:
         row = self._row

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from quiver.errors import OverCapacity, QuiverError
+from quiver.errors import NotFound, OverCapacity, QuiverError, Unavailable
 from quiver.manifest import Manifest
 from quiver.plan import plan_shards
 from quiver.residency import rounded_up
@@ -32,6 +32,9 @@ Mask = npt.NDArray[np.bool_]
 
 SHARDS_AT_ONCE: Final = 32  # enough to keep every daemon of a rack busy
 KEEP_SECONDS: Final = 600.0  # in which a job is queued, started, and imports its libraries
+RETRIES: Final = 2  # in a row in which nothing arrived
+RETRY_SECONDS: Final = 1.0
+RETRYING_SECONDS: Final = 60.0  # at most
 FOLDER: Final = ""  # the home of all shards in a cache that is a folder
 
 
@@ -178,13 +181,36 @@ class _Warming:
         """Bring the shards that are not there, in order."""
         shards = self._need.shards
         self._progress(int(self._sizes[shards[self._there[shards]]].sum()))
-        missing = shards[~self._there[shards]]
+        self._bring_all(shards[~self._there[shards]], renew, self._progress)
+        tries, until = 0, time.monotonic() + RETRYING_SECONDS
+        resident = self._resident()
+        while tries < RETRIES and time.monotonic() < until:
+            # A daemon that was silent for a moment was passed over: nobody may have filled what was asked of it. And in
+            # a rack where others read, what is held now has a share of the room, which they give back little by little.
+            missing = [it for it in shards[~resident[shards]].tolist() if self._may_be_retried(it)]
+            if not missing:
+                return
+            time.sleep(RETRY_SECONDS)
+            self._full.clear()
+            for shard in missing:
+                self._errors.pop(shard, None)
+            self._bring_all(np.asarray(missing, np.int64), renew, lambda _: None)
+            before, resident = resident, self._resident()
+            tries = 0 if (resident & ~before).any() else tries + 1
+
+    def _may_be_retried(self, shard: int) -> bool:
+        error = self._errors.get(shard)
+        if isinstance(error, OverCapacity):
+            return any(session.members is not None for _, session in self._leaves)
+        return error is None or isinstance(error, NotFound | Unavailable)
+
+    def _bring_all(self, missing: Ints, renew: Callable[[], object], progress: Callable[[int], None]) -> None:
         for first in range(0, len(missing), SHARDS_AT_ONCE):
             some = missing[first : first + SHARDS_AT_ONCE]
             for at, (manifest, session) in enumerate(self._leaves):
                 mine = some[(some >= self._firsts[at]) & (some < self._firsts[at + 1])]
                 self._bring(at, manifest, session, mine)
-            self._progress(int(self._sizes[some].sum()))
+            progress(int(self._sizes[some].sum()))
             renew()
 
     def _bring(self, leaf: int, manifest: Manifest, session: Session, shards: Ints) -> None:
@@ -223,6 +249,11 @@ class _Warming:
     def result(self, kept_seconds: float, not_kept: str) -> Warmed:
         shards = self._need.shards
         resident = self._resident()
+        for shard in shards[resident[shards]].tolist():
+            if shard in self._errors and self._may_be_retried(
+                shard
+            ):  # its fill ended after nobody waited for it any more
+                self._errors.pop(shard, None)
         for shard in shards[~resident[shards]].tolist():  # a fill that failed, or evicted by others meanwhile
             self._errors.setdefault(shard, OverCapacity("it was evicted again for what others need more", 0.0))
         full = np.zeros(len(self._sizes), bool)
