@@ -441,7 +441,8 @@ def _by_urgency(hungry: Sequence[Hungry], credit: Mapping[Digest, float]) -> lis
 
     def urgency(name: Digest) -> tuple[bool, float, bool, float]:
         some = by_dataset[name]
-        early = not any(it.low or it.starving for it in some)
+        # Where bandwidth is divided, who has some to its credit may use it early: it is spent on nobody's account.
+        early = name not in credit and not any(it.low or it.starving for it in some)
         return early, -credit.get(name, 0.0), not any(it.starving for it in some), min(it.seconds for it in some)
 
     return [by_dataset[name] for name in sorted(by_dataset, key=urgency)]
