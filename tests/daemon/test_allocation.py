@@ -227,6 +227,17 @@ def test_room_is_divided_equally_until_something_is_solved_and_all_of_it_is_some
     assert allocator.division() == {}
 
 
+def test_room_for_no_more_than_a_shard_of_each_dataset_is_not_divided() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 100.0)
+    hear(needs, 2, B, 10.0)
+    assert solve(allocator, 1.0)
+    allocator._capacity_bytes = lambda: 299.0  # type: ignore[method-assign] # of two datasets of shards of 100 bytes
+    assert allocator.division() == {}
+    allocator._capacity_bytes = lambda: 300.0  # type: ignore[method-assign]
+    assert sum(allocator.division().values()) == pytest.approx(300.0)
+
+
 def test_a_new_job_is_solved_for_at_once() -> None:
     allocator, needs = daemon()
     hear(needs, 1, A, 100.0)

@@ -30,6 +30,7 @@ from quiver_cacheserver.allocation.steady import SteadyValues
 
 TICK_SECONDS: Final = 0.5
 SOLVE_SECONDS: Final = 2.0  # between two solutions, if what is read did not change
+ROOMY_SHARDS: Final = 1.5  # of each dataset that is read, in the room of this daemon: below that nothing is divided
 SHORT_SHARDS: Final = 0.5  # resident shards ahead, below which a consumer is short of data
 
 
@@ -82,7 +83,10 @@ class Allocator:
     # -- what follows from it -----------------------------------------------------------------------------------------
 
     def division(self, fill_seconds: float = 0.0) -> dict[Digest, float]:
-        """Return the bytes of this daemon that each dataset should have (``Situation.division``); empty for no policy.
+        """Return the bytes of this daemon that each dataset should have (``Situation.division``).
+
+        Empty without a policy, and where there is not even room for a shard of each dataset and half of its next one:
+        in parts that hold no shard, nothing could be read. There need alone decides.
 
         ``fill_seconds``: how long a fill takes. What is read meanwhile needs room beside what is kept: where the origin
         is slow, that is several shards.
@@ -90,6 +94,8 @@ class Allocator:
         if self.settings.policy is None or not self._needs.datasets:
             return {}
         allocation, capacity = self.current.allocation, self._capacity_bytes()
+        if capacity < ROOMY_SHARDS * sum(it.shard_bytes for it in self._needs.datasets.values() if it.consumers):
+            return {}
         fastest: dict[str, float] = {}
         for (shown, _), rate in allocation.predicted.items():
             fastest[shown] = max(fastest.get(shown, 0.0), rate)
