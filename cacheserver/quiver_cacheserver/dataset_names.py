@@ -88,16 +88,16 @@ class DatasetNames:
 def told_apart(names: dict[Digest, str]) -> dict[Digest, str]:
     """Return a distinct name for each manifest, by digest: the given one, or that with a number."""
     taken = set(names.values())  # a dataset may really be called "a (2)"
-    first: set[str] = set()
+    last: dict[str, int] = {}  # number given for each name: thousands of datasets may be called the same
     apart: dict[Digest, str] = {}
     for manifest in sorted(names):
         name = names[manifest]
-        if name in first:
-            number = 2
+        if name in last:
+            number = last[name] + 1
             while f"{name} ({number})" in taken:
                 number += 1
-            name = f"{name} ({number})"
+            last[name], name = number, f"{name} ({number})"
             taken.add(name)
-        first.add(name)
+        last.setdefault(name, 1)
         apart[manifest] = name
     return apart

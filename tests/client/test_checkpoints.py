@@ -112,6 +112,8 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         (b"[" * 100_000, BadRequest, "it is no JSON"),
         (b"", BadRequest, "does not load it"),
         (b"PK\3\4 and so on", BadRequest, "does not load it"),
+        (b"q\0", BadRequest, "does not load it"),  # the top of an empty stack
+        (b"X\x12", BadRequest, "does not load it"),  # the length of a text, cut
         (msgspec.json.encode(state_of(done="no Base64!")), BadRequest, "'done'"),
     ],
 )

@@ -306,6 +306,34 @@ def test_an_origin_measured_far_too_slow_is_never_idle_for_it_and_a_debt_is_soon
     assert allocator.wait_seconds(A, 113.0) > 0, "a cap holds also where nothing is read"
 
 
+@pytest.mark.parametrize(
+    ("rates", "limit"),
+    [
+        (("http://origin:80/a=1MB",), None),
+        (("http://origin:80/a=1MB", "http://origin:80/b=2MB"), 3e6),
+        (("http://origin:80/a=1MB", "http://origin:80/=2MB"), 3e6),
+        (("http://origin:80/=2MB",), 2e6),
+    ],
+)
+def test_the_cap_of_a_prefix_does_not_limit_what_lies_beside_it(rates: tuple[str, ...], limit: float | None) -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 1e9)
+    hear(needs, 2, B, 1e9)
+    allocator.settings = settings_of(rates=rates)
+    problem, _ = allocator.problem(1.0)
+    assert problem.origin_rates == ({} if limit is None else {ORIGIN: limit})
+
+
+def test_only_a_dataset_all_of_whose_tenants_have_quotas_is_limited_by_them() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 100.0, "t")
+    hear(needs, 2, B, 10.0, "t")
+    hear(needs, 3, B, 10.0, "free")
+    allocator.settings = settings_of(tenants={"t": {"quota": 300}})
+    division = solve(allocator, 1.0)
+    assert allocator.limits() == {A: pytest.approx(division[A])}
+
+
 # -- fills ------------------------------------------------------------------------------------------------------------
 
 

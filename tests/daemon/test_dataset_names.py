@@ -77,3 +77,21 @@ def test_names_are_bounded() -> None:
     for number in range(100):
         names.heard(A, told=f"{number:03}")
     assert names.shown(A) == f"{100 - TOLD_MAX:03}"
+
+
+def test_thousands_of_datasets_of_one_name_are_told_apart_at_once() -> None:
+    """In a few milliseconds: it is done in the event loop, whenever a name changes."""
+    looked_up = 0
+
+    class Name(str):
+        __slots__ = ()
+
+        def __format__(self, spec: str) -> str:
+            nonlocal looked_up
+            looked_up += 1
+            return super().__format__(spec)
+
+    apart = told_apart({digest(number): Name("train") for number in range(DATASETS_MAX)})
+    assert apart[digest(DATASETS_MAX - 1)] == f"train ({DATASETS_MAX})"
+    assert len(set(apart.values())) == DATASETS_MAX
+    assert looked_up <= 3 * DATASETS_MAX

@@ -238,6 +238,22 @@ def test_no_client_fills_the_table(board: Board, monkeypatch: pytest.MonkeyPatch
     assert len(board.readers) == 25
 
 
+def test_a_process_that_comes_by_two_accounts_is_counted_against_one_of_them(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over the Unix socket and over the network, say; or its token changes."""
+    monkeypatch.setattr(readers_module, "READERS_PER_CLIENT_MAX", 2)
+    for number in range(1, 5):
+        for client in ("user:1000", "10.0.0.1"):
+            board.readers.read(by(number, client=client), A, 1000, board.now)
+        assert len(board.readers) == 1
+        board.now += FORGET_SECONDS + 1
+        assert not board.seen()
+        assert len(board.readers) == 0
+    board.readers.read(by(5, client="user:1000"), A, 1000, board.now)
+    assert len(board.readers) == 1
+
+
 def test_a_daemons_share_is_that_of_the_shards_that_it_owns_first(files: Files) -> None:
     manifest = files.opened()
     members = [Member(f"n{number}", f"http://10.0.0.{number}:7717") for number in range(1, 4)]

@@ -12,6 +12,7 @@ bandwidth is divided anew each time: that moves no data.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -93,9 +94,11 @@ class Allocator:
         """
         if self.settings.policy is None or not self._needs.datasets:
             return {}
+        shards_bytes = sum(it.shard_bytes for it in self._needs.datasets.values() if it.consumers)
+        return self._parts(fill_seconds) if self._capacity_bytes() >= ROOMY_SHARDS * shards_bytes else {}
+
+    def _parts(self, fill_seconds: float = 0.0) -> dict[Digest, float]:
         allocation, capacity = self.current.allocation, self._capacity_bytes()
-        if capacity < ROOMY_SHARDS * sum(it.shard_bytes for it in self._needs.datasets.values() if it.consumers):
-            return {}
         fastest: dict[str, float] = {}
         for (shown, _), rate in allocation.predicted.items():
             fastest[shown] = max(fastest.get(shown, 0.0), rate)
@@ -116,13 +119,14 @@ class Allocator:
         """Return how many bytes of this daemon the needed shards of datasets may take at most: quotas."""
         if not self.settings.quotas or self.settings.policy is None:
             return {}
-        quotas, division = self.settings.quotas, self.division()
-        found = {}
-        for name, share in division.items():
-            tenants = {it.report.identity.tenant for it in self._needs.consumers.values() if it.dataset == name}
-            if tenants and tenants <= set(quotas):
-                found[name] = max(share, self._needs.datasets[name].shard_bytes)
-        return found
+        tenants: dict[Digest, set[str]] = {}  # in one pass: it is asked for in every round
+        for it in self._needs.consumers.values():
+            tenants.setdefault(it.dataset, set()).add(it.report.identity.tenant)
+        return {
+            name: max(share, self._needs.datasets[name].shard_bytes)
+            for name, share in self._parts().items()
+            if name in tenants and tenants[name] <= self.settings.quotas.keys()
+        }
 
     def wait_seconds(self, dataset: Digest, now: float) -> float:
         """Return how long a fill of a dataset waits before it asks again; 0 if it may read its origin now."""
@@ -239,11 +243,16 @@ class Allocator:
             rate = self._limits.add(origin, bandwidth.value, now)
             if rate > 0:
                 limits[origin] = rate / share
+        # Caps of prefixes limit an origin only together, and only if all that is read of it lies below one of them.
+        caps: dict[str, dict[str, float]] = {}
         for name, origin in self._origin_of.items():
             facts = self._facts(name)
-            cap = self.settings.cap_of(facts.base) if facts is not None else None
-            if cap is not None:
-                limits[origin] = min(limits.get(origin, cap[1]), cap[1])
+            prefix, rate = (self.settings.cap_of(facts.base) if facts is not None else None) or ("no cap", math.inf)
+            caps.setdefault(origin, {})[prefix] = rate
+        for origin, rates in caps.items():
+            rate = min(sum(rates.values()), limits.get(origin, math.inf))
+            if math.isfinite(rate):
+                limits[origin] = rate
         return limits
 
     def _cap(self, facts: Mapping[Digest, Facts], share: float, now: float) -> None:

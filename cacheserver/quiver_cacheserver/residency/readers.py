@@ -94,9 +94,10 @@ class _Key(NamedTuple):
 class _Counted:
     """What one process and its workers read of one manifest."""
 
-    __slots__ = ("by", "bytes", "fastest", "ignored_bytes", "read_at", "samples")
+    __slots__ = ("account", "by", "bytes", "fastest", "ignored_bytes", "read_at", "samples")
 
     def __init__(self, by: ReadBy, now: float) -> None:
+        self.account = by.client  # whose limit it counts against; a process may come by several connections
         self.by = by
         self.bytes = 0
         self.ignored_bytes = 0  # of them, those that were read for a consumer that reports
@@ -217,9 +218,9 @@ class Readers:
 
     def _drop(self, key: _Key) -> None:
         gone = self._counted.pop(key)
-        self._of_client[gone.by.client] -= 1
-        if not self._of_client[gone.by.client]:
-            del self._of_client[gone.by.client]
+        self._of_client[gone.account] -= 1
+        if not self._of_client[gone.account]:
+            del self._of_client[gone.account]
 
 
 class OwnShare:

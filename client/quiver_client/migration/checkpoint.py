@@ -15,6 +15,7 @@ import json
 import os
 import pickle
 import re
+import struct
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ VALUES_MAX: Final = 1 << 20  # that are looked at in one file
 JSON_BYTES_MAX: Final = 1 << 30
 PACKED: Final = "quiver"  # the only key of a state that was packed into one value
 _MARKER: Final = frozenset({"version", "dataset", "samples", "seed", "epoch", "rank", "world_size", "batch_size"})
+# What torch raises, beside others, for bytes that are no pickle: a ".bin" of another program, or a damaged file.
+_UNLOADABLE: Final = (pickle.UnpicklingError, EOFError, LookupError, AssertionError, struct.error)
 _BYTES: Final = ("done", "own", "positions", "rest")
 _NUMBER: Final = re.compile(r"(\d+)")
 
@@ -121,7 +124,7 @@ def _of_torch(file: Path, *, is_archive: bool) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # of formats that are deprecated, and read all the same
             return torch.load(file, map_location="meta", weights_only=True, mmap=is_archive)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (*_UNLOADABLE, RuntimeError, ValueError, AttributeError, TypeError) as error:
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise BadRequest(
             f"{file}: torch.load(weights_only=True) does not load it, and anything else could run its code"
