@@ -23,7 +23,7 @@ from quiver.residency import Commitments, ConsumerReport, Decision, Needs
 from quiver.residency.report import FULL
 from quiver.ring import Member, Ring
 from quiver_cacheserver.allocation import AllocationSettings, Allocator, Facts
-from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, Bandwidth, Turns
+from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, DEBT_SECONDS, Bandwidth, Turns
 from quiver_cacheserver.allocation.gathering import Heard, readers_of
 from quiver_cacheserver.allocation.steady import BAND, Steady
 from quiver_cacheserver.command import command
@@ -275,6 +275,24 @@ def test_daemons_of_a_rack_solve_the_same_and_each_takes_its_slice() -> None:
     allocator.turns.take(A, 2e6)
     assert allocator.wait_seconds(A, 1.5) > 0
     assert allocator.wait_seconds(A, 1.0 + 2e6 / (8e6 / 4) + 0.1) == 0
+
+
+def test_an_origin_measured_far_too_slow_is_never_idle_for_it_and_a_debt_is_soon_paid() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 100.0)
+    allocator.turns.set_rates({A: 1.0}, {A: ORIGIN}, 0.0)
+    for second in range(100):
+        ended = allocator.began(A, 50.0, second)
+        assert allocator.wait_seconds(A, second + 0.5) > 0, "one read is under way"
+        ended(second + 0.9, True)
+        assert allocator.wait_seconds(A, second + 0.9) == 0, "none is"
+    ended = allocator.began(A, 50.0, 100.0)
+    allocator.turns.set_rates({A: 50.0}, {A: ORIGIN}, 100.0)
+    assert allocator.wait_seconds(A, 100.0 + DEBT_SECONDS) == 0, "what was read before the rate was known is forgotten"
+    ended(110.0, True)
+    allocator.turns.set_cap(A, ORIGIN, 1.0, 110.0)
+    allocator.began(A, 50.0, 111.0)(112.0, True)
+    assert allocator.wait_seconds(A, 113.0) > 0, "a cap holds also where nothing is read"
 
 
 # -- fills ------------------------------------------------------------------------------------------------------------

@@ -120,11 +120,12 @@ class Allocator:
 
     def wait_seconds(self, dataset: Digest, now: float) -> float:
         """Return how long a fill of a dataset waits before it asks again; 0 if it may read its origin now."""
-        return self.turns.wait_seconds(dataset, now)
+        bandwidth = self._bandwidths.get(self._origin(dataset))
+        return self.turns.wait_seconds(dataset, now, idle=bandwidth is None or bandwidth.is_idle)
 
     def must_wait(self, now: float) -> set[Digest]:
         """Return the datasets whose turn to read their origin it is not."""
-        return {name for name in self._needs.datasets if self.turns.wait_seconds(name, now) > 0}
+        return {name for name in self._needs.datasets if self.wait_seconds(name, now) > 0}
 
     def began(self, dataset: Digest, size_bytes: float, now: float) -> Callable[[float, bool], None]:
         """A fill of a dataset began, which may read the origin. Return what to call at its end: when, and if it did."""

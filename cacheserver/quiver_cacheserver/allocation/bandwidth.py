@@ -7,7 +7,9 @@ to have risen.
 
 *Whose turn* it is, token buckets say, one per dataset, as fast as the allocation gives it bandwidth. A bucket may go
 below zero by one shard, and then waits. What a dataset does not use overflows into its origin's common bucket, which
-anyone may empty: bandwidth is never idle for the sake of a share. A cap (``--origin-rate``) is a bucket for all.
+anyone may empty: bandwidth is never idle for the sake of a share. For the same reason nobody waits while this daemon
+reads nothing from the origin: if its bandwidth was measured far too low, buckets divide it wrongly for a while, and the
+next measurement is better. A cap (``--origin-rate``) is a bucket for all, and holds in any case.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ WINDOW_SECONDS: Final = 2.0  # of reading while consumers are short of data, ove
 WEIGHT: Final = 0.3  # of a new window against all before it
 BEYOND: Final = 1.25  # of a measured bandwidth, what is asked for
 BURST_SECONDS: Final = 1.0  # of its rate, what a bucket holds
+DEBT_SECONDS: Final = 4.0  # of its rate, or one shard, what a bucket owes at most
 WAIT_SECONDS: Final = (0.01, 1.0)  # bounds of how long a fill waits before it asks again
 
 
@@ -39,6 +42,11 @@ class Bandwidth:
     @property
     def value(self) -> float:
         return self._rate.value
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no fill is under way."""
+        return not self._running
 
     def hungry(self, now: float, *, hungry: bool) -> None:
         """Say whether consumers are short of data. Measuring needs to know before it changes."""
@@ -132,8 +140,11 @@ class Turns:
         """Forget the caps of other datasets."""
         self._cap_of = {name: prefix for name, prefix in self._cap_of.items() if name in datasets}
 
-    def wait_seconds(self, dataset: Digest, now: float) -> float:
-        """Return how long a fill of this dataset should wait before it asks again; 0 if it may begin now."""
+    def wait_seconds(self, dataset: Digest, now: float, *, idle: bool = False) -> float:
+        """Return how long a fill of this dataset should wait before it asks again; 0 if it may begin now.
+
+        ``idle``: nothing is read from its origin here.
+        """
         waits = [0.0]
         cap = self._caps.get(self._cap_of.get(dataset, "\0"))
         if cap is not None:
@@ -142,7 +153,7 @@ class Turns:
         origin = self._origins.get(self._origin_of.get(dataset, "\0"))
         if origin is not None:
             origin.fill(now)
-            if origin.spare <= 0:
+            if origin.spare <= 0 and not idle:
                 waits.append(origin.buckets[dataset].wait_seconds)
         seconds = max(waits)
         return min(max(seconds, WAIT_SECONDS[0]), WAIT_SECONDS[1]) if seconds > 0 else 0.0
@@ -167,4 +178,4 @@ class Turns:
         if bucket.tokens <= 0 < origin.spare:
             origin.spare -= size_bytes
         else:
-            bucket.tokens -= size_bytes
+            bucket.tokens = max(bucket.tokens - size_bytes, -max(size_bytes, bucket.rate * DEBT_SECONDS))
