@@ -32,7 +32,9 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
         return None
     try:
         values: dict[str, Any] = tomllib.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of huge numbers
+    except OSError as error:
+        raise click.UsageError(f"--config {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of huge numbers
         raise click.UsageError(f"--config {path}: {error}") from error
     known = set(Config.__struct_encode_fields__)
     unknown = sorted(set(values) - known)

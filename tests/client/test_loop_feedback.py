@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from quiver_client import DataLoader, Dataset
 from quiver_client.loader import progress, wait_warning
 from quiver_client.loader.progress import FirstFill, ProgressLine, duration, is_wanted
-from quiver_client.loader.wait_warning import HELP, LoopTimes, LoopWatch, finding
+from quiver_client.loader.wait_warning import HELP, SUBSTITUTE, LoopTimes, LoopWatch, finding
 from tests.support.data import Files
 from tests.support.residency import Clock
 
@@ -66,7 +66,7 @@ class Slow:
     """An order and its dataset, of which the test moves the counters."""
 
     def __init__(self) -> None:
-        self.leaves, self.starved_seconds = (self,), 0.0
+        self.leaves, self.starved_seconds, self.substitute = (self,), 0.0, True
         self.seconds = dict(READS)
         self.counts = {"bytes_host": 0, "bytes_rack": 0, "bytes_origin": 0}
 
@@ -105,6 +105,20 @@ def test_a_loop_is_warned_once_of_what_is_slow(slow: str, caplog: pytest.LogCapt
     [message] = caplog.messages
     assert message.endswith(HELP[slow])
     assert message.startswith("the training loop waited for data")
+
+
+@pytest.mark.parametrize("substitute", [False, True])
+def test_a_loader_that_substitutes_is_not_advised_to(substitute: bool, caplog: pytest.LogCaptureFixture) -> None:
+    clock, order = Clock(), Slow()
+    order.substitute = substitute
+    watch = LoopWatch(order, 0, clock.monotonic)
+    watch.begin()
+    for _ in range(60):
+        clock.now += 1.0
+        order.starved_seconds += 0.5
+        watch.waited(0.5)
+    [message] = caplog.messages
+    assert message.endswith(HELP["origin"] + (SUBSTITUTE if not substitute else ""))
 
 
 def test_a_real_loop_with_a_slow_transform_is_warned(

@@ -176,6 +176,18 @@ def test_what_is_not_known_is_said_and_nothing_is_made_up() -> None:
     assert not any("more cache" in line for line in explained(allocation(20 * TB, policy="newer")))
 
 
+def test_nothing_is_said_of_the_waits_of_a_stock_loader() -> None:
+    ranks = RankView("r", throughput=6000 * MB)
+    [it] = explain_job(
+        merged_jobs([JobsView("a", [job("train", ranks, tenant="t", stock=True)])]), [], allocation(20 * TB)
+    )
+    words = in_words(it)
+    assert "It is a stock loader: how long it waits is not seen." in words
+    assert "Without waiting it is taken to read 10 GB/s (f*), by what it was seen to read." in words
+    assert "It reads 6 GB/s." in words
+    assert it.as_json()["stock"] is True
+
+
 def test_of_several_daemons_the_one_that_knows_most_readers_explains() -> None:
     views = [AllocationView("old"), allocation(20 * TB)]
     best = best_allocation(views)

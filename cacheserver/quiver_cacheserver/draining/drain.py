@@ -145,7 +145,7 @@ def _told(status: DrainStatus) -> str:
         told += f"; no other member had room for {format_size(status.refused_bytes)}"
     if status.left_bytes:
         shards = f"{status.left_shards} shard{'s' * (status.left_shards != 1)}"
-        told += f"; {format_size(status.left_bytes)} in {shards} were not handed over in time"
+        told += f"; {format_size(status.left_bytes)} in {shards} were not handed over"
     return told
 
 

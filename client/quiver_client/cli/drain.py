@@ -96,7 +96,7 @@ def told(status: DrainStatus) -> str:
     if status.refused_bytes:
         lines.append(f"  no room elsewhere for    {format_size(status.refused_bytes)}")
     if status.left_bytes:
-        lines.append(f"  past the deadline        {format_size(status.left_bytes)}")
+        lines.append(f"  not handed over          {format_size(status.left_bytes)}")
     return "\n".join(lines)
 
 

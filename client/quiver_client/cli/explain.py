@@ -71,10 +71,14 @@ def _report(dataset: Dataset | None, explained: Sequence[Explained], view: Alloc
 def _about(dataset: Dataset | None) -> list[str]:
     if dataset is None:
         return []
-    held = f"{format_size(dataset.resident_bytes)} are in the cache ({dataset.resident_share:.0%})"
+    held = f"{format_size(dataset.resident_bytes)} are in the cache"
+    if dataset.resident_bytes > dataset.size_bytes:
+        held += ", copies included"
+    else:
+        held += f" ({dataset.resident_share:.0%})"
     pinned = "; it is pinned" if dataset.pinned_at else ""
     saved = f", and sharing saves {format_size(dataset.saved_bytes)}" if dataset.saved_bytes else ""
-    lines = [f"{dataset.name} has {format_size(dataset.size_bytes)}, of which {held}{saved}{pinned}."]
+    lines = [f"{dataset.name} has {format_size(dataset.size_bytes)}; {held}{saved}{pinned}."]
     if not dataset.reader_count:
         lines.append("Nobody reads it: what is resident is kept until the room is wanted.")
     return lines

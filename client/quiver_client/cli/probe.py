@@ -97,4 +97,7 @@ def _first_that_knows(job: str, members: tuple[Member, ...], token: Any) -> tupl
         raise failure
     if old == len(members):
         raise BadRequest("these daemons are too old for this: they cannot ask a job for probes; update them")
-    raise NotFound(f"no job called {job!r} reads through this cache now; `quiver jobs` lists those that do")
+    raise NotFound(
+        f"no job called {job!r} reports to this cache now; `quiver jobs` lists those that do, and marks with (stock)"
+        " the loaders that report nothing and cannot be probed"
+    )

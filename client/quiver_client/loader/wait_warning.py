@@ -25,7 +25,7 @@ FROM_ORIGIN_MIN: Final = 0.1  # of the bytes read: then a tier below the origin 
 
 HELP: Final = {
     "origin": "the origin delivers more slowly than the loop reads. `quiver warm` fills the cache beforehand; a larger"
-    " cache keeps more for the next epoch; substitute=True reads what is resident meanwhile",
+    " cache keeps more for the next epoch",
     "daemon": "the cache daemons deliver more slowly than the loop reads. `quiver status` shows them; more daemons, one"
     " on this machine with --socket, or fields= with fewer fields help",
     "folder": "the cache folder of this machine delivers more slowly than the loop reads. A faster disk, more memory"
@@ -35,6 +35,8 @@ HELP: Final = {
     "workers": "the worker processes do not keep up: in them transform, collate_fn or reading takes the time. A larger"
     " num_workers= or prefetch_factor= helps; dataset.stats() in a worker shows where it reads",
 }
+
+SUBSTITUTE: Final = "; substitute=True reads what is resident meanwhile"  # where a loader's order is fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ class LoopWatch:
             self._reset()
             if found is not None:
                 self._ended = True
-                log.warning("%s", found.message)
+                is_fixed = found.reason == "origin" and not getattr(self._order, "substitute", False)
+                log.warning("%s%s", found.message, SUBSTITUTE if is_fixed else "")
 
     def _times(self) -> LoopTimes:
         spent = {name: value - self._before.get(name, 0) for name, value in self._counters().items()}

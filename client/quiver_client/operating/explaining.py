@@ -54,6 +54,7 @@ class Explained:
     reason: str
     anew: float = 0.0
     what_if: tuple[WhatIf, ...] = ()
+    stock: bool = False  # its reads alone are seen: f* is taken from them, and how long it waits is not known
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -157,6 +158,7 @@ def _explained(
         reason=share.reason if share is not None else "",
         anew=anew,
         what_if=what_if,
+        stock=job.stock,
     )
 
 
@@ -164,13 +166,17 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
     """Return what is known of a reader as sentences, a line each."""
     of = f" of tenant {it.tenant}" if it.tenant else ""
     lines = [f"{it.reader}{of} reads {it.dataset}."]
-    lines.append(
-        f"Without waiting it would read {_rate(it.best)} (f*)."
-        if it.best
-        else "How fast it would read without waiting (f*) is not known yet."
-    )
+    if it.stock:
+        lines.append("It is a stock loader: how long it waits is not seen.")
+    if not it.best:
+        lines.append("How fast it would read without waiting (f*) is not known yet.")
+    elif it.stock:
+        lines.append(f"Without waiting it is taken to read {_rate(it.best)} (f*), by what it was seen to read.")
+    else:
+        lines.append(f"Without waiting it would read {_rate(it.best)} (f*).")
     measured = f"It reads {_rate(it.measured)}" if it.measured else "What it reads was not measured yet"
-    lines.append(f"{measured}, and waits {it.waited:.0%} of its time." if it.measured else f"{measured}.")
+    waits = f", and waits {it.waited:.0%} of its time" if it.measured and not it.stock else ""
+    lines.append(f"{measured}{waits}.")
     lines.append(f"{it.cached_share:.0%} of the dataset is in the cache (c).")
     if not allocates:
         lines.append(
