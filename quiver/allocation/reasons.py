@@ -81,9 +81,9 @@ def _reaches(instance: Instance, i: int, worst: float, readers: int) -> str:
     if not readers:
         return ""
     if worst >= 1 - _NEARLY:
-        return "Its jobs run at full speed." if readers > 1 else "Its job runs at full speed."
+        return "Its jobs would run at full speed." if readers > 1 else "Its job would run at full speed."
     bandwidth = amount(float(instance.bandwidth[instance.origin[i]]))
-    who = "Its slowest job reaches" if readers > 1 else "Its job reaches"
+    who = "Its slowest job would reach" if readers > 1 else "Its job would reach"
     return (
         f"{who} {math.floor(worst * 100)} % of its full speed: the origin gives {bandwidth}/s to all that read from it."
     )

@@ -581,13 +581,13 @@ def test_the_reason_says_what_is_kept_and_why() -> None:
     shares = allocate(two(4.8, 0.6, 3.456)).shares
     assert shares["a"].reason == (
         "Reads at most 4.8 MB/s; 40 MB of 100 MB is kept, so that the slowest job gets as close to its full speed as "
-        "possible: a cached GB saves its origin 48 MB/s, more than any other dataset. Its job reaches 99 % of its full "
-        "speed: the origin gives 3.46 MB/s to all that read from it."
+        "possible: a cached GB saves its origin 48 MB/s, more than any other dataset. Its job would reach 99 % of its "
+        "full speed: the origin gives 3.46 MB/s to all that read from it."
     )
     assert shares["b"].reason == (
         "Reads at most 600 kB/s; none of it is kept: a cached GB saves its origin 6 MB/s, and one other dataset saves "
-        "more. Its job runs at full speed."
+        "more. Its job would run at full speed."
     )
     nothing = allocate(one(capacity_bytes=0.0)).shares["d"].reason
     assert "there is no room, or no quota left" in nothing
-    assert "reaches 40 % of its full speed" in nothing
+    assert "would reach 40 % of its full speed" in nothing

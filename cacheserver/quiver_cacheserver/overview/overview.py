@@ -162,7 +162,9 @@ class Overview:
         node, look = self._node, await self._known.look()
         readings: dict[str, dict[str, list[RankView]]] = {}  # by dataset and tenant
         for it in self._readings(caller.sees):
-            readings.setdefault(it.dataset_id, {}).setdefault(it.identity.tenant, []).append(it.rank)
+            ranks = readings.setdefault(it.dataset_id, {}).setdefault(it.identity.tenant, [])
+            if not it.stock:  # how long a stock loader waits, nobody sees
+                ranks.append(it.rank)
         levels = []
         for known in look.datasets.values():
             if caller.sees not in (None, known.domain):

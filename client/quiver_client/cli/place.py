@@ -45,6 +45,9 @@ class Manifests(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         if isinstance(value, tuple):
             return value
         rated = _RATED.fullmatch(value)
+        manifest, at, rate = value.rpartition("@")
+        if rated is None and at and manifest.endswith(".quiver"):
+            self.fail(f"{value}: {rate!r} is no rate; write one like {manifest}@800MB/s", param, ctx)
         return (rated[1], Rate().convert(rated[2], param, ctx)) if rated else (value, 0.0)
 
 

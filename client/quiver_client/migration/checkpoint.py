@@ -125,7 +125,7 @@ def _of_torch(file: Path, *, is_archive: bool) -> Any:
         with warnings.catch_warnings(action="ignore"):  # of formats that are deprecated, and read all the same
             return torch.load(file, map_location="meta", weights_only=True, mmap=is_archive)
     except (*_UNLOADABLE, RuntimeError, ValueError, AttributeError, TypeError) as error:
-        first = next(iter(str(error).splitlines()), type(error).__name__)
+        first = re.split(r"(?<=\.)\s|\n", str(error), maxsplit=1)[0] or type(error).__name__  # torch says more
         raise BadRequest(
             f"{file}: torch.load(weights_only=True) does not load it, and anything else could run its code"
             f" ({first[:160]}); save what loader.state_dict(merged=True) returns in a file of its own"
