@@ -151,14 +151,18 @@ class Cuda:
         self.done = 0.0
         self.is_on = True
         self.made = 0
+        self.device = 0
         cuda = self
 
         class Event:
             def __init__(self, *, enable_timing: bool) -> None:
                 assert enable_timing
                 cuda.made += 1
+                self.device = cuda.device
 
             def record(self) -> None:
+                if self.device != cuda.device:
+                    raise RuntimeError("Event device does not match recording stream's device")
                 self.at = cuda.now
 
             def query(self) -> bool:
@@ -210,6 +214,20 @@ def test_a_process_without_a_device_records_nothing() -> None:
     steps.end()
     assert steps.take() is None
     assert cuda.made == 0
+
+
+def test_a_loop_that_changes_devices_goes_on_and_is_measured_no_more() -> None:
+    """As CUDA has it: an event that was recorded on one device cannot be on another."""
+    cuda = Cuda()
+    steps = GpuSteps(cuda)
+    steps.begin()
+    steps.end()
+    assert steps.take() == 0.0
+    cuda.device = 1
+    for _ in range(3):
+        steps.begin()
+        steps.end()
+        assert steps.take() is None
 
 
 def test_what_the_loops_thread_makes_itself_is_of_its_step_and_not_of_its_wait(clock: Clock) -> None:

@@ -128,18 +128,39 @@ def test_noise_around_a_speed_changes_nothing(noise: list[float], pause: float) 
 def test_an_origin_is_measured_while_it_is_the_limit_and_stays_known() -> None:
     origin = Bandwidth()
     for now in range(10):
-        origin.began(float(now))
-        origin.ended(now + 0.5, 5.0)
+        origin.was_read(now, now + 0.5, 5.0)
     assert origin.value == 0.0, "nobody was short of data"
     for now in range(10, 30):
         origin.hungry(float(now), hungry=True)
-        origin.began(float(now))
-        origin.ended(now + 1.0, 7.0)
+        origin.was_read(now, now + 1.0, 7.0)
     assert origin.value == pytest.approx(7.0)
     origin.hungry(31.0, hungry=False)
-    origin.began(32.0)
-    origin.ended(42.0, 1.0)
+    origin.was_read(32.0, 42.0, 1.0)
     assert origin.value == pytest.approx(7.0)
+
+
+def test_the_bandwidth_of_an_origin_is_that_of_all_fills_that_read_it_at_once() -> None:
+    origin = Bandwidth()
+    origin.hungry(0.0, hungry=True)
+    for step in range(40):  # four at a time, each of four seconds
+        origin.was_read(max(step - 3.0, 0.0), step + 1.0, 7.0)
+        origin.hungry(step + 1.0, hungry=True)
+    assert origin.value == pytest.approx(7.0)
+
+
+def test_what_peers_give_and_what_fails_makes_no_origin_slow() -> None:
+    allocator, needs = daemon()
+    hear(needs, 1, A, 1e9)
+    now = 0.0
+    allocator.problem(now)
+    for _ in range(20):
+        for seconds, from_origin in ((1.0, True), (0.5, False), (10.0, False)):
+            ended = allocator.began(A, 100.0, now)
+            now += seconds
+            ended(now, from_origin)
+        hear(needs, 1, A, 1e9)
+        problem, _ = allocator.problem(now)
+    assert problem.origin_rates == {ORIGIN: pytest.approx(100.0)}
 
 
 def read_all(turns: Turns, datasets: list[Digest], seconds: float, size: float = 1.0) -> dict[Digest, float]:

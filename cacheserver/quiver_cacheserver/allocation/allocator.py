@@ -140,13 +140,13 @@ class Allocator:
     def began(self, dataset: Digest, size_bytes: float, now: float) -> Callable[[float, bool], None]:
         """A fill of a dataset began, which may read the origin. Return what to call at its end: when, and if it did."""
         self.turns.take(dataset, size_bytes)
-        bandwidth = self._bandwidths.setdefault(self._origin(dataset), Bandwidth())
-        bandwidth.began(now)
+        bandwidth, began = self._bandwidths.setdefault(self._origin(dataset), Bandwidth()), now
 
         def ended(now: float, from_origin: bool) -> None:
-            if not from_origin:
+            if from_origin:
+                bandwidth.was_read(began, now, size_bytes)
+            else:
                 self.turns.take(dataset, -size_bytes)
-            bandwidth.ended(now, size_bytes if from_origin else 0.0)
 
         return ended
 

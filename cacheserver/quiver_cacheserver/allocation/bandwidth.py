@@ -31,11 +31,14 @@ WAIT_SECONDS: Final = (0.01, 1.0)  # bounds of how long a fill waits before it a
 
 
 class Bandwidth:
-    """What one origin delivers while it is the limit. ``value``: bytes per second, 0 while it never was."""
+    """What one origin delivers while it is the limit. ``value``: bytes per second, 0 while it never was.
+
+    Only the time in which fills read it counts, once where several did. What peers give, and what fails, says nothing
+    of it: were that time counted, an origin would be taken for slow after a member joined, and be read slowly for it.
+    """
 
     def __init__(self) -> None:
         self._rate = Rate(WINDOW_SECONDS, WEIGHT)
-        self._running = 0
         self._counted_until = 0.0
         self._hungry = False
 
@@ -50,21 +53,15 @@ class Bandwidth:
 
     def hungry(self, now: float, *, hungry: bool) -> None:
         """Say whether consumers are short of data. Measuring needs to know before it changes."""
-        self._count(now, 0.0)
+        if not self._hungry:
+            self._counted_until = now
         self._hungry = hungry
 
-    def began(self, now: float) -> None:
-        self._count(now, 0.0)
-        self._running += 1
-
-    def ended(self, now: float, origin_bytes: float) -> None:
-        self._count(now, origin_bytes)
-        self._running -= 1
-
-    def _count(self, now: float, origin_bytes: float) -> None:
-        if self._running and self._hungry:
-            self._rate.add(origin_bytes, now - self._counted_until)
-        self._counted_until = now
+    def was_read(self, began: float, now: float, size_bytes: float) -> None:
+        """A fill that began then has read so many bytes of it."""
+        if self._hungry:
+            self._rate.add(size_bytes, max(now - max(began, self._counted_until), 0.0))
+            self._counted_until = now
 
 
 @dataclass(slots=True)

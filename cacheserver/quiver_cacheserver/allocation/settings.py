@@ -22,7 +22,7 @@ _KEYS: Final = ("weight", "quota")
 class AllocationSettings:
     """``policy``: ``None`` for none. ``weights`` and ``quotas`` (bytes of this daemon) by tenant.
 
-    ``origin_rates``: bytes per second that the rack may read, by the prefix of what is read; "" is of any origin.
+    ``origin_rates``: bytes per second that the rack may read, by the prefix of what is read; "": from each origin.
     """
 
     policy: Policy | None = Policy.MAX_MIN

@@ -9,9 +9,10 @@ synchronised, and CUDA is never initialised for it.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -28,7 +29,10 @@ class _Step(NamedTuple):
 
 
 class GpuSteps:
-    """Measures the device's work for a step. Used by the loop's thread."""
+    """Measures the device's work for a step. Used by the loop's thread.
+
+    A loop that changes devices cannot be measured so: events belong to one. It goes on, and is measured no more.
+    """
 
     def __init__(self, cuda: Any = torch.cuda) -> None:
         """``cuda``: ``torch.cuda``, or what stands in for it."""
@@ -36,26 +40,41 @@ class GpuSteps:
         self._pending: deque[_Step] = deque()
         self._free: list[Any] = []
         self._begin: Any = None
+        self._is_off = False
 
     def begin(self) -> None:
         """A batch is handed out: a step begins."""
-        if self._begin is None and len(self._pending) < PENDING_MAX and self._cuda.is_initialized():
-            self._begin = self._record()
+        if self._is_off or self._begin is not None or len(self._pending) >= PENDING_MAX:
+            return
+        if self._cuda.is_initialized():
+            with self._giving_up():
+                self._begin = self._record()
 
     def end(self) -> None:
         """The loop asks for the next batch."""
         begin, self._begin = self._begin, None
         if begin is not None:
-            self._pending.append(_Step(begin, self._record()))
+            with self._giving_up():
+                self._pending.append(_Step(begin, self._record()))
 
     def take(self) -> float | None:
         """Return the seconds of the oldest step that ended on the device, ``None`` if none did; at most one a turn."""
-        if not self._pending or not self._pending[0].end.query():
-            return None
-        step = self._pending.popleft()
-        seconds: float = step.begin.elapsed_time(step.end) / 1000
-        self._free += step
+        seconds: float | None = None
+        with self._giving_up():
+            if self._pending and self._pending[0].end.query():
+                step = self._pending.popleft()
+                seconds = step.begin.elapsed_time(step.end) / 1000
+                self._free += step
         return seconds
+
+    @contextlib.contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Measure no more after an error: what is wrong with the device, the loop's own work will say."""
+        try:
+            yield
+        except RuntimeError:
+            self._is_off = True
+            self._pending.clear()
 
     def _record(self) -> Any:
         event = self._free.pop() if self._free else self._cuda.Event(enable_timing=True)
