@@ -67,7 +67,8 @@ class Pins:
     def __init__(self, store: Store[MemoryInventory]) -> None:
         self._path = store.root / FILE
         self._limit_bytes = int(store.capacity_bytes * PINNED_SHARE)
-        self._lock = threading.Lock()
+        self._changing = threading.Lock()  # held while the file is written, which may take long
+        self._lock = threading.Lock()  # of what is known of pinned datasets; never held over a write
         self._pins = _read(self._path)
         self._shards: dict[str, U8] = {}  # digests (n, 32), of the pinned datasets that are known
         self._manifests: dict[str, Digest] = {}  # of the same
@@ -95,7 +96,7 @@ class Pins:
 
         ``quota_bytes``: what the pins of its tenant may take in all.
         """
-        with self._lock:
+        with self._changing:
             others = {name: it for name, it in self._pins.items() if name != dataset}
             if len(others) >= PINS_MAX:
                 raise BadRequest(f"{PINS_MAX} datasets are pinned; unpin one first")
@@ -108,14 +109,15 @@ class Pins:
 
     def remove(self, dataset: str, sees: Domain | None = None) -> bool:
         """Unpin a dataset; return whether it was pinned, as far as the caller sees. Blocks. Raises ``DiskFailed``."""
-        with self._lock:
+        with self._changing:
             pin = self._pins.get(dataset)
             if pin is None or not pin.is_seen_from(sees):
                 return False
             self._save({name: it for name, it in self._pins.items() if name != dataset})
-            self._manifests.pop(dataset, None)
-            if self._shards.pop(dataset, None) is not None:
-                self._protect()
+            with self._lock:
+                self._manifests.pop(dataset, None)
+                if self._shards.pop(dataset, None) is not None:
+                    self._protect()
             return True
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -66,6 +67,7 @@ class Allocator:
         self._needs, self._facts = needs, facts
         self._capacity_bytes, self._ring, self._unreported = capacity_bytes, ring, unreported
         self._bandwidths: dict[str, Bandwidth] = {}
+        self._under_way: Counter[str] = Counter()  # fills, by origin
         self._origin_of: dict[Digest, str] = {}
         self._rates: SteadyValues[tuple[Digest, str]] = SteadyValues()
         self._limits: SteadyValues[str] = SteadyValues()
@@ -130,8 +132,7 @@ class Allocator:
 
     def wait_seconds(self, dataset: Digest, now: float) -> float:
         """Return how long a fill of a dataset waits before it asks again; 0 if it may read its origin now."""
-        bandwidth = self._bandwidths.get(self._origin(dataset))
-        return self.turns.wait_seconds(dataset, now, idle=bandwidth is None or bandwidth.is_idle)
+        return self.turns.wait_seconds(dataset, now, idle=not self._under_way[self._origin(dataset)])
 
     def must_wait(self, now: float) -> set[Digest]:
         """Return the datasets whose turn to read their origin it is not."""
@@ -140,9 +141,14 @@ class Allocator:
     def began(self, dataset: Digest, size_bytes: float, now: float) -> Callable[[float, bool], None]:
         """A fill of a dataset began, which may read the origin. Return what to call at its end: when, and if it did."""
         self.turns.take(dataset, size_bytes)
-        bandwidth, began = self._bandwidths.setdefault(self._origin(dataset), Bandwidth()), now
+        origin, began = self._origin(dataset), now
+        bandwidth = self._bandwidths.setdefault(origin, Bandwidth())
+        self._under_way[origin] += 1
 
         def ended(now: float, from_origin: bool) -> None:
+            self._under_way[origin] -= 1
+            if not self._under_way[origin]:
+                del self._under_way[origin]
             if from_origin:
                 bandwidth.was_read(began, now, size_bytes)
             else:

@@ -46,11 +46,6 @@ class Bandwidth:
     def value(self) -> float:
         return self._rate.value
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no fill is under way."""
-        return not self._running
-
     def hungry(self, now: float, *, hungry: bool) -> None:
         """Say whether consumers are short of data. Measuring needs to know before it changes."""
         if not self._hungry:

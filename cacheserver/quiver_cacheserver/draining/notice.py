@@ -67,8 +67,9 @@ class _Told(msgspec.Struct):
 def said(content: bytes, names: Sequence[str]) -> Notice | None:
     """Return the notice that a file or an answer contains; ``None`` if it contains none.
 
-    ``names``: of this machine. A list of scheduled events is a notice if one takes a machine of such a name. Anything
-    else that is neither empty, ``FALSE``, ``NONE`` nor ``0`` is one.
+    ``names``: of this machine. A list of scheduled events is a notice if one takes a machine of such a name. JSON that
+    is cut off or of another kind is none: it is read again a moment later. Any other text is one, unless it is empty,
+    ``FALSE``, ``NONE`` or ``0``.
     """
     text = content.decode("utf-8", "replace").strip()
     if text.lower() in NOTHING:
@@ -78,7 +79,7 @@ def said(content: bytes, names: Sequence[str]) -> Notice | None:
     try:
         told = msgspec.json.decode(text, type=_Told)
     except MALFORMED:
-        return Notice()
+        return None
     if told.events is None:
         return Notice(_seconds(told.time))
     own = {name.lower() for name in names}
