@@ -124,7 +124,10 @@ class Hunger:
         if rate <= 0:
             return runway.ahead < LOW_SHARDS * dataset.shard_bytes
         low_seconds = max(LOW_SHARDS * dataset.shard_bytes / fastest, origin.fill_seconds) + origin.report_seconds
-        if runway.ahead < rate * low_seconds and runway.local < rate * low_seconds * dataset.mine_share:
+        # Of a consumer that waits, however much is here does not make a batch: at the end of an epoch all that is left
+        # may be of one daemon, and each would take the others to be late.
+        waits = it.report.ahead_bytes <= 0 and runway.ahead <= STARVING_SHARDS * dataset.shard_bytes
+        if runway.ahead < rate * low_seconds and (waits or runway.local < rate * low_seconds * dataset.mine_share):
             return True
         if origin.rate <= 0 or dataset.mine_share <= 0:
             return False

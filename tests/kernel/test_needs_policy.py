@@ -173,6 +173,18 @@ def test_a_consumer_with_enough_ahead_waits_so_that_others_can_share() -> None:
     assert len(wanted(needs)) in (1, 2), "as much as keeps it going, no more"
 
 
+def test_who_waits_is_fetched_for_by_the_one_daemon_that_has_all_that_is_left_however_much_is_there() -> None:
+    needs = board(12, held=range(4), mine=[*range(4), 8, 9])
+    for consumer in (1, 2):
+        waiting = report(consumer, [FULL] * 4 + [0] * 4 + [FULL] * 2 + [0] * 2, rate=4.0, ahead_bytes=0.0)
+        needs.report(A, waiting, 0.0)
+    assert numbers(wanted(needs, at_most=1)) in ([8], [9]), "what is here makes no batch"
+    for consumer in (1, 2):
+        reading = report(consumer, [FULL] * 4 + [0] * 4 + [FULL] * 2 + [0] * 2, rate=4.0, ahead_bytes=2.0)
+        needs.report(A, reading, 0.0)
+    assert numbers(wanted(needs)) == [], "it has something ahead, and much of it here"
+
+
 def test_time_that_passes_shortens_what_is_ahead() -> None:
     needs = board(10, held=range(4))
     for consumer in (1, 2):
