@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quiver.allocation import DatasetDemand, Problem, Reader
+from quiver.manifest import Manifest
+from quiver.overview import AllocationView, ShareView, dataset_id
+from quiver_client import index
 from quiver_client.migration.placing import ASSUMED_RATE, Job, Rack, place_jobs, predict, with_known_rates
+from quiver_client.migration.racks import Wanted, _problem
 
 GB = 1e9
 
@@ -90,6 +95,22 @@ def test_an_unknown_rate_is_that_of_the_slowest_known_origin() -> None:
     assert [it.origin_rate for it in with_known_rates(racks)] == [2 * GB, 3 * GB, 2 * GB]
     assert [it.origin_rate for it in with_known_rates(racks[:1])] == [ASSUMED_RATE]
     assert math.isfinite(predict(job("a"), with_known_rates(racks)[0], 3).seconds)
+
+
+def test_another_dataset_of_the_same_name_and_size_is_not_taken_for_the_one_to_place(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.bin").write_bytes(bytes(1000))
+    index(tmp_path / "d", tmp_path / "m.quiver", name="m")
+    manifest = Manifest.open(tmp_path / "m.quiver")
+    size, own, other = float(manifest.tables.shard_sizes.sum()), dataset_id(manifest.digest), "0" * 16
+    wanted = [Wanted("m", manifest)]
+    shares = [
+        ShareView(id=it, name="m", size_bytes=size, origin="o", readers=[], cache_bytes=0.0) for it in (own, other)
+    ]
+    both = AllocationView("n", capacity_bytes=1e9, datasets=shares)
+    alone = AllocationView("n", capacity_bytes=1e9, datasets=shares[1:])
+    assert {it.name for it in _problem(both, wanted, 0.0).datasets} == {own, other}
+    assert [it.name for it in _problem(alone, wanted, 0.0).datasets] == [own], "as another sharing domain calls it"
 
 
 def test_a_rack_whose_daemons_are_smaller_than_a_shard_is_none() -> None:

@@ -142,11 +142,13 @@ def _problem(view: AllocationView, wanted: Sequence[Wanted], capacity: float) ->
     """Return what the rack solved last, with the wanted datasets by the ids that they have here."""
     problem = problem_of(view)
     mine = {(it.manifest.header.name, float(it.manifest.tables.shard_sizes.sum())): it for it in wanted}
-    renamed = {}
+    taken, renamed = {it.name for it in problem.datasets}, {}
     for share in view.datasets:  # in another sharing domain than this one its id is another
         it = mine.get((share.name, share.size_bytes))
-        if it is not None and share.name:
-            renamed[share.id] = dataset_id(it.manifest.digest)
+        here = dataset_id(it.manifest.digest) if it is not None else ""
+        if share.name and here and here not in taken:  # else it is another dataset of that name and size
+            renamed[share.id or share.name] = here
+            taken.add(here)
     datasets = tuple(replace(it, name=renamed.get(it.name, it.name)) for it in problem.datasets)
     return replace(problem, datasets=datasets, capacity_bytes=problem.capacity_bytes or capacity)
 
