@@ -1,6 +1,6 @@
 """Who gets the cache, for real: daemons, jobs and a throttled, counting origin, each in a process of its own.
 
-    python -m bench.allocation [--case NAME ...] [--policy none --policy max-min ...] [--rounds 1] [--pace 2]
+    python -m bench.allocation [--case NAME ...] [--policy none --policy max-min ...] [--rounds 1] [--pace 1]
                                [--quick] [--out bench/results]
 
 A job is a loop over ``quiver_client.DataLoader`` with an accelerator that takes a fixed step per batch; each of its

@@ -61,7 +61,7 @@ def import_before_forks() -> None:
 @click.option("--case", "names", multiple=True, metavar="NAME", help="Only this case, or row of the table; repeatable.")
 @click.option("--policy", "policies", multiple=True, help="Only this policy; repeatable. [default: those of the case]")
 @click.option("--rounds", type=click.IntRange(1), default=1, show_default=True, help="Policies take turns in each.")
-@click.option("--pace", type=click.FloatRange(0.1, 20), default=2.0, show_default=True, help="How much faster.")
+@click.option("--pace", type=click.FloatRange(0.1, 20), default=1.0, show_default=True, help="How much faster.")
 @click.option("--quick", is_flag=True, help="Small data and short windows, to check that it runs.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=OUT, show_default="bench/results")
 def main(names: tuple[str, ...], policies: tuple[str, ...], rounds: int, pace: float, quick: bool, out: Path) -> None:
