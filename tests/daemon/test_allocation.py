@@ -23,6 +23,7 @@ from quiver.residency import Commitments, ConsumerReport, Decision, Needs
 from quiver.residency.report import FULL
 from quiver.ring import Member, Ring
 from quiver_cacheserver.allocation import AllocationSettings, Allocator, Facts
+from quiver_cacheserver.allocation.allocator import READ_SECONDS
 from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, DEBT_SECONDS, Bandwidth, Turns
 from quiver_cacheserver.allocation.gathering import Heard, readers_of
 from quiver_cacheserver.allocation.steady import BAND, Steady
@@ -240,9 +241,12 @@ def test_room_is_divided_equally_until_something_is_solved_and_all_of_it_is_some
     hear(needs, 2, B, 10.0)
     assert allocator.division() == {A: 500.0, B: 500.0}
     division = solve(allocator, 1.0)
-    assert division == {A: pytest.approx(1000.0 * 11 / 12), B: pytest.approx(1000.0 / 12)}, "it saves most there"
+    read = {A: 100.0 + 100.0 * READ_SECONDS, B: 100.0 + 10.0 * READ_SECONDS}  # a shard, and what is being read
+    parts = {A: 1000.0 + read[A], B: read[B]}
+    assert division == pytest.approx({it: 1000.0 * parts[it] / sum(parts.values()) for it in parts}), "it saves most"
     slow = allocator.division(fill_seconds=10.0)
-    assert slow[B] == pytest.approx(1000.0 * 200 / 1700), "and what is read during a fill needs room"
+    most = 1000.0 / 2
+    assert slow[B] == pytest.approx(1000.0 * (read[B] + 100.0) / (1000.0 + most + read[B] + 100.0)), "and during a fill"
     assert allocator.current.names == {A: "a", B: "b"}
     allocator.settings = settings_of("none")
     assert allocator.division() == {}
@@ -278,7 +282,7 @@ def test_an_allocation_does_not_follow_noise_nor_a_rival_that_is_no_better() -> 
         for consumer, dataset in ((1, A), (2, B)):
             hear(needs, consumer, dataset, 100.0 * (1 + rng.normal(0, 0.3)))
         division = solve(allocator, 0.5 * step)
-        seen.add(tuple(round(share) for share in division.values()))
+        seen.add(tuple(round(share / 100) for share in division.values()))  # in shards
     assert len(seen) <= 2, "the first answer, and at most one better one"
 
 

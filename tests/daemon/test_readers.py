@@ -200,7 +200,7 @@ async def test_a_stock_reader_takes_part_in_the_allocation_as_an_ordered_one(fil
     assert (reader.name, reader.ordered) == ("sweep", True)
     assert reader.rate >= 4000.0
     node.allocator.take(node.allocator.solve(problem, names, now))
-    assert node.allocator.division == {}, "nobody reports, so nothing is divided"
+    assert node.allocator.division() == {}, "nobody reports, so nothing is divided"
     await asyncio.to_thread(node.close)
 
 

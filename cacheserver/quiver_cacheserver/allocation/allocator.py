@@ -33,6 +33,7 @@ from quiver_cacheserver.allocation.steady import SteadyValues
 TICK_SECONDS: Final = 0.5
 SOLVE_SECONDS: Final = 2.0  # between two solutions, if what is read did not change
 ROOMY_SHARDS: Final = 1.5  # of each dataset that is read, in the room of this daemon: below that nothing is divided
+READ_SECONDS: Final = 1.5  # for which a shard stays that is read once: until it is reported, drawn from and drained
 SHORT_SHARDS: Final = 0.5  # resident shards ahead, below which a consumer is short of data
 
 
@@ -91,8 +92,8 @@ class Allocator:
         Empty without a policy, and where there is not even room for a shard of each dataset and half of its next one:
         in parts that hold no shard, nothing could be read. There need alone decides.
 
-        ``fill_seconds``: how long a fill takes. What is read meanwhile needs room beside what is kept: where the origin
-        is slow, that is several shards.
+        ``fill_seconds``: how long a fill takes. What passes through needs room beside what is kept, for as long as it
+        is fetched and read; without it a dataset that nothing is kept of could not use its part of the origin.
         """
         if self.settings.policy is None or not self._needs.datasets:
             return {}
@@ -108,7 +109,7 @@ class Allocator:
         for name, shown in self.current.names.items():
             it = self._needs.datasets.get(name)
             if it is not None and shown in allocation.shares:
-                passing = it.shard_bytes + fastest.get(shown, 0.0) * it.mine_share * fill_seconds
+                passing = it.shard_bytes + fastest.get(shown, 0.0) * it.mine_share * (fill_seconds + READ_SECONDS)
                 parts[name] = allocation.shares[shown].cache_bytes * it.mine_share + min(passing, capacity / 2)
         total = sum(parts.values())
         if not total:  # nothing was solved yet
