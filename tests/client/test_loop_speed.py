@@ -315,7 +315,7 @@ def test_a_read_in_the_middle_of_making_is_told_from_it_and_one_within_another_c
     assert 0.045 <= found.read_seconds <= taken
     assert found.making_seconds <= taken - found.read_seconds
     assert found.tier_bytes == (0, 500, 0, 0)
-    assert found.tier_seconds == (0, 0.04, 0, 0)
+    assert found.tier_seconds == pytest.approx((0, 0.04, 0, 0))
     assert Stopwatch().stop().read_seconds == 0.0
 
 
