@@ -1,7 +1,7 @@
 """Brings shards into a cache in a given order, and keeps them there: all of a dataset, or what a saved job still needs.
 
-What is needed counts as needed from the first moment (``holding``), so that nothing is brought in place of what was
-brought before. A daemon without room for one more is asked for no more; the others go on.
+What is needed counts as needed from the first moment (``holding``), so that nothing is filled in place of what was
+filled before. A daemon without room for one more is asked for no more; the others go on.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def warm(
     substitute: bool | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Warmed:
-    """Bring into the cache of ``dataset`` all that it has, or what a saved job still needs of it, and keep it there.
+    """Fill into the cache of ``dataset`` all that it has, or what a saved job still needs of it, and keep it there.
 
         warm(Dataset("imagenet.quiver", cache="http://rack2:7717").split([0.9, 0.1])[0], "checkpoint.pt")
 
