@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quiver.allocation.values import DatasetDemand, Problem, Reader
+from quiver.cached import cached_property
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.intp]

@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from quiver.cached import cached_property
 from quiver.digest import Digest
 from quiver.residency.commitments import Decision, Recipe
 from quiver.residency.consumers import U8, Consumer, Ints, Mask
