@@ -3,7 +3,8 @@
 Fetching for consumers that read the same dataset is put off until the fastest of them would soon have read the next
 shard, since waiting lets more of them share a read. Those of another dataset have no part in that: patience with them
 would save nothing. So for the one consumer that reads a dataset alone, the next shard is fetched at once if there is
-room for it.
+room for it. The ranks of one job are as one consumer: no sample is read by two of them, so there is no read to share,
+and a job that waits for patience at the start of its epoch has an idle origin then and a late one at its end.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from quiver.residency.origin_estimate import OriginEstimate
 LOW_SHARDS: Final = 1.25  # runway of a dataset's fastest consumer below which the next shard is fetched
 STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a needed shard may be evicted
 SILENT_REPORTS: Final = 3.0  # report intervals without a report, after which nothing is fetched for a consumer
+RANKS_LEFT_MAX: Final = 1.1  # of a dataset that the ranks of one job have left together: what is reported is rounded up
 REPORT_SECONDS_MAX: Final = 1.0  # between two reports of a consumer with a long runway
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that decisions rely on
 
@@ -28,8 +30,8 @@ class Hungry(NamedTuple):
     """A consumer that needs a fetch now.
 
     ``starving``: its runway would not last until the fetch ends. ``dry``: it has next to nothing left now. ``low``: its
-    runway is short; if not, it is fetched for only because it reads alone, and patience saves nothing. ``seconds``: how
-    long its runway lasts.
+    runway is short; if not, it is fetched for only because its job reads alone, and patience saves nothing.
+    ``seconds``: how long its runway lasts.
     """
 
     consumer: Consumer
@@ -41,11 +43,15 @@ class Hungry(NamedTuple):
 
 
 class Runway(NamedTuple):
-    """Bytes that a consumer has ahead of it now: resident in all; of what is mine, resident and absent."""
+    """Bytes that a consumer has ahead of it now: resident in all; of what is mine, resident and absent.
+
+    ``to_fetch``: bytes of the whole shards that are absent, of which this consumer may read only a part.
+    """
 
     ahead: float
     local: float
     absent: float
+    to_fetch: float
 
 
 class Hunger:
@@ -54,6 +60,7 @@ class Hunger:
     def __init__(self, needs: Needs, now: float, origin: OriginEstimate) -> None:
         self._needs, self._now, self._origin = needs, now, origin
         self._reading: dict[Digest, list[Consumer]] = {}
+        self._are_ranks: dict[Digest, bool] = {}
         for it in needs.consumers.values():
             if it.is_reading:
                 self._reading.setdefault(it.dataset, []).append(it)
@@ -67,13 +74,22 @@ class Hunger:
         """The datasets of which somebody has something left to read."""
         return list(self._reading)
 
+    def are_ranks(self, name: Digest) -> bool:
+        """Whether those who read a dataset are ranks of one job: they have its name, and no part of it twice."""
+        if name not in self._are_ranks:
+            reading, sizes = self.reading(name), self._needs.sizes[self._needs.datasets[name].slots]
+            jobs = {it.report.identity.job for it in reading}
+            left = sum(float(it.left.sum()) for it in reading)
+            self._are_ranks[name] = len(jobs) == 1 and "" not in jobs and left <= RANKS_LEFT_MAX * float(sizes.sum())
+        return self._are_ranks[name]
+
     def of(self, it: Consumer, here: Mask, missing: Mask) -> Hungry | None:
         """Return what a consumer's hunger is, ``None`` for none. ``here``, ``missing``: of its dataset's shards."""
         dataset, reading = self._needs.datasets[it.dataset], self.reading(it.dataset)
         runway = self.runway(it, here, missing)
         fastest = max((each.report.rate for each in reading if self.is_heard(each)), default=0.0)
         low = self._is_low(it, dataset, runway, fastest)
-        if not low and len(reading) > 1:
+        if not low and len(reading) > 1 and not self.are_ranks(it.dataset):
             return None
         seconds = runway.ahead / it.report.rate if it.report.rate > 0 else 0.0
         dry = runway.ahead <= STARVING_SHARDS * dataset.shard_bytes
@@ -84,7 +100,8 @@ class Hunger:
         read_since = it.report.rate * (self._now - it.reported_at)
         ahead = it.report.ahead_bytes + (local - it.local_bytes) - read_since
         mine_since = read_since * self._needs.datasets[it.dataset].mine_share
-        return Runway(ahead, local - mine_since, float(it.left_mine @ missing))
+        sizes = self._needs.sizes[self._needs.datasets[it.dataset].slots]
+        return Runway(ahead, local - mine_since, float(it.left_mine @ missing), float(sizes @ missing))
 
     def little(self, it: Consumer) -> float:
         """Return the runway below which a consumer starves: a shard fetched now arrives one fill later."""
@@ -134,4 +151,4 @@ class Hunger:
         # The latest time to begin: with a slow origin, fetches must start early enough to finish within the epoch.
         mine_rate = rate * dataset.mine_share
         seconds = (runway.local + runway.absent) / mine_rate if mine_rate > 0 else np.inf
-        return bool(seconds - runway.absent / (origin.rate * ORIGIN_SHARE) < low_seconds)
+        return bool(seconds - runway.to_fetch / (origin.rate * ORIGIN_SHARE) < low_seconds)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from quiver.digest import Digest
+from quiver.identity import Identity
 from quiver.lookup import as_rows
 from quiver.residency import (
     CONSUMERS_MAX,
@@ -248,6 +249,33 @@ def test_a_consumer_alone_is_fetched_for_as_early_as_there_is_room() -> None:
     needs = board(40, held=range(30))
     needs.report(A, report(1, [FULL] * 40, ahead_bytes=30.0), 0.0)
     assert len(wanted(needs, free=4.0)) == 4
+
+
+@pytest.mark.parametrize(
+    ("left", "names", "fetched"),
+    [
+        pytest.param(FULL // 2, ("run", "run"), 4, id="the ranks of a job, each with half of each shard"),
+        pytest.param(FULL, ("run", "run"), 0, id="two loops of one name that read everything each"),
+        pytest.param(FULL // 2, ("run", "other"), 0, id="two jobs"),
+        pytest.param(FULL // 2, ("", ""), 0, id="who told no name"),
+    ],
+)
+def test_the_ranks_of_a_job_are_fetched_for_as_early_as_if_they_were_one(
+    left: int, names: tuple[str, str], fetched: int
+) -> None:
+    needs = board(40, held=range(30))
+    for consumer, name in enumerate(names):
+        told = report(consumer, [left] * 40, ahead_bytes=15.0, identity=Identity(job=name))
+        needs.report(A, told, 0.0)
+    assert len(wanted(needs, free=4.0)) == fetched
+
+
+def test_a_slow_origin_is_asked_in_time_for_whole_shards_however_little_of_them_a_rank_reads() -> None:
+    needs = board(100, held=range(50))
+    for consumer in range(2):  # there are 50 shards to read: an eighth of each, of which all comes
+        needs.report(A, report(consumer, [FULL // 8] * 100, ahead_bytes=50 / 8, rate=1 / 8), 0.0)
+    assert wanted(needs, free=50.0, origin=OriginEstimate(rate=2.0)) == []
+    assert wanted(needs, free=50.0, origin=OriginEstimate(rate=0.6)) != []
 
 
 def test_a_slow_origin_is_asked_before_the_end_of_the_epoch_needs_it() -> None:
