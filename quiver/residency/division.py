@@ -136,6 +136,13 @@ class Division:
             short -= sizes[at]
         return chosen
 
+    def yields_to(self, name: Digest, size_bytes: float) -> Mask:
+        """Return, by slot, what a dataset may replace by a shard of this size: its own, and the excess of others."""
+        found: Mask = self.owners == self.number(name)
+        for its in self.takes_from(name, size_bytes):
+            found |= its
+        return found
+
     def takes_from(self, name: Digest, size_bytes: float) -> Iterable[Mask]:
         """Yield, by slot, the shards of each dataset that must yield needed shards to one of this size, in turn."""
         own = self.excess(name, size_bytes)

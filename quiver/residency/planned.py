@@ -70,8 +70,7 @@ class Planner:
     def next(self, limits: Limits) -> Swap | None:
         """Return what to fetch now, ``None`` for nothing."""
         needs, future = self.needs, self.future
-        slots = self._wanted(limits)
-        slots = slots[future.total[slots] >= PAYS_BACK * needs.sizes[slots]]
+        slots = self.paying(limits.absent, limits.may_fetch)
         if not len(slots):
             return None
         short = np.asarray([limits.short_of(slot) for slot in slots.tolist()])
@@ -104,11 +103,15 @@ class Planner:
     def _consumer(self, slot: int) -> bytes:
         return self.future.names[int(self.future.first_by[slot])]
 
-    def _wanted(self, limits: Limits) -> Ints:
-        """Return the absent slots that are used next, the first first."""
+    def paying(self, absent: Mask, may_fetch: Set[bytes]) -> Ints:
+        """Return the absent slots that are used next, the first first, without those that are not worth a read."""
+        slots = self._wanted(absent, may_fetch)
+        return slots[self.future.total[slots] >= PAYS_BACK * self.needs.sizes[slots]]
+
+    def _wanted(self, absent: Mask, may_fetch: Set[bytes]) -> Ints:
         future = self.future
-        may = np.asarray([name in limits.may_fetch for name in future.names], bool)
-        slots = np.flatnonzero(limits.absent & np.isfinite(future.first) & may[future.first_by])
+        may = np.asarray([name in may_fetch for name in future.names], bool)
+        slots = np.flatnonzero(absent & np.isfinite(future.first) & may[future.first_by])
         if len(slots) > CONSIDERED_MAX:
             slots = slots[np.argpartition(future.first[slots], CONSIDERED_MAX)[:CONSIDERED_MAX]]
         wanted: Ints = slots[np.argsort(future.first[slots], kind="stable")]

@@ -164,23 +164,37 @@ class _Round:
             return None
         consumers = [needs.consumers[name] for name in future.names if name in needs.consumers]
         may_fetch = {it.name for it in consumers if self._hunger.is_heard(it) and situation.only in (None, it.name)}
-        absent, datasets = np.zeros(len(needs.sizes), bool), list[tuple[Digest, Mask]]()
+        absent: dict[Digest, Mask] = {}
         for name in dict.fromkeys(it.dataset for it in consumers):
             if name not in situation.left_out and not self._has_its_share(name):
                 slots = needs.datasets[name].slots
-                its = np.zeros(len(absent), bool)
-                its[slots[self._absent(name, self._present[slots])]] = True
-                absent |= its
-                datasets.append((name, its))
+                absent[name] = np.zeros(len(needs.sizes), bool)
+                absent[name][slots[self._absent(name, self._present[slots])]] = True
+        planner, division = Planner(needs, future, situation.now, situation.origin), self._division
+        if division is None:
+            return self._next_of_plan(planner, absent, self._present & ~self._pinned, may_fetch)
+        for name in sorted(absent, key=division.excess):
+            may_go = self._present & ~self._pinned & division.yields_to(name, float(needs.datasets[name].shard_bytes))
+            found = self._next_of_plan(planner, {name: absent[name]}, may_go, may_fetch)
+            found = found or self._growing(planner, name, absent[name], may_fetch)
+            if found is not None:
+                return found
+        return None
+
+    def _next_of_plan(
+        self, planner: Planner, absent: Mapping[Digest, Mask], may_go: Mask, may_fetch: Set[bytes]
+    ) -> Decision | None:
+        """Return the decision to fetch a shard of ``absent``, which is by dataset, in place of what ``may_go``."""
+        needs = self._needs
 
         def dataset_of(slot: int) -> Digest:
-            return next(name for name, its in datasets if its[slot])
+            return next(name for name, its in absent.items() if its[slot])
 
-        swap = Planner(needs, future, situation.now, situation.origin).next(
+        swap = planner.next(
             Limits(
-                absent=absent,
+                absent=np.logical_or.reduce([np.zeros(len(needs.sizes), bool), *absent.values()]),
                 dataset_of=dataset_of,
-                present=self._present & ~self._pinned,
+                present=may_go,
                 short_of=lambda slot: self._room_unplanned(slot, dataset_of(slot)).missing_bytes,
                 may_fetch=may_fetch,
                 may_evict=lambda name: self._may_force(needs.consumers[name]),
@@ -200,13 +214,17 @@ class _Round:
             ordered=True,
         )
 
+    def _growing(self, planner: Planner, dataset: Digest, absent: Mask, may_fetch: Set[bytes]) -> Decision | None:
+        """Return the decision to fetch the next shard of a dataset below its share, from the excess of others."""
+        assert self._division is not None
+        slots = planner.paying(absent, may_fetch)
+        if not len(slots) or not self._division.has_room_for(dataset, float(self._needs.sizes[slots[0]])):
+            return None
+        return self._from_others(int(slots[0]), dataset, (), ordered=True)
+
     def _room_unplanned(self, slot: int, dataset: Digest) -> _Room:
         """Return how to make room for a shard by evicting what nobody will use."""
-        short = float(self._needs.sizes[slot]) - self._free_bytes
-        if short <= 0:
-            return _Room((), 0.0)
-        evict, freed = self._unplanned.most(short, self._situation.on_behalf.get(dataset, SEVERAL))
-        return _Room(tuple(evict), max(short - freed, 0.0))
+        return self._room(slot, dataset, unplanned=True)
 
     # -- room ---------------------------------------------------------------------------------------------------------
 
@@ -290,8 +308,11 @@ class _Round:
         shard, size_bytes = self._needs.shards.name(slot), float(self._needs.sizes[slot])
         return Decision(shard, dataset, size_bytes, self._names(room.evict) + forced, forced, on_behalf, ordered)
 
-    def _room(self, slot: int, dataset: Digest, *, own: bool = False) -> _Room:
-        """Return how to make room for a shard by evicting what nobody needs; with ``own``, of its own dataset."""
+    def _room(self, slot: int, dataset: Digest, *, own: bool = False, unplanned: bool = False) -> _Room:
+        """Return how to make room for a shard by evicting what nobody needs; with ``own``, of its own dataset.
+
+        ``unplanned``: nothing that will be used later, either.
+        """
         size_bytes = float(self._needs.sizes[slot])
         free_bytes = self._free_bytes
         if self._division is not None:
@@ -300,24 +321,32 @@ class _Round:
         if short <= 0:
             return _Room((), 0.0)
         on_behalf = self._situation.on_behalf.get(dataset, SEVERAL)
+        candidates = self._unplanned if unplanned else self._candidates
         if self._division is None:
-            evict, freed_bytes = self._candidates.most(short, on_behalf)
+            evict, freed_bytes = candidates.most(short, on_behalf)
         else:
-            evict, freed_bytes = self._divided(dataset, size_bytes, short, on_behalf, own=own)
+            evict, freed_bytes = self._divided(dataset, size_bytes, short, on_behalf, candidates, own=own)
         return _Room(tuple(evict), max(short - freed_bytes, 0.0))
 
     def _divided(
-        self, dataset: Digest, size_bytes: float, short: float, on_behalf: OnBehalf, *, own: bool
+        self,
+        dataset: Digest,
+        size_bytes: float,
+        short: float,
+        on_behalf: OnBehalf,
+        candidates: Candidates,
+        *,
+        own: bool,
     ) -> tuple[list[int], int]:
         """Return the places on the shelf, and bytes, of what nobody needs and the shares let a dataset evict."""
         assert self._division is not None
-        nobody = self._candidates.nobody
+        nobody = candidates.nobody
         owners = self._division.owners_of_files(self._shelf_slots[nobody])
         number, strangers = self._division.number(dataset), owners == NOBODY
         may = owners == number if own else np.ones(len(nobody), bool)
         # The share protects the shards of datasets that are read. What nobody reads is divided among the clients.
         if on_behalf.holder is not None and strangers.any():
-            may &= ~strangers | np.isin(nobody, self._candidates.most(np.inf, on_behalf)[0])
+            may &= ~strangers | np.isin(nobody, candidates.most(np.inf, on_behalf)[0])
         if on_behalf.own_only:
             may &= (self._shelf.holders[nobody] == on_behalf.holder) | (owners == number)
         some = nobody[may]

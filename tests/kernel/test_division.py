@@ -94,6 +94,51 @@ def test_patience_is_within_a_dataset() -> None:
     assert numbers(decide(needs, situation))[0] >= SECOND
 
 
+def in_order(needs: Needs, uses: Sequence[int]) -> None:
+    """Dataset A is read in this order, one shard a second, and nobody may change it."""
+    left = np.zeros(5, np.uint8)
+    left[list(uses)] = FULL
+    known: dict[str, Any] = {"ordered": True, "order": bytes(16), "order_at": 0, "uses": np.asarray(uses, np.int32)}
+    assert needs.report(A, report(1, left.tolist(), **known), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("share", "evicted"),
+    [
+        pytest.param(3.0, {10, 11, 12}, id="below its share, it takes one from who has more"),
+        pytest.param(1.0, set(), id="with its share it keeps to that, though the other has more"),
+    ],
+)
+def test_what_is_read_in_a_known_order_takes_from_others_only_up_to_its_share(share: float, evicted: set[int]) -> None:
+    held = [0, 10, 11, 12]
+    needs = two(5, held)
+    in_order(needs, [4, 0, 1, 2, 3])
+    needs.report(B, report(2, [FULL] * 5, ahead_bytes=3.0), 0.0)
+    found = decided(needs, held, {A: share, B: 4.0 - share})
+    assert {number for _, each in found for number in each} <= evicted
+    assert bool(found) == bool(evicted)
+    assert decided(needs, held, {}) == [], "without shares, it never evicts what others need"
+
+
+def test_what_is_read_in_a_known_order_leaves_the_free_room_of_others_alone() -> None:
+    needs = two(5, [0, 1, 10])  # 4 is read at once, before it could come
+    in_order(needs, [4, 0, 1, 2, 3])
+    needs.report(B, report(2, [FULL, 0, 0, 0, 0], ahead_bytes=9.0), 0.0)
+    situation = Situation(now=0.0, free_bytes=2.0, fetches_max=9, origin=FAST, division={A: 2.0, B: 3.0})
+    assert decide(needs, situation) == []
+    situation = Situation(now=0.0, free_bytes=2.0, fetches_max=9, origin=FAST, division={A: 4.0, B: 1.0})
+    assert numbers(decide(needs, situation)) == [2, 3]
+
+
+def test_what_no_order_uses_again_is_evicted_for_it_only_where_the_shares_allow_that() -> None:
+    held = [0, 1, 10, 11]
+    needs = two(5, held)
+    in_order(needs, [4, 0, 1, 2, 3])
+    needs.report(B, report(2, [0, FULL, 0, 0, 0], ahead_bytes=9.0), 0.0)
+    assert decided(needs, held, {A: 2.0, B: 2.0}) == [], "what B has read is what its next epoch finds"
+    assert decided(needs, held, {A: 3.0, B: 1.0}) == [(2, [10])]
+
+
 def test_who_reads_a_dataset_alone_is_fetched_for_early_only_within_its_share() -> None:
     needs = two(5, [0])
     needs.report(A, report(1, [FULL] * 5, ahead_bytes=99.0), 0.0)
