@@ -130,7 +130,9 @@ class Hunger:
                 some_bytes = STARVING_SHARDS * self._needs.datasets[name].shard_bytes
                 keeps = runway.ahead > 0 or runway.local > some_bytes
             else:
-                keeps = max(runway.ahead, runway.local) <= self.little(it)
+                # A rank that reads goes on to read what other ranks of its job have read.
+                reads_on = it.report.ahead_bytes > 0 and self.are_ranks(name)
+                keeps = reads_on or max(runway.ahead, runway.local) <= self.little(it)
             if keeps:
                 spared.append(it)
         return spared

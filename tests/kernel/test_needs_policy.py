@@ -270,6 +270,25 @@ def test_the_ranks_of_a_job_are_fetched_for_as_early_as_if_they_were_one(
     assert len(wanted(needs, free=4.0)) == fetched
 
 
+@pytest.mark.parametrize(
+    ("names", "ahead", "evicts"),
+    [
+        pytest.param(("run", "run"), 2.0, False, id="a rank that reads on with what another has read"),
+        pytest.param(("run", "run"), 0.0, True, id="a rank that waits as well"),
+        pytest.param(("run", "other"), 2.0, True, id="another job"),
+    ],
+)
+def test_for_a_rank_that_starves_nothing_is_evicted_that_another_rank_is_about_to_read(
+    names: tuple[str, str], ahead: float, evicts: bool
+) -> None:
+    needs = board(8, held=range(4))
+    half = FULL // 2
+    starving = report(1, [0] * 4 + [half] * 4, identity=Identity(job=names[0]))
+    needs.report(A, starving, 0.0)
+    needs.report(A, report(2, [half] * 8, ahead_bytes=ahead, identity=Identity(job=names[1])), 0.0)
+    assert bool(wanted(needs, free=0.0, at_most=1)) == evicts
+
+
 def test_a_slow_origin_is_asked_in_time_for_whole_shards_however_little_of_them_a_rank_reads() -> None:
     needs = board(100, held=range(50))
     for consumer in range(2):  # there are 50 shards to read: an eighth of each, of which all comes
