@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quiver.digest import Bytes, Digest
-from quiver.errors import Corrupt, NotFound, QuiverError
+from quiver.errors import Corrupt, DiskFailed, NotFound, QuiverError
 from quiver.handover import HandoverRequest, Taken
 from quiver.manifest import Manifest
 from quiver.residency import ConsumerReport
@@ -101,6 +101,23 @@ async def test_a_pinned_dataset_makes_no_room(even: Files, node: Node, monkeypat
     monkeypatch.setattr(node.pins, "among", lambda shards: np.ones(len(shards), bool))
     assert await offered(node, manifest, 4) == [Taken.NO_ROOM]
     assert resident(node, manifest) == {0, 1, 2, 3}
+
+
+async def test_a_disk_that_takes_no_files_has_no_room_so_that_another_member_is_asked_at_once(
+    even: Files, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, asked = even.opened(), []
+    given_by(node, monkeypatch, lambda digest: asked.append(digest) or content_of(even)(digest))
+    reported(node, manifest, {4})
+
+    def full(*_: object) -> None:
+        raise DiskFailed("the disk is full")
+
+    monkeypatch.setattr(node.store, "reserve", full)
+    assert await offered(node, manifest, 4) == [Taken.NO_ROOM]
+    assert await offered(node, manifest, 4) == [Taken.NO_ROOM]
+    assert len(asked) == 1, "nothing is fetched for a disk that is known to take nothing"
+    assert not len(node._needs.commitments)
 
 
 @pytest.mark.parametrize("wrong", ["flipped", "short", "gone", "unknown giver"])

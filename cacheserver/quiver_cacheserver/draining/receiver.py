@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from quiver.digest import DIGEST_BYTES, Digest
 from quiver.domain import SINGLE, Domain
-from quiver.errors import NotFound, OverCapacity, QuiverError
+from quiver.errors import DiskFailed, NotFound, OverCapacity, QuiverError
 from quiver.handover import HandoverAnswer, HandoverRequest, Taken
 from quiver.peer import PeerClient
 from quiver.residency import Decision, Needs
@@ -223,7 +223,7 @@ def _taken(work: Callable[[], object]) -> Taken:
     """In a thread: fetch, and return what came of it."""
     try:
         return Taken.HELD if work() is False else Taken.TAKEN
-    except OverCapacity:
+    except (OverCapacity, DiskFailed):  # a disk that takes no files has no room either: another member may have some
         return Taken.NO_ROOM
     except NotFound:
         return Taken.GONE
