@@ -17,7 +17,7 @@ from quiver.errors import Misconfigured
 from quiver_cacheserver.config import check_notice
 from quiver_cacheserver.draining import notice
 from quiver_cacheserver.draining.drain import Drain
-from quiver_cacheserver.draining.notice import Notice, drain_on_notice, said
+from quiver_cacheserver.draining.notice import Notice, drain_on_notice, drain_seconds_of, said
 
 NAMES = ("worker-3.rack.example", "worker-3")
 AWS = b'{"action": "terminate", "time": "2026-11-22T08:22:00Z"}'
@@ -26,7 +26,11 @@ AZURE = b"""{"DocumentIncarnation": 1, "Events": [{"EventId": "A", "EventType": 
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"FALSE", b"false\n", b"NONE", b" none ", b"0", b'{"Events": []}', b'{"Events": [{"Ev']
+    "content",
+    [
+        *(b"", b"FALSE", b"false\n", b"NONE", b" none ", b"0", b'{"Events": []}', b'{"Events": [{"Ev'),
+        b"\n<!DOCTYPE html><html><body>Sign in to the network",
+    ],
 )
 def test_what_is_there_without_a_notice_is_none(content: bytes) -> None:
     assert said(content, NAMES) is None
@@ -41,6 +45,16 @@ def test_the_time_of_a_notice_is_understood() -> None:
     assert said(AWS, NAMES) == Notice(1795335720.0)
     assert said(AZURE % (b"Preempt", b"WORKER-3"), NAMES) == Notice(1795472818.0)
     assert said(b'{"action": "stop", "time": "soon"}', NAMES) == Notice(None)
+    assert said(b'{"time": "2026-11-22T09:22:00.0+01:00"}', NAMES) == Notice(1795335720.0)
+    assert said(b"2026-11-22T08:22:00Z\n", NAMES) == Notice(1795335720.0), "as AWS's spot/termination-time says it"
+
+
+def test_a_notice_whose_time_has_passed_still_hands_over_since_the_machine_is_there() -> None:
+    assert drain_seconds_of(Notice(1000.0), 900.0, 20.0) == 98.0
+    assert drain_seconds_of(Notice(1000.0), 999.0, 20.0) == 20.0
+    assert drain_seconds_of(Notice(1000.0), 5000.0, 20.0) == 20.0, "perhaps its clock is wrong"
+    assert drain_seconds_of(Notice(None), 5000.0, 20.0) == 20.0
+    assert drain_seconds_of(Notice(1e9), 0.0, 20.0) == 3600.0
 
 
 def test_an_event_of_another_machine_of_the_set_or_of_another_kind_is_no_notice() -> None:

@@ -68,14 +68,14 @@ def said(content: bytes, names: Sequence[str]) -> Notice | None:
     """Return the notice that a file or an answer contains; ``None`` if it contains none.
 
     ``names``: of this machine. A list of scheduled events is a notice if one takes a machine of such a name. JSON that
-    is cut off or of another kind is none: it is read again a moment later. Any other text is one, unless it is empty,
-    ``FALSE``, ``NONE`` or ``0``.
+    is cut off or of another kind is none: it is read again a moment later. Nor is a page of HTML, as a proxy answers.
+    Any other text is one, unless it is empty, ``FALSE``, ``NONE`` or ``0``; it may be the time alone.
     """
     text = content.decode("utf-8", "replace").strip()
-    if text.lower() in NOTHING:
+    if text.lower() in NOTHING or text.startswith("<"):
         return None
     if not text.startswith("{"):
-        return Notice()
+        return Notice(_seconds(text))
     try:
         told = msgspec.json.decode(text, type=_Told)
     except MALFORMED:
@@ -92,18 +92,28 @@ def said(content: bytes, names: Sequence[str]) -> Notice | None:
 
 def _seconds(text: str) -> float | None:
     """Return a time as clouds write it (RFC 3339, or RFC 7231) in seconds since 1970."""
-    for form in ("%Y-%m-%dT%H:%M:%SZ", "%Y-%m-%dT%H:%M:%S.%fZ", "%a, %d %b %Y %H:%M:%S GMT"):
+    for form in ("%Y-%m-%dT%H:%M:%S%z", "%Y-%m-%dT%H:%M:%S.%f%z", "%a, %d %b %Y %H:%M:%S GMT"):
         try:
-            return datetime.strptime(text, form).replace(tzinfo=UTC).timestamp()
+            at = datetime.strptime(text, form)
         except ValueError:
             continue
+        return (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
     return None
+
+
+def drain_seconds_of(notice: Notice, now: float, drain_seconds: float) -> float:
+    """Return for how long to drain at a notice: until shortly before its time.
+
+    If it names none, or one that has passed, ``drain_seconds``: this machine is still there, and a clock may be wrong.
+    """
+    left_seconds = notice.at - MARGIN_SECONDS - now if notice.at is not None else 0.0
+    return min(left_seconds, MAX_SECONDS) if left_seconds > 0 else min(drain_seconds, MAX_SECONDS)
 
 
 async def drain_on_notice(source: str, drain: Drain, drain_seconds: float, names: Sequence[str] = ()) -> None:
     """Look for a notice until cancelled, and begin a drain for each.
 
-    It may take until shortly before the time that the notice names, or ``drain_seconds`` if it names none.
+    ``drain_seconds``: how long one takes whose notice does not say when.
     """
     names = names or (socket.gethostname(), socket.gethostname().partition(".")[0])
     known, fault = False, ""
@@ -119,8 +129,8 @@ async def drain_on_notice(source: str, drain: Drain, drain_seconds: float, names
                 fault = ""
                 notice = said(content, names) if content is not None else None
                 if notice is not None and not known:
-                    seconds = drain_seconds if notice.at is None else notice.at - MARGIN_SECONDS - time.time()
-                    await drain.begin(min(max(seconds, 0.0), MAX_SECONDS), "this machine is about to be taken")
+                    seconds = drain_seconds_of(notice, time.time(), drain_seconds)
+                    await drain.begin(seconds, "this machine is about to be taken")
                 known = notice is not None
             await asyncio.sleep(POLL_SECONDS)
 
