@@ -68,8 +68,9 @@ def test_a_state_is_found_in_what_torch_saves(name: str, state: dict[str, Any], 
 def test_a_state_is_found_in_json_with_its_bytes(state: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "state.json"
     for text in (msgspec.json.encode({"a": [1, {"state": state}]}), json.dumps(state, default=list).encode()):
-        file.write_bytes(b" \n" + text)
-        assert [it.state for it in states_in(file)] == [state]
+        for before in (b" \n", b"\xef\xbb\xbf"):  # as some editors begin a file
+            file.write_bytes(before + text)
+            assert [it.state for it in states_in(file)] == [state]
     assert states_in(file)[0].key == ""
 
 
@@ -114,7 +115,13 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         (b"PK\3\4 and so on", BadRequest, "does not load it"),
         (b"q\0", BadRequest, "does not load it"),  # the top of an empty stack
         (b"X\x12", BadRequest, "does not load it"),  # the length of a text, cut
-        (msgspec.json.encode(state_of(done="no Base64!")), BadRequest, "'done'"),
+        (msgspec.json.encode(state_of(done="no Base64!")), BadRequest, r"last\.pt: state: 'done'"),
+        (b'{"loader": %s}' % (b"9" * 5000), BadRequest, "it is no JSON"),
+        (msgspec.json.encode(state_of(seed=[])), BadRequest, "'seed' is no whole number"),
+        (msgspec.json.encode(state_of(rank={})), BadRequest, "'rank' is no whole number"),
+        (msgspec.json.encode(mix_of(MINE) | {"parts": {"a": 1}}), BadRequest, "part 'a' of a mixture has no list"),
+        (msgspec.json.encode(mix_of(MINE) | {"parts": {"a": {"passes": [1]}}}), BadRequest, "part 'a'"),
+        (b'{"app": {"quiver": "QUJD"}}', BadRequest, r"last\.pt: state: 'quiver' is malformed"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_in_a_line(

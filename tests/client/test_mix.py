@@ -728,6 +728,7 @@ def test_states_that_do_not_fit_are_refused(parts: dict[str, Dataset]) -> None:
     for wrong, message in (
         ([ranks[0]], "ranks \\[0\\] given"),
         ([ranks[0], ranks[0]], "ranks \\[0\\] given"),
+        ([{**it, "world_size": 10**18} for it in ranks], "of each of 1000000000000000000 ranks"),
         ([ranks[0], {**ranks[1], "seed": 7}], "of different runs: seed"),
         ([ranks[0], BatchSampler(parts["a"], 4).state_dict()], "not of a Mix"),
     ):

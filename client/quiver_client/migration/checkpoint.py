@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import codecs
 import json
 import os
 import pickle
@@ -33,6 +34,7 @@ _MARKER: Final = frozenset({"version", "dataset", "samples", "seed", "epoch", "r
 # What torch raises, beside others, for bytes that are no pickle: a ".bin" of another program, or a damaged file.
 _UNLOADABLE: Final = (pickle.UnpicklingError, EOFError, LookupError, AssertionError, struct.error)
 _BYTES: Final = ("done", "own", "positions", "rest")
+_NUMBERS: Final = ("samples", "seed", "epoch", "rank", "world_size", "batch_size")
 _NUMBER: Final = re.compile(r"(\d+)")
 
 
@@ -95,15 +97,19 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _in_file(file: Path) -> Iterator[Found]:
-    for key, state in _search(_loaded(file)):
-        yield Found(file, key, state)
+    loaded = _loaded(file)
+    try:
+        for key, state in _search(loaded):
+            yield Found(file, key, state)
+    except (BadRequest, ValueError) as error:  # a damaged state
+        raise BadRequest(f"{file}: {error}") from error
 
 
 def _loaded(file: Path) -> Any:
     """Return the plain values of a file."""
     try:
         with file.open("rb") as reader:
-            head = reader.read(64).lstrip()
+            head = reader.read(64).removeprefix(codecs.BOM_UTF8).lstrip()
         if head[:1] in (b"{", b"["):
             if file.stat().st_size > JSON_BYTES_MAX:
                 raise BadRequest(f"{file}: JSON of more than {JSON_BYTES_MAX >> 30} GiB is no loader's state")
@@ -111,8 +117,8 @@ def _loaded(file: Path) -> Any:
         return _of_torch(file, is_archive=head[:4] == b"PK\3\4")
     except FileNotFoundError:
         raise NotFound(f"there is no checkpoint at {file}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise BadRequest(f"{file}: it is no JSON: {error}") from error
+    except (ValueError, RecursionError) as error:  # of JSON: cut off, no UTF-8, a number of 5,000 digits
+        raise BadRequest(f"{file}: it is no JSON: {str(error)[:160]}") from error
     except OSError as error:
         raise DiskFailed(f"cannot read {file}: {error.strerror or error}") from error
 
@@ -161,21 +167,26 @@ def _as_state(value: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     if set(value) == {PACKED} and isinstance(value[PACKED], bytes | str):
         from quiver_client.loader.merged_state import unpacked
 
-        return unpacked({PACKED: _as_bytes(PACKED, value[PACKED])})
+        value = unpacked({PACKED: _as_bytes(PACKED, value[PACKED])})
+        if not isinstance(value, Mapping):
+            raise BadRequest(f"state: what was packed into {PACKED!r} is no state")
     if not value.keys() >= _MARKER or not isinstance(value["dataset"], str):
         return None
+    for name in _NUMBERS:
+        if not isinstance(value[name], int):
+            raise BadRequest(f"state: {name!r} is no whole number but {repr(value[name])[:40]}; the state is damaged")
     plain = {name: _as_bytes(name, each) if name in _BYTES else each for name, each in value.items()}
     parts = value.get("parts")
     if isinstance(parts, Mapping):
-        plain["parts"] = {name: _as_part(part) for name, part in parts.items()}
+        plain["parts"] = {name: _as_part(name, part) for name, part in parts.items()}
     return plain
 
 
-def _as_part(part: Any) -> Any:
-    if not isinstance(part, Mapping) or not isinstance(part.get("passes"), list | tuple):
-        return part
-    passes = [_as_state(each) or each if isinstance(each, Mapping) else each for each in part["passes"]]
-    return {**part, "passes": passes}
+def _as_part(name: Any, part: Any) -> Mapping[str, Any]:
+    passes = part.get("passes") if isinstance(part, Mapping) else None
+    if not isinstance(passes, list | tuple) or not all(isinstance(each, Mapping) for each in passes):
+        raise BadRequest(f"state: part {str(name)[:40]!r} of a mixture has no list of passes; the state is damaged")
+    return {**part, "passes": [_as_state(each) or each for each in passes]}
 
 
 def _as_bytes(name: str, value: Any) -> Any:

@@ -135,7 +135,7 @@ def merge_mixes(states: Sequence[Any]) -> State:
         if set(each.parts) != set(first.parts):
             raise ValueError("states: they are of different runs: their parts differ")
     ranks = sorted(each["rank"] for each in given)
-    if ranks != list(range(first["world_size"])):
+    if len(ranks) != first["world_size"] or ranks != list(range(len(ranks))):
         raise ValueError(f"states: ranks {ranks} given; give one state of each of {first['world_size']} ranks")
     given = _in_one_epoch(sorted(given, key=lambda each: each["rank"]))
     first = given[0]
