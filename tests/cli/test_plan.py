@@ -147,6 +147,19 @@ def test_the_report_says_that_it_is_a_simulation_and_is_whole_as_json(tmp_path: 
     assert report["policies"]["cost"]["origin_bytes"] == pytest.approx(8 * GB)
 
 
+def test_names_that_nothing_else_in_the_plan_has_are_noted(tmp_path: Path) -> None:
+    path = fleet(tmp_path, "a,d,4GB,S3,160MB/s,1,0,,3,vision,,false,")
+    with path.open("a") as file:
+        file.write("[weights]\nvision = 2\nvison = 3\n[quotas]\ntext = '1GB'\n")
+    assert list(read_fleet(path).notes) == [
+        "origin 'S3' is no limit: no rack's origins name it",
+        "the weight of tenant 'vison' has no effect: no job has it",
+        "the quota of tenant 'text' has no effect: no job has it",
+    ]
+    assert json.loads(CliRunner().invoke(command, [str(path), "--json"]).stdout)["notes"] == [*read_fleet(path).notes]
+    assert not read_fleet(fleet(tmp_path, GOOD)).notes
+
+
 def test_planning_needs_neither_torch_nor_a_terminal_library() -> None:
     code = "import sys, quiver_client.planning; print([m for m in ('torch', 'click', 'rich') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
@@ -171,6 +184,9 @@ BAD_ROWS = {
     "both": ("a,d,4GB,s3,1MB/s,1,0,1h,3,,,false,", "row 2: both epochs and duration"),
     "epochs of nothing": ("a,d,4GB,s3,1MB/s,1,0,,0,,,false,", "row 2: epochs is '0'"),
     "epochs that never end": ("a,d,4GB,s3,1MB/s,1,0,,inf,,,false,", "row 2: epochs is 'inf'"),
+    "epochs past all counting": ("a,d,4GB,s3,1MB/s,1,0,,1e308,,,false,", "row 2: epochs is '1e308'"),
+    "a number of 5,000 digits": (f"a,d,4GB,s3,1MB/s,{'9' * 5000},0,,3,,,false,", "9…; it must be a whole number"),
+    "a rate as it was written": ("a,d,4GB,s3,-5MB/s,1,0,,3,,,false,", "row 2: rate is '-5MB/s'"),
     "neither true nor false": ("a,d,4GB,s3,1MB/s,1,0,,3,,,maybe,", "row 2: ordered is 'maybe'"),
     "a rack that is not there": ("a,d,4GB,s3,1MB/s,1,0,,3,,,false,elsewhere", "row 2: there is no rack 'elsewhere'"),
 }
@@ -199,6 +215,15 @@ BAD_FILES = {
     "a weight that is no number": (RACKS.format(racks=1, ssd="1GB") + "[weights]\na = 'big'", "weights.a is 'big'"),
     "a quota that is no size": (RACKS.format(racks=1, ssd="1GB") + "[quotas]\na = true", "quotas.a is True"),
     "racks that are no tables": ("racks = 4", "write [[racks]]"),
+    "a weight of nothing": (RACKS.format(racks=1, ssd="1GB") + "[weights]\na = 1e-300", "weights.a is 1e-300"),
+    "a quota above the capacity": (
+        RACKS.format(racks=1, ssd="1GB") + "[quotas]\na = '2.1GB'",
+        "quotas.a is '2.1GB', more than the SSDs of any rack hold together",
+    ),
+    "a tenant's name that does not print": (RACKS.format(racks=1, ssd="1GB") + '[weights]\n"\\u001b" = 1', "not print"),
+    "a number that TOML has not": (RACKS.format(racks=1, ssd="1GB") + f"[weights]\na = 0x{'f' * 5000}", "64 bits"),
+    "a number of 5,000 digits": (RACKS.format(racks=1, ssd="1GB") + f"[weights]\na = {'9' * 5000}", "is no TOML"),
+    "lists in lists without end": ("a = " + "[" * 5000, "is no TOML"),
 }
 
 
@@ -232,6 +257,7 @@ def test_the_same_job_twice_and_a_dataset_of_two_sizes_are_named_with_their_rows
         ("name,dataset,rate,colour\n", "row 1: column 'colour' is not known"),
         ("name,name,dataset,rate\n", "row 1: a column is there twice"),
         ('name,dataset,rate\n"a', "row 2"),
+        ("x" * 2_000_000, "row 1: field larger than field limit"),
     ],
 )
 def test_a_trace_with_a_bad_header_or_quotes_is_one_line(tmp_path: Path, text: str, message: str) -> None:

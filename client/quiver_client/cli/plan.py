@@ -33,6 +33,8 @@ def command(fleet: Path, *, policies: tuple[str, ...], with_jobs: bool, as_json:
     A simulation for capacity planning: it asks no daemon and reads no data.
     """
     plan = read_fleet(fleet)
+    for note in plan.notes:
+        click.echo(f"note: {note}", err=True)
     outcomes = [_simulated(plan, Policy(policy)) for policy in policies or [policy.value for policy in Policy]]
     if as_json:
         print_json(describe(plan, outcomes))
@@ -49,6 +51,7 @@ def describe(plan: Fleet, outcomes: list[Outcome]) -> dict[str, Any]:
         "simulation": True,
         "racks": len(plan.racks),
         "capacity_bytes": sum(rack.capacity_bytes for rack in plan.racks),
+        "notes": list(plan.notes),
         "policies": {str(outcome.policy): {**outcome.totals(), "by_job": outcome.jobs()} for outcome in outcomes},
     }
 

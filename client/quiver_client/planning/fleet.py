@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -62,6 +62,7 @@ class Fleet:
     placement: str = "spread"
     weights: Mapping[str, float] = field(default_factory=dict)
     quotas: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 _TOP: Final = {"placement", "racks", "datasets", "jobs", "trace", "weights", "quotas"}
@@ -72,9 +73,10 @@ _DATASET: Final = {"name", "size", "origin"}
 def read_fleet(path: Path) -> Fleet:
     """Read FLEET.toml, and the trace that it names. Raises ``Misconfigured`` and ``OSError``."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # also of text that is no UTF-8, and of a number of 5,000 digits
         raise Misconfigured(f"{path} is no TOML: {error}") from error
+    _check_integers(path, table)
     _known(str(path), table, _TOP)
     racks = _racks(path, _tables(path, table, "racks"))
     if not racks:
@@ -98,14 +100,44 @@ def read_fleet(path: Path) -> Fleet:
     for where, job in zip(jobs.places, jobs.jobs, strict=True):
         if job.rack and job.rack not in known:
             raise Misconfigured(f"{where}: there is no rack {job.rack!r}; racks are {', '.join(sorted(known)[:5])}, …")
-    return Fleet(
+    fleet = Fleet(
         racks=tuple(racks),
         datasets=jobs.datasets,
         jobs=tuple(jobs.jobs),
         placement=placement,
-        weights=_by_tenant(path, table, "weights", amounts.number),
+        weights=_by_tenant(path, table, "weights", amounts.weight),
         quotas=_by_tenant(path, table, "quotas", amounts.size),
     )
+    largest = max(racks, key=lambda rack: rack.capacity_bytes)
+    for tenant, quota in fleet.quotas.items():
+        if quota > largest.capacity_bytes:
+            raise Misconfigured(
+                f"{path}: quotas.{tenant} is {table['quotas'][tenant]!r}, more than the SSDs of any rack hold together;"
+                " a quota is of one rack"
+            )
+    return replace(fleet, notes=_notes(fleet))
+
+
+def _notes(fleet: Fleet) -> tuple[str, ...]:
+    """Return what is no mistake, and probably was not meant: names that nothing else in the plan has."""
+    limited = {origin for rack in fleet.racks for origin in rack.origin_rates}
+    free = {dataset.origin for dataset in fleet.datasets.values()} - limited if limited else set()
+    notes = [f"origin {name!r} is no limit: no rack's origins name it" for name in sorted(free - {""})]
+    tenants = {job.tenant for job in fleet.jobs}
+    for what, given in (("weight", fleet.weights), ("quota", fleet.quotas)):
+        notes += [
+            f"the {what} of tenant {name!r} has no effect: no job has it" for name in sorted(set(given) - tenants)
+        ]
+    return tuple(notes)
+
+
+def _check_integers(path: Path, value: Any) -> None:
+    """Refuse whole numbers that TOML does not have. Arithmetic fails with some, and so does showing them."""
+    if isinstance(value, Mapping | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            _check_integers(path, each)
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise Misconfigured(f"{path} is no TOML: a whole number in it has more than 64 bits")
 
 
 class Jobs:
@@ -179,10 +211,7 @@ def _work(where: str, entry: Mapping[str, Any], rate: float, size: float) -> flo
         raise Misconfigured(f"{where}: {both} given; write one of them")
     if "duration" in entry:
         return rate * amounts.duration(f"{where}: duration", entry["duration"])
-    epochs = amounts.number(f"{where}: epochs", entry["epochs"])
-    if epochs <= 0:
-        raise Misconfigured(f"{where}: epochs is {entry['epochs']!r}; it must be more than 0")
-    return epochs * size
+    return amounts.number(f"{where}: epochs", entry["epochs"], amounts.EPOCHS_MIN, amounts.EPOCHS_MAX) * size
 
 
 def _racks(path: Path, entries: list[Mapping[str, Any]]) -> list[Rack]:
@@ -218,7 +247,8 @@ def _by_tenant(path: Path, table: Mapping[str, Any], key: str, parse: Any) -> di
     entries = table.get(key, {})
     if not isinstance(entries, dict):
         raise Misconfigured(f"{path}: {key} is {entries!r}; write [{key}] and a line for each tenant")
-    return {tenant: parse(f"{path}: {key}.{tenant}", value) for tenant, value in entries.items()}
+    names = [amounts.name(f"{path}: a tenant in {key}", tenant) for tenant in entries]
+    return {name: parse(f"{path}: {key}.{name}", entries[name]) for name in names}
 
 
 def _known(where: str, entry: Mapping[str, Any], known: set[str]) -> None:

@@ -13,13 +13,15 @@ JOB_FIELDS: Final = (
     "name", "dataset", "size", "origin", "rate", "ranks", "start", "duration", "epochs", "tenant", "group", "ordered",
     "rack",
 )  # fmt: skip
+LINE_CHARACTERS_MAX: Final = 1 << 20
 _NEEDED: Final = ("name", "dataset", "rate")
 
 
 def read_trace(path: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield each row and where it is, for messages. Raises ``Misconfigured`` and ``OSError``."""
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
+        # A line is cut where no row goes on, so that /dev/zero ends: a value of so many characters is an error.
+        rows = csv.reader(iter(lambda: file.readline(LINE_CHARACTERS_MAX), ""), strict=True)
         try:
             yield from _rows(path, rows)
         except csv.Error as error:
