@@ -84,6 +84,27 @@ def test_each_job_goes_where_its_data_is_and_jobs_of_one_dataset_go_together(
         assert [daemon.status()["origin_read_bytes"] for daemon in (a, b)] == before  # asking moves nothing
 
 
+def test_no_time_is_made_up_where_nothing_is_known_of_the_origin_or_of_the_job(
+    two: list[Files], quiver: Quiver, tmp_path: Path
+) -> None:
+    cats, dogs = (each.manifest for each in two)
+    with Daemon(tmp_path / "a", origins=[each.folder for each in two]) as a:
+        dataset = Dataset(cats, a.url)
+        warm(dataset, keep_seconds=0)
+        dataset.close()
+
+        def seconds(*arguments: object) -> list[float | None]:
+            report = placed(quiver("place", *arguments, "--racks", a.url, "--json"))
+            assert [rack["origin_rate"] for rack in report["racks"]] == [1e6 if "--origin-rate" in arguments else 0]
+            return [it["first_epoch_seconds"] for it in report["placements"]]
+
+        assert seconds(cats, dogs) == [None, None]
+        assert seconds(f"{cats}@1MB/s", dogs)[1] is None
+        assert all(seconds(f"{cats}@1MB/s", dogs, "--origin-rate", "1MB/s"))
+        table = quiver("place", cats, "--racks", a.url)[1]
+        assert " ? " in table.splitlines()[1]
+
+
 def test_a_rack_that_is_away_is_named_and_the_others_take_its_jobs(
     two: list[Files], quiver: Quiver, tmp_path: Path
 ) -> None:

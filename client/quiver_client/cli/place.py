@@ -128,7 +128,7 @@ def _print(placed: Sequence[Placement], racks: Sequence[Rack], epochs: int) -> N
                 share(found.resident_bytes / it.job.size_bytes),
                 format_size(found.missing_bytes),
                 format_size(found.later_bytes) if epochs > 1 else "",
-                _duration(found.first_epoch_seconds),
+                _duration(found.first_epoch_seconds) if _is_timed(found, racks) else "?",
                 it.reason,
             )
         )
@@ -144,11 +144,11 @@ def _report(placed: Sequence[Placement], seen: Seen, wanted: Sequence[Wanted], e
         rack = seen.racks[it.rack]
         placements.append(
             {"manifest": job.name, "rack": rack.name, "url": rack.url, "turn": it.after + 1}
-            | _prediction(it.prediction, epochs)
+            | _prediction(it.prediction, seen.racks, epochs)
             | {
                 "reason": it.reason,
                 "racks": {
-                    rack.url: _prediction(each, epochs)
+                    rack.url: _prediction(each, seen.racks, epochs)
                     for rack, each in zip(seen.racks, it.predictions, strict=True)
                     if each.is_possible
                 },
@@ -169,14 +169,19 @@ def _report(placed: Sequence[Placement], seen: Seen, wanted: Sequence[Wanted], e
     return {"epochs": epochs, "placements": placements, "racks": racks, "away": away, "notes": list(seen.notes)}
 
 
-def _prediction(it: Prediction, epochs: int) -> dict[str, Any]:
+def _is_timed(it: Prediction, racks: Sequence[Rack]) -> bool:
+    """Whether the time of the first epoch follows from anything that is known, be it of another rack's origin."""
+    return any(rack.origin_rate for rack in racks) if it.missing_bytes else math.isfinite(it.rate)
+
+
+def _prediction(it: Prediction, racks: Sequence[Rack], epochs: int) -> dict[str, Any]:
     return {
         "resident_bytes": int(it.resident_bytes),
         "cache_bytes": int(it.cache_bytes),
         "first_epoch_origin_bytes": int(it.missing_bytes),
         "later_epoch_origin_bytes": int(it.later_bytes),
         "origin_bytes": int(it.origin_bytes(epochs)),
-        "first_epoch_seconds": it.first_epoch_seconds,
+        "first_epoch_seconds": it.first_epoch_seconds if _is_timed(it, racks) else None,
         "throughput": it.rate if math.isfinite(it.rate) else None,
         "slows_others": it.slowed,
     }
