@@ -272,6 +272,8 @@ def test_an_unknown_node_a_folder_and_a_wrong_time_are_refused_in_one_line(
             ended, _, err = command(capsys, *arguments)
             assert (ended, err.count("\n")) == (code, 1), err
             assert said in err
+        out = command(capsys, "drain", "n1", "--cache", daemon.url, "--deadline", "0")[1]
+        assert out == "n1 is drained; nothing was handed over: no time was given for it\n"
         code, out, _ = command(capsys, "drain", "n1", "--cache", daemon.url, "--deadline", "2min")
         assert code == 0
         assert out == "n1 is drained; nothing was handed over: the rack has no other member\n"

@@ -105,7 +105,8 @@ class Giver:
         """Begin to count anew; return the deadline on the monotonic clock."""
         now = time.monotonic()
         deadline = now + deadline_seconds
-        self.progress = Progress(now, deadline, ended=inf if deadline_seconds else now)
+        why = "" if deadline_seconds else "no time was given for it"
+        self.progress = Progress(now, deadline, ended=inf if deadline_seconds else now, why=why)
         return deadline
 
     async def run(self, deadline: float) -> None:
