@@ -1,4 +1,4 @@
-"""Runs in which jobs or daemons come and go: trials, a sweep, a drain, a move to another rack.
+"""Runs in which jobs or daemons come and go: trials, a sweep, a drain, a move to another rack, a plan.
 
 Each returns what was asked and measured, and what it came from. Sizes do not follow ``--pace``: the times are part of
 the question.
@@ -313,10 +313,53 @@ def migrate(stage: Stage) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# -- the lives of two jobs, as `quiver plan` has them ------------------------------------------------------------------
+
+
+def plan(stage: Stage) -> dict[str, Any]:
+    """Two jobs on two datasets read three epochs each, the second from some seconds later on: planned, and run."""
+    sources = (Source("first", stage.size(100), 36_000), Source("second", stage.size(60), 24_000))
+    jobs = {Job("x", "first", 300): 0.0, Job("y", "second", 200): stage.seconds(15)}
+    capacity, origin_rate, epochs = 0.4 * sum(it.size_bytes for it in sources), 8e6, 3
+    where = stage.at("plan")
+    text = f'[[racks]]\nname = "r"\nssd_per_node = {capacity:.0f}\norigins = {{ o = {origin_rate:.0f} }}\n'
+    for (job, start), source in zip(jobs.items(), sources, strict=True):
+        text += f'[[jobs]]\nname = "{job.name}"\ndataset = "{source.name}"\nsize = {source.size_bytes}\norigin = "o"\n'
+        text += f"rate = {job.rate * source.sample_bytes:.0f}\nepochs = {epochs}\nstart = {start:.0f}\n"
+    (where / "fleet.toml").write_text(text)
+    told = quiver("plan", str(where / "fleet.toml"), "--policy", "max-min")["policies"]["max-min"]
+    indexed = prepare(sources, stage.folder, stage.origin)
+    overhead = overhead_of(indexed)
+    stage.origin.limit(origin_rate * overhead)
+    sent = stage.origin.sent()
+    with fleet(where, stage.origin, indexed, capacity * overhead) as daemons, Cast(where, daemons, indexed) as cast:
+        running, began = {}, time.monotonic()
+        for job, start in jobs.items():
+            until(lambda start=start: time.monotonic() - began >= start, "the start of a job")  # type: ignore[misc]
+            running[job.name] = cast.start(job, epochs=epochs)
+        until(lambda: all(len(epochs_of(it)) == epochs for it in running.values()), "the end of both")
+        after = stage.origin.sent()
+        lives = {name: (sum(epochs_of(it)), it.lines()[-1].get("idle", 0.0)) for name, it in running.items()}
+    rows, each = [], {}
+    for job in jobs:
+        planned = next(it for it in told["by_job"] if it["name"] == job.name)
+        it = indexed[job.source]
+        seconds, idle = lives[job.name]
+        read = (after[it.file] - sent.get(it.file, 0)) / it.overhead
+        lasts = planned["end_seconds"] - planned["start_seconds"]
+        for what, ratio in (("time", seconds / lasts), ("origin bytes", read / planned["origin_bytes"])):
+            rows.append(asked(f"{job.name}: {what} ÷ planned", "0.9–1.1", ratio, met=0.9 <= ratio <= 1.1))
+        each[job.name] = {
+            "seconds": seconds, "planned_seconds": lasts, "waiting": idle / seconds,
+            "planned_waiting": planned["waiting"], "origin_bytes": read, "planned_bytes": planned["origin_bytes"],
+        }  # fmt: skip
+    return {"case": "plan", "rows": rows, "jobs": each, "load_average": os.getloadavg()[0]}
+
+
 def asked(what: str, reach: str, value: float, *, met: bool) -> dict[str, Any]:
     return {"what": what, "asked": reach, "measured": value, "met": bool(met)}
 
 
 STORIES: Final[dict[str, Callable[[Stage], dict[str, Any]]]] = {
-    "las": las, "sweep": sweep, "drain": drain, "migrate": migrate,
+    "las": las, "sweep": sweep, "drain": drain, "migrate": migrate, "plan": plan,
 }  # fmt: skip
