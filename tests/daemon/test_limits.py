@@ -50,7 +50,7 @@ def connected(address: Address, source: str = GREEDY, receive_bytes: int = 0) ->
     with socket.socket() as sock:
         if receive_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-        sock.settimeout(20)
+        sock.settimeout(60)
         sock.bind((source, 0))
         sock.connect(address)
         yield sock
@@ -501,7 +501,7 @@ def test_readers_who_reset_what_they_upgrade_leave_no_traceback(tmp_path: Path) 
     with Daemon(tmp_path / "data") as daemon:
         for data in itertools.chain([UPGRADE] * 20, others * 5):
             with socket.create_connection(daemon.address) as sock:
-                sock.settimeout(20)
+                sock.settimeout(60)
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 sock.sendall(data)
         until(lambda: daemon.metric("quiver_reads_in_flight") == 0)
