@@ -68,6 +68,7 @@ def _run(text: str, arguments: list[str], log: str) -> None:
     sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - for as long as the process lives
     sys.argv = ["script", *arguments]
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than there are processors
     names: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(text, "script", "exec"), names)
     sys.stdout.flush()
