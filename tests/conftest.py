@@ -98,7 +98,8 @@ def patient_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HEDGE_SECONDS_MIN", "GIVE_UP_SECONDS_MIN"):
         monkeypatch.setattr(f"quiver.health.{name}", PATIENT_SECONDS)
     waits = dict.fromkeys(("connect_seconds", "silence_seconds", "alive_seconds"), PATIENT_SECONDS)
-    monkeypatch.setattr("quiver_client.rack.members.IN_RACK", IN_RACK._replace(**waits))
+    for name in ("IN_RACK", "AT_OPEN"):
+        monkeypatch.setattr(f"quiver_client.rack.members.{name}", IN_RACK._replace(**waits))
 
 
 @pytest.fixture(scope="session")

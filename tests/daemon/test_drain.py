@@ -19,7 +19,7 @@ from quiver.ring import Member, Ring
 from quiver.wire import ErrorBody, RingView
 from quiver_client.cli.main import run
 from tests.daemon.test_rack import origin_bytes, put_manifest, whole_dataset
-from tests.support.daemon import Daemon, rack_of, serve
+from tests.support.daemon import Daemon, Patient, rack_of
 from tests.support.data import Files, make_files, random_files, rebased, shard_bytes_of
 from tests.support.etcd import Etcd, free_ports
 from tests.support.servers import CountingOrigin, HostileServer, counting_origin
@@ -28,18 +28,6 @@ from tests.support.waiting import until
 pytestmark = pytest.mark.usefixtures("patient_reads")
 
 NODES = "abc"
-
-
-def serve_patiently(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
-    """Serve, and take no peer for dead because the machine that runs the test is busy: that would read the origin."""
-    from quiver_cacheserver.rack import peers
-
-    vars(peers)["PATIENCE"] = peers.PATIENCE._replace(silence_seconds=30.0, suspect_seconds=10.0, alive_seconds=10.0)
-    serve(stderr, arguments, environment)
-
-
-class Patient(Daemon):
-    serve = staticmethod(serve_patiently)
 
 
 @pytest.fixture

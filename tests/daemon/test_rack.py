@@ -21,7 +21,7 @@ from quiver.store.inventory import file_of
 from quiver.wire import RANGE, RECHECK, RangeStatus, ReadRequest
 from quiver_client import Dataset
 from tests.daemon.test_routes import read
-from tests.support.daemon import Daemon, rack_of
+from tests.support.daemon import Daemon, Patient, rack_of
 from tests.support.data import Files, make_files, random_files, rebased, rewritten, shard_bytes_of
 from tests.support.etcd import Etcd
 from tests.support.servers import counting_origin
@@ -59,7 +59,7 @@ def origin_bytes(daemons: list[Daemon]) -> int:
 
 @pytest.mark.fault("O1")
 def test_thirty_readers_of_a_cold_dataset_cost_one_origin_read_of_each_shard(tmp_path: Path, small: Files) -> None:
-    with rack_of(2, tmp_path / "rack", origins=[small.folder]) as daemons:
+    with rack_of(2, tmp_path / "rack", origins=[small.folder], make=Patient) as daemons:
         manifest = small.opened()
         put_manifest(daemons[0], small)
         shards = [manifest.shard_digest(number) for number in range(manifest.shard_count)]
@@ -80,7 +80,7 @@ def test_thirty_readers_of_a_cold_dataset_cost_one_origin_read_of_each_shard(tmp
 def test_a_rack_reads_the_origin_once_however_many_clients_and_users_read(tmp_path: Path, small: Files) -> None:
     renamed = {f"other/{i:03}.bin": data for i, data in enumerate(reversed(small.content.values()))}
     other = make_files(tmp_path / "second", renamed)
-    with rack_of(3, tmp_path / "rack", origins=[small.folder, other.folder]) as daemons:
+    with rack_of(3, tmp_path / "rack", origins=[small.folder, other.folder], make=Patient) as daemons:
         for daemon in daemons:
             whole_dataset(small, daemon.url).close()
         assert origin_bytes(daemons) == small.total_bytes()
@@ -101,8 +101,8 @@ def test_a_rack_reads_the_origin_once_however_many_clients_and_users_read(tmp_pa
 def test_after_a_join_the_neighbours_are_asked_before_the_origin(tmp_path: Path, small: Files) -> None:
     with Etcd() as etcd:
         flags = ("--etcd", etcd.url, "--rack", "r1")
-        first = Daemon(tmp_path / "a", *flags, "--node-id", "a", origins=[small.folder])
-        second = Daemon(tmp_path / "b", *flags, "--node-id", "b", origins=[small.folder])
+        first = Patient(tmp_path / "a", *flags, "--node-id", "a", origins=[small.folder])
+        second = Patient(tmp_path / "b", *flags, "--node-id", "b", origins=[small.folder])
         with first:
             whole_dataset(small, first.url).close()
             with second:
@@ -159,7 +159,7 @@ def outside(how: str, tmp_path: Path, small: Files) -> tuple[Files, list[Path | 
 )
 def test_an_origin_that_is_not_allowed_is_read_by_a_client_once_for_all(tmp_path: Path, small: Files, how: str) -> None:
     files, origins = outside(how, tmp_path, small)
-    with rack_of(2, tmp_path / "rack", origins=origins) as daemons:
+    with rack_of(2, tmp_path / "rack", origins=origins, make=Patient) as daemons:
         with ThreadPoolExecutor(4) as pool:
             datasets = list(pool.map(lambda i: whole_dataset(files, daemons[i % 2].url), range(4)))
         stats = [dataset.stats() for dataset in datasets]
@@ -230,7 +230,7 @@ def test_wrong_bytes_on_a_disk_are_found_put_aside_and_mended(tmp_path: Path, sm
 
 @pytest.mark.fault("N1")
 def test_a_neighbour_with_wrong_bytes_is_passed_over_for_the_origin(tmp_path: Path, small: Files) -> None:
-    with rack_of(2, tmp_path / "rack", origins=[small.folder]) as daemons:
+    with rack_of(2, tmp_path / "rack", origins=[small.folder], make=Patient) as daemons:
         manifest = small.opened()
         put_manifest(daemons[0], small)
         put_manifest(daemons[1], small)

@@ -78,6 +78,14 @@ def serve(stderr: Any, arguments: list[str], environment: dict[str, str]) -> Non
     main()
 
 
+def serve_patiently(stderr: Any, arguments: list[str], environment: dict[str, str]) -> None:
+    """Serve, and take no peer for dead because the machine that runs the test is busy: that would read the origin."""
+    from quiver_cacheserver.rack import peers
+
+    vars(peers)["PATIENCE"] = peers.PATIENCE._replace(silence_seconds=30.0, suspect_seconds=10.0, alive_seconds=10.0)
+    serve(stderr, arguments, environment)
+
+
 class Daemon:
     """One daemon process. Entering waits until it serves; leaving kills it if it still runs."""
 
@@ -231,6 +239,12 @@ class FreshDaemon(Daemon):
     """A daemon in an interpreter of its own, as an operator starts it."""
 
     fresh = True
+
+
+class Patient(Daemon):
+    """A daemon that waits for its peers as long as they take: for tests that count what is read from the origin."""
+
+    serve = staticmethod(serve_patiently)
 
 
 @contextlib.contextmanager
