@@ -15,10 +15,12 @@ from torch.utils.data import Subset
 from quiver.sizes import format_size
 from quiver_client import DataLoader, Dataset, Mix, warm
 from quiver_client.cli.main import run
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Patient
 from tests.support.data import Files, make_files, random_files
 from tests.support.etcd import free_ports
 from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("patient_reads")
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def rack(own: Files, tmp_path: Path) -> Iterator[list[Daemon]]:
     ports = free_ports(2)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     daemons = [
-        Daemon(tmp_path / str(port), "--peers", ",".join(urls), origins=[own.folder], port=port) for port in ports
+        Patient(tmp_path / str(port), "--peers", ",".join(urls), origins=[own.folder], port=port) for port in ports
     ]
     with daemons[0], daemons[1]:
         yield daemons

@@ -33,7 +33,7 @@ from quiver_cacheserver.residency import reports as reports_module
 from quiver_cacheserver.residency.decider import Decider
 from quiver_cacheserver.serving.app import make_app
 from tests.daemon.test_routes import error_of, read
-from tests.support.daemon import Daemon, rack_of
+from tests.support.daemon import Daemon, Patient, rack_of
 from tests.support.data import Files, make_files, random_files, shard_bytes_of
 from tests.support.servers import HostileServer, ok
 from tests.support.waiting import until
@@ -178,7 +178,10 @@ def test_a_dataset_whose_manifest_nobody_has_is_taken_once_it_was_put(even: File
 
 
 def test_consumers_of_one_dataset_share_one_read_of_the_origin(even: Files, tmp_path: Path) -> None:
-    with rack_of(2, tmp_path / "rack", origins=[even.folder]) as daemons, contextlib.ExitStack() as stack:
+    with (
+        rack_of(2, tmp_path / "rack", origins=[even.folder], make=Patient) as daemons,
+        contextlib.ExitStack() as stack,
+    ):
         consumers = [stack.enter_context(Consumer(daemon, even, name)) for daemon in daemons for name in (1, 2, 3)]
         with ThreadPoolExecutor(len(consumers)) as pool:
             list(pool.map(lambda consumer: consumer.tell(255), consumers))

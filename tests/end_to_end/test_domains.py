@@ -16,7 +16,7 @@ from quiver.peer import PeerClient
 from quiver.token_source import TokenSource
 from quiver.transport.tls import Credentials, TlsFiles
 from quiver.wire import FillRequest, RangeStatus
-from tests.support.daemon import Daemon, rack_of
+from tests.support.daemon import Patient, rack_of
 from tests.support.data import Files, shard_bytes_of
 from tests.support.etcd import free_ports
 from tests.support.tenants import SIGNER, Tenant
@@ -34,7 +34,7 @@ def urls(tmp_path: Path, files: Files) -> Iterator[list[str]]:
         for at, port in enumerate(ports):
             own = ("--peers", peers, "--token-keys", str(tmp_path / "keys"), *flags(pki.node(f"n{at}")))
             tls = Credentials(pki.anonymous())
-            daemons.append(Daemon(tmp_path / f"n{at}", *own, port=port, origins=[files.folder], tls=tls))
+            daemons.append(Patient(tmp_path / f"n{at}", *own, port=port, origins=[files.folder], tls=tls))
             stack.callback(daemons[-1].kill)
             daemons[-1].start()
         for daemon in daemons:

@@ -12,7 +12,7 @@ import pytest
 
 from quiver_client import index
 from tests.indexing.conftest import Bucket
-from tests.support.daemon import Daemon, clean_environment, rack_of
+from tests.support.daemon import Daemon, Patient, clean_environment, rack_of
 from tests.support.data import random_files
 
 SCRIPT = """
@@ -70,7 +70,7 @@ def test_an_embedded_cache_is_filled_from_s3_in_a_job_that_forks(
 
 
 def test_a_rack_reads_s3_only_once(bucket: Bucket, content: dict[str, bytes], tmp_path: Path) -> None:
-    with rack_of(3, tmp_path / "rack", origins=[f"s3://{bucket.name}/train/"]) as daemons:
+    with rack_of(3, tmp_path / "rack", origins=[f"s3://{bucket.name}/train/"], make=Patient) as daemons:
         for _ in range(2):
             told = train(tmp_path, f"s3://{bucket.name}/m.quiver", daemons[0].url)
             assert right(told, content)
