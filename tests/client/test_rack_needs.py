@@ -198,7 +198,7 @@ def test_nothing_waits_for_daemons_that_stand_still(
     begun = time.monotonic()
     needs.report(a_report(), leaving=True)
     needs.close()
-    assert time.monotonic() - begun < 4
+    assert time.monotonic() - begun < 15
     assert there.told[-1].leaving
     for peer in stopped.values():
         peer.gate.set()

@@ -31,7 +31,7 @@ from quiver.wire import RANGE, ReadRequest
 from tests.support.servers import HostileServer, ok
 
 PATIENCE = Patience(silence_seconds=0.4)
-LONG_SECONDS = 3.0  # more than a handshake, a silence and a slow machine take together
+LONG_SECONDS = 20.0  # more than a handshake, a silence and a slow machine take together; without a limit, a minute
 DATA = bytes(range(200)) * 50
 SWITCHED = f"HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: {PROTOCOL}\r\n\r\n".encode()
 GOOD = FRAME.pack(MAGIC, RANGES, 2 + len(DATA)) + bytes(2) + DATA
@@ -102,7 +102,7 @@ def dripped(data: bytes) -> Act:
 
 
 def silent(connection: socket.socket) -> None:
-    gone(connection, 10)
+    gone(connection, 60)
 
 
 NOT_UPGRADED: dict[str, Act] = {
@@ -129,7 +129,7 @@ def test_who_does_not_upgrade_is_asked_by_http_and_for_a_stream_no_more(upgrade:
         began = time.monotonic()
         for _ in range(3):
             check(peer.read(request()))
-        assert time.monotonic() - began < HANDSHAKE_SECONDS + 1.0
+        assert time.monotonic() - began < 3 * HANDSHAKE_SECONDS
         assert [asked.split()[0] for asked in server.requests] == [b"GET", b"POST", b"POST", b"POST"]
 
 

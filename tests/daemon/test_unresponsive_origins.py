@@ -143,4 +143,4 @@ def test_a_daemon_whose_origin_hangs_ends_when_it_is_told_to(local: Files, tmp_p
             assert origin.held.acquire(timeout=20)
             began = time.monotonic()
             assert daemon.stop() == 0
-            assert time.monotonic() - began < 4
+            assert time.monotonic() - began < 15
