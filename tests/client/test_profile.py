@@ -36,8 +36,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 @pytest.fixture
 def slow(files: Files) -> Iterator[ScriptedOrigin]:
-    """An origin that takes a tenth of a second per sample: ten times as long per batch as the loop's step."""
-    with scripted_origin(files.folder, lambda name: Way(bytes_per_second=200_000)) as origin:
+    """An origin that takes a quarter of a second per sample: far longer than the loop steps, on a busy machine, too."""
+    with scripted_origin(files.folder, lambda name: Way(bytes_per_second=80_000)) as origin:
         yield origin
 
 
