@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 BISECTIONS: Final = 100  # more than a float's 53 bits and its exponents need
+LEAST: Final = 1e-100  # of the largest: as good as nothing, and yet more than that
 REPORTS_MAX: Final = 65_536  # reports that wait for the loop's next batch
 
 Utility = Callable[[Sequence[float]], float]
@@ -161,6 +162,9 @@ def _within(base: Sequence[float], raw: Sequence[float], bias: float) -> list[fl
 
     if not any(weight and each for weight, each in zip(base, raw, strict=True)):
         return list(base)
+    # What nothing speaks for is drawn more than the least where the others, at their most, do not add up to 1.
+    least = max(LEAST * max(each for weight, each in zip(base, raw, strict=True) if weight), 1e-290)
+    raw = [max(each, least) for each in raw]
     for _ in range(BISECTIONS):
         factor = math.sqrt(low) * math.sqrt(high)
         if math.fsum(scaled(factor)) < 1:
