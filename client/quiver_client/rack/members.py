@@ -33,7 +33,7 @@ from quiver.ring import Ring
 from quiver.token_source import TokenSource
 from quiver.transport.attempt import Attempt
 from quiver.transport.liveness import IN_RACK, Patience, is_alive
-from quiver.wire import RANGE, ReadRequest
+from quiver.wire import RANGE, ReadRequest, RingView
 from quiver_client.rack.health import RackHealth
 from quiver_client.stats import Stats
 
@@ -120,7 +120,8 @@ class Members:
     def refresh(self, *, opening: bool = False) -> Ring | None:
         """Ask for the ring if it is stale; return it, or ``None`` if no daemon ever answered.
 
-        ``opening``: without a ring the dataset does not open, so do not warn that the origin is read instead.
+        ``opening``: without a ring the dataset does not open, so wait for a busy daemon, and do not warn that the
+        origin is read instead.
         """
         if not self.is_stale:
             return self._ring
@@ -129,7 +130,7 @@ class Members:
         to_ask = [url for url in dict.fromkeys([*self._seeds, *known]) if not self.is_unresponsive(url)]
         for url in to_ask[:ASKED_MAX]:
             try:
-                ring, ignored = self.peer(url).ring().ring()
+                ring, ignored = self._ring_from(url, opening=opening).ring()
             except QuiverError as error:
                 self._failure = error
                 self.mark_unresponsive(url)
@@ -150,6 +151,12 @@ class Members:
         if self._ring is None and not opening:
             self._stats.warn("rack", f"no daemon of {', '.join(self._seeds)} answers; reading from the origin instead")
         return self._ring
+
+    def _ring_from(self, url: str, *, opening: bool) -> RingView:
+        if not opening:
+            return self.peer(url).ring()
+        with contextlib.closing(self._new_peer(url, AT_OPEN)) as peer:
+            return peer.ring()
 
     def choices(self, shards: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int32], tuple[str, ...]]:
         """Return which daemons to ask for each shard: ``(shards, n)`` positions in the URLs, best first, -1 for none.
@@ -295,8 +302,8 @@ class Members:
             raise Unavailable(", ".join(self._seeds), "no daemon answers; is one running there?")
         owners = [member.url for member in ring.owners(manifest.digest, ASKED_MAX)]
         failure: QuiverError | None = None
-        for url in dict.fromkeys([*owners, self._told_by]):  # the last one sent the ring, so it responds
-            if self.is_unresponsive(url):
+        for url in dict.fromkeys([*owners, self._told_by]):
+            if self.is_unresponsive(url) and url != self._told_by:  # which sent the ring: it is only busy
                 continue
             try:
                 with contextlib.closing(self._new_peer(url, AT_OPEN)) as peer:
