@@ -16,6 +16,8 @@ from quiver_client import DataLoader, Dataset
 from tests.support.daemon import Daemon, rack_of
 from tests.support.data import Files
 
+pytestmark = pytest.mark.usefixtures("patient_reads")
+
 
 def connections_of(pid: int, url: str) -> int:
     """Return how many connections to a daemon a process has open."""
