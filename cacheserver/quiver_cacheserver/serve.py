@@ -242,7 +242,7 @@ def _no_tracebacks_for_strangers(record: logging.LogRecord) -> bool:
 async def _drain(config: Config, node: Node) -> None:
     """Leave the ring, hand over, and serve on until there are no readers; all within ``--drain-seconds``."""
     deadline = time.monotonic() + config.drain_seconds
-    await node.drain.begin(config.drain_seconds, "told to end")
+    await node.drain.begin(config.drain_seconds, "told to end", ends=True)
     quiet_since, served = time.monotonic(), _served(node)
     while time.monotonic() < deadline or not node.drain.is_announced:
         used = node.budgets.used

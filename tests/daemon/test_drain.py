@@ -216,6 +216,21 @@ def test_a_daemon_alone_has_nobody_to_hand_over_to_and_a_second_signal_ends_it_a
 
 
 @pytest.mark.fault("M9")
+def test_a_daemon_that_was_told_to_end_is_not_undrained_and_ends(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "d", "--drain-seconds", "100") as daemon:
+        with socket.create_connection(daemon.address, 20) as busy:  # an upload that does not come
+            busy.sendall(b"PUT /v1/shards/%064x HTTP/1.1\r\nHost: x\r\nContent-Length: 9999\r\n\r\n" % 1)
+            until(lambda: daemon.metric("quiver_under_way") >= 1)
+            daemon.signal(signal.SIGTERM)
+            until(lambda: daemon.json("/v1/drain")["state"] == "drained")
+            status, body, _ = daemon.ask("DELETE", "/v1/drain")
+            assert status == 400
+            assert "was told to end" in json.loads(body)["message"]
+            assert daemon.json("/v1/drain")["state"] == "drained"
+        assert daemon.wait() == 0
+
+
+@pytest.mark.fault("M9")
 def test_an_eviction_notice_begins_a_drain_and_what_has_no_room_elsewhere_is_refused(
     tmp_path: Path, local: Files
 ) -> None:

@@ -2,8 +2,8 @@
 
 A daemon that drains owns no shards in the ring and fetches nothing ahead; it goes on serving. An operator begins a
 drain (``quiver drain``), or an eviction notice, and the daemon stays up until it is told to end, or owns shards again
-(``undrain``). SIGTERM begins one and ends the daemon afterwards (``serve``). The state belongs to the process: a daemon
-that is started again is up.
+(``undrain``). SIGTERM begins one that no operator can take back, and ends the daemon afterwards (``serve``). The state
+belongs to the process: a daemon that is started again is up.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Literal
 
+from quiver.errors import BadRequest
 from quiver.handover import DrainStatus
 from quiver.sizes import format_size
 from quiver_cacheserver.draining.giver import Giver
@@ -35,6 +36,7 @@ class Drain:
         self._registry = registry
         self._giver = giver
         self._is_fetching = is_fetching
+        self._ends = False
         self._changing = asyncio.Lock()
         self._settled = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
@@ -49,11 +51,12 @@ class Drain:
         """Whether the registry knows that this daemon drains, or did not confirm it in time."""
         return self._announcing is not None and self._announcing.done()
 
-    async def begin(self, deadline_seconds: float, why: str) -> None:
+    async def begin(self, deadline_seconds: float, why: str, *, ends: bool = False) -> None:
         """Leave placement, and hand over until the deadline. A handover under way goes on under the new deadline.
 
-        Returns before either has ended. ``why``: for the log.
+        Returns before either has ended. ``why``: for the log. ``ends``: the daemon ends afterwards.
         """
+        self._ends |= ends  # not after the lock: an ``undrain`` that waits for it must not follow
         async with self._changing:
             await self._end_handover()
             self._begin(deadline_seconds, why)
@@ -68,8 +71,13 @@ class Drain:
         self._handing = asyncio.create_task(_logged(self._hand_over(deadline)), name="handover")
 
     async def undrain(self) -> None:
-        """Own shards again. What was handed over stays where it is: a second copy that may be evicted."""
+        """Own shards again. What was handed over stays where it is: a second copy that may be evicted.
+
+        Raises ``BadRequest`` if the daemon was told to end: by then it fetches nothing any more.
+        """
         async with self._changing:
+            if self._ends:
+                raise BadRequest("the daemon was told to end; start it again for it to own shards")
             await self._end_handover()
             if self.state == "up":
                 return
