@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from quiver.lookup import as_rows
 from quiver.residency import Commitments, ConsumerReport, Decision, Needs
 from quiver.residency.report import FULL
 from quiver.ring import Member, Ring
+from quiver.wire import RangeStatus
 from quiver_cacheserver.allocation import AllocationSettings, Allocator, Facts
 from quiver_cacheserver.allocation.allocator import READ_SECONDS
 from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, DEBT_SECONDS, Bandwidth, Turns
@@ -397,5 +400,58 @@ def test_a_fill_waits_for_its_datasets_turn_and_keeps_no_other_one_waiting() -> 
                 assert await asyncio.wait_for(it, 30) == "origin"
             assert (B, False) in barrier.ended
             assert barrier.ended.count((A, True)) == 8
+
+    asyncio.run(run())
+
+
+def test_a_shard_of_two_datasets_that_waited_for_their_turn_is_read_once() -> None:
+    """Waiting for a turn uses up no patience with the other dataset's fill of the same shard."""
+
+    async def run() -> None:
+        commitments, barrier, begun, go = Commitments(), Barrier(), list[Digest](), threading.Event()
+        shard, other, c = (Digest(bytes([letter]) * 32) for letter in b"STC")
+        barrier.closed |= {A, B, c}
+
+        def work(dataset: Digest) -> str:
+            begun.append(dataset)
+            assert dataset == c or go.wait(60)
+            return "origin"
+
+        with ThreadPoolExecutor(4) as threads:
+            fills = Fills(threads, commitments, Uploads(commitments), lambda error: None, barrier)
+            try:
+                its = [
+                    fills.start(Decision(of, dataset, 1.0), partial(work, dataset), "c")
+                    for of, dataset in ((shard, A), (shard, B), (other, c))
+                ]
+                barrier.closed.clear()
+                assert await asyncio.wait_for(its[2], 30) == "origin"  # type: ignore[arg-type] # the last to have a turn
+                assert sorted(begun) == sorted([A, c])
+            finally:
+                go.set()
+            assert await asyncio.wait_for(its[1], 30) == "disk"  # type: ignore[arg-type]
+            assert B not in begun
+
+    asyncio.run(run())
+
+
+def test_fills_that_wait_for_their_turn_count_against_the_bound_on_their_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quiver_cacheserver.residency.fills.PENDING_MAX", 8)
+
+    async def run() -> None:
+        commitments, barrier = Commitments(), Barrier()
+        barrier.closed.add(A)
+        with ThreadPoolExecutor(4) as threads:
+            fills = Fills(threads, commitments, Uploads(commitments), lambda error: None, barrier)
+
+            def ask(client: str, number: int) -> object:
+                return fills.start(Decision(Digest.of(f"{client} {number}".encode()), A, 1.0), lambda: "origin", client)
+
+            assert [isinstance(ask("c", number), asyncio.Future) for number in range(20)] == [True] * 8 + [False] * 12
+            assert isinstance(ask("d", 0), asyncio.Future), "another client has one that waits in any case"
+            assert ask("d", 1) is RangeStatus.FILLING
+            fills.close()
 
     asyncio.run(run())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Executor
 from functools import partial
@@ -75,8 +75,8 @@ class _Fill:
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self.running = False
         self.since = inf  # it runs
-        self.patience_until = inf  # for another manifest's fill of the shard; set at its first turn
-        self.timer: asyncio.TimerHandle | None = None  # while it is put aside
+        self.patience_until = inf  # for another manifest's fill of the shard; set when it first waits for one
+        self.timer: asyncio.TimerHandle | None = None  # while it is put aside, for another fill or at the gate
 
 
 class _Failure(NamedTuple):
@@ -104,6 +104,7 @@ class Fills:
         self._fills: dict[Digest, dict[Digest, _Fill]] = {}  # by shard, then manifest; including waiting ones
         self._pending = 0
         self._waiting: OrderedDict[str, deque[_Fill]] = OrderedDict()  # by whose turn it is
+        self._not_begun: Counter[str] = Counter()  # fills by client, of those that wait and those that are put aside
         self._active = 0
         self._closed = False
         self._failed: Expiring[Recipe, _Failure] = Expiring(REMEMBERED_MAX, clock=_now)  # for seconds
@@ -167,12 +168,13 @@ class Fills:
         status = self.refusal(recipe)
         if status is not None and not (room and status is RangeStatus.NO_ROOM):
             return status
-        if self._closed or (self._pending >= PENDING_MAX and client in self._waiting):
+        if self._closed or (self._pending >= PENDING_MAX and self._not_begun[client]):
             return RangeStatus.FILLING
         fill = _Fill(recipe, work, client, decision.size_bytes)
         self._fills.setdefault(recipe.shard, {})[recipe.dataset] = fill
         self._commitments.add(decision)
         self._pending += 1
+        self._not_begun[client] += 1
         fill.future.add_done_callback(lambda done: self._done(recipe, done))
         self._waiting.setdefault(client, deque()).append(fill)
         self._begin()
@@ -189,20 +191,27 @@ class Fills:
                 continue
             self._active += 1
             fill.running, fill.since = True, time.monotonic()
+            self._begins(client)
             ended = self._gate.began(fill.recipe.dataset, fill.size_bytes, fill.since)
             ran = asyncio.get_running_loop().run_in_executor(self._executor, fill.work)
             ran.add_done_callback(partial(self._ran, fill, ended))
 
+    def _begins(self, client: str) -> None:
+        """One fill less of this client has not begun."""
+        self._not_begun[client] -= 1
+        if not self._not_begun[client]:
+            del self._not_begun[client]
+
     def _put_aside(self, fill: _Fill) -> bool:
         """Put a fill aside, for a while, if another manifest's fill of the shard runs; return whether it is."""
+        if not any(other.running for other in self._fills.get(fill.recipe.shard, {}).values()):
+            return False
         now = time.monotonic()
         fill.patience_until = min(fill.patience_until, now + OTHERS_SECONDS)
-        others = self._fills.get(fill.recipe.shard, {}).values()
-        if now >= fill.patience_until or not any(other.running for other in others):
-            return False
         seconds = fill.patience_until - now
-        fill.timer = asyncio.get_running_loop().call_later(seconds, self._resume, fill)
-        return True
+        if seconds > 0:
+            fill.timer = asyncio.get_running_loop().call_later(seconds, self._resume, fill)
+        return seconds > 0
 
     def _waits_at_gate(self, fill: _Fill) -> bool:
         """Put a fill aside if it is not its dataset's turn to read the origin; return whether it is."""
@@ -214,8 +223,6 @@ class Fills:
     def _resume(self, fill: _Fill) -> None:
         """Queue a fill that was put aside again, before its client's others."""
         assert fill.timer is not None
-        if time.monotonic() >= fill.timer.when():
-            fill.patience_until = -inf
         fill.timer.cancel()
         fill.timer = None
         self._waiting.setdefault(fill.client, deque()).appendleft(fill)
@@ -289,6 +296,8 @@ class Fills:
         fills = self._fills[recipe.shard]
         fill = fills.pop(recipe.dataset)
         self._pending -= 1
+        if fill.since == inf:
+            self._begins(fill.client)
         self._commitments.end(recipe)
         if not fills:
             del self._fills[recipe.shard]
