@@ -27,7 +27,7 @@ from quiver.ring import Member, Ring
 from quiver.wire import RangeStatus
 from quiver_cacheserver.allocation import AllocationSettings, Allocator, Facts
 from quiver_cacheserver.allocation.allocator import READ_SECONDS
-from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, DEBT_SECONDS, Bandwidth, Turns
+from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, DEBT_SECONDS, Bandwidth, Turns, _Bucket
 from quiver_cacheserver.allocation.gathering import Heard, readers_of
 from quiver_cacheserver.allocation.steady import BAND, Steady
 from quiver_cacheserver.command import command
@@ -211,6 +211,19 @@ def test_a_cap_holds_whatever_the_size_of_shards_and_of_all_datasets_below_it(ra
     assert read <= rate * (seconds + BURST_SECONDS) + 2 * max(size, rate / 100)
 
 
+def test_buckets_are_filled_once_however_many_datasets_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, names = Turns(), [Digest.of(b"%d" % number) for number in range(100)]
+    turns.set_rates(dict.fromkeys(names, 1.0), dict.fromkeys(names, ORIGIN), 0.0)
+    filled, fill = list[float](), _Bucket.fill
+    monkeypatch.setattr(_Bucket, "fill", lambda it, now, added=0.0: filled.append(now) or fill(it, now, added))  # type: ignore[func-returns-value]
+    for name in names:
+        turns.take(name, 10.0)
+    for number, name in enumerate(names):
+        assert turns.wait_seconds(name, 1.0 + number * 1e-6) > 0
+    assert turns.credit(1.0).keys() == set(names)
+    assert len(filled) == len(names)
+
+
 # -- solving ----------------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +345,38 @@ def test_an_origin_measured_far_too_slow_is_never_idle_for_it_and_a_debt_is_soon
     allocator.turns.set_cap(A, ORIGIN, 1.0, 110.0)
     allocator.began(A, 50.0, 111.0)(112.0, True)
     assert allocator.wait_seconds(A, 113.0) > 0, "a cap holds also where nothing is read"
+
+
+def test_a_cap_holds_for_what_nobody_reports_on_too() -> None:
+    """A dataset that is warmed, or that a reader has just opened."""
+    allocator, needs = daemon()
+    allocator.settings = settings_of(rates=("1MB",))
+    assert allocator.wait_seconds(A, 0.0) == 0
+    from_origin, from_peer = allocator.began(A, 1e6, 0.0), allocator.began(A, 1e6, 0.0)
+    assert allocator.wait_seconds(A, 0.1) > 0
+    assert allocator.wait_seconds(B, 0.1) > 0, "of the same origin"
+    from_origin(0.5, True)
+    hear(needs, 1, B, 100.0)
+    allocator.problem(0.5)  # of B alone
+    from_peer(0.5, False)
+    assert allocator.wait_seconds(A, 0.9) > 0
+    assert allocator.wait_seconds(A, 1.1) == 0, "what a peer gave does not count"
+
+
+def test_origins_that_nobody_reads_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quiver_cacheserver.allocation.allocator.ORIGINS_MAX", 2)
+    allocator, needs = daemon()
+    where = {Digest.of(b"%d" % number): f"http://o{number}/" for number in range(9)}
+    allocator._facts = lambda name: Facts("x", 1000.0, where[name]) if name in where else None  # type: ignore[method-assign]
+    allocator.settings = settings_of(rates=("1MB",))
+    for number, name in enumerate(where):
+        assert allocator.wait_seconds(name, number) == 0
+        allocator.began(name, 100.0, number)(number, True)
+    hear(needs, 1, A, 100.0)
+    where[A] = "http://read/"
+    allocator.problem(100.0)
+    assert set(allocator._bandwidths) == {"http://o7", "http://o8"}
+    assert set(allocator.turns._caps) == {"http://read"}
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ TICK_SECONDS: Final = 0.5
 SOLVE_SECONDS: Final = 2.0  # between two solutions, if what is read did not change
 ROOMY_SHARDS: Final = 1.5  # of each dataset that is read, in the room of this daemon: below that nothing is divided
 READ_SECONDS: Final = 1.5  # for which a shard stays that is read once: until it is reported, drawn from and drained
+ORIGINS_MAX: Final = 1024  # whose bandwidth is remembered though nobody reads them
 SHORT_SHARDS: Final = 0.5  # resident shards ahead, below which a consumer is short of data
 
 
@@ -133,6 +134,7 @@ class Allocator:
 
     def wait_seconds(self, dataset: Digest, now: float) -> float:
         """Return how long a fill of a dataset waits before it asks again; 0 if it may read its origin now."""
+        self._cap_unread(dataset, now)
         return self.turns.wait_seconds(dataset, now, idle=not self._under_way[self._origin(dataset)])
 
     def must_wait(self, now: float) -> set[Digest]:
@@ -153,6 +155,7 @@ class Allocator:
             if from_origin:
                 bandwidth.was_read(began, now, size_bytes)
             else:
+                self._cap_unread(dataset, now)
                 self.turns.take(dataset, -size_bytes)
 
         return ended
@@ -198,6 +201,7 @@ class Allocator:
         names = _distinct({name: it.shown for name, it in facts.items()})
         share = self._own_share()
         self._origin_of = {name: origin_of(it.base) for name, it in facts.items()}
+        self._forget(now)
         self._cap(facts, share, now)
         limits = self._measure(now, share)
         # A dataset whose share is still empty needs bandwidth to fill it, however little it will need then.
@@ -263,11 +267,26 @@ class Allocator:
         return limits
 
     def _cap(self, facts: Mapping[Digest, Facts], share: float, now: float) -> None:
-        self.turns.keep(set(facts))
         for name, it in facts.items():
             cap = self.settings.cap_of(it.base)
             if cap is not None:
                 self.turns.set_cap(name, cap[0] or origin_of(it.base), cap[1] * share, now)
+
+    def _cap_unread(self, dataset: Digest, now: float) -> None:
+        """Have a cap hold for a dataset that nobody reports on, as one that is warmed, or nobody yet."""
+        is_known = dataset in self._origin_of or self.turns.is_capped(dataset)
+        if self.settings.origin_rates and not is_known:
+            facts = self._facts(dataset)
+            if facts is not None:
+                self._cap({dataset: facts}, self._own_share(), now)
+
+    def _forget(self, now: float) -> None:
+        """Forget origins that nobody reads now, the first that were read first, once there are very many."""
+        self.turns.keep(set(self._origin_of), now)
+        read = {*self._origin_of.values(), *self._under_way}
+        for origin in [it for it in self._bandwidths if it not in read][: max(len(self._bandwidths) - ORIGINS_MAX, 0)]:
+            del self._bandwidths[origin]
+        self._limits.keep(self._bandwidths)
 
     def _own_share(self) -> float:
         """Return this daemon's part of the rack: that of what hashes to it."""

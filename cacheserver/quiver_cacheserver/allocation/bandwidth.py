@@ -28,6 +28,7 @@ BEYOND: Final = 1.25  # of a measured bandwidth, what is asked for
 BURST_SECONDS: Final = 1.0  # of its rate, what a bucket holds
 DEBT_SECONDS: Final = 4.0  # of its rate, or one shard, what a bucket owes at most
 WAIT_SECONDS: Final = (0.01, 1.0)  # bounds of how long a fill waits before it asks again
+FRESH_SECONDS: Final = WAIT_SECONDS[0] / 2  # for which filled buckets count as full: many ask, and each asks about all
 
 
 class Bandwidth:
@@ -88,8 +89,13 @@ class _Bucket:
 class _Origin:
     spare: float = 0.0
     buckets: dict[Digest, _Bucket] = field(default_factory=dict)
+    at: float = -math.inf
 
     def fill(self, now: float) -> None:
+        """Fill the buckets until now. A round of decisions, or thousands of fills that wait, ask at about one time."""
+        if 0 <= now - self.at < FRESH_SECONDS:
+            return
+        self.at = now
         rate = sum(it.rate for it in self.buckets.values())
         over = sum(it.fill(now) for it in self.buckets.values())
         self.spare = min(self.spare + over, rate * BURST_SECONDS)
@@ -128,9 +134,17 @@ class Turns:
         bucket.rate = rate
         self._cap_of[dataset] = prefix
 
-    def keep(self, datasets: set[Digest]) -> None:
-        """Forget the caps of other datasets."""
+    def is_capped(self, dataset: Digest) -> bool:
+        return dataset in self._cap_of
+
+    def keep(self, datasets: set[Digest], now: float) -> None:
+        """Forget the caps of other datasets, and prefixes below which nobody reads, if they owe nothing."""
         self._cap_of = {name: prefix for name, prefix in self._cap_of.items() if name in datasets}
+        used = set(self._cap_of.values())
+        for prefix, bucket in list(self._caps.items()):
+            bucket.fill(now)
+            if prefix not in used and bucket.tokens >= 0:
+                del self._caps[prefix]
 
     def wait_seconds(self, dataset: Digest, now: float, *, idle: bool = False) -> float:
         """Return how long a fill of this dataset should wait before it asks again; 0 if it may begin now.
