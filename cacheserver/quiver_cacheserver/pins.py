@@ -94,9 +94,13 @@ class Pins:
     def add(self, dataset: str, pin: Pin, quota_bytes: float | None = None) -> None:
         """Pin a dataset, by id. Blocks. Raises ``BadRequest`` if it is too large, ``DiskFailed``.
 
-        ``quota_bytes``: what the pins of its tenant may take in all.
+        A pin that whoever pins it does not see stays as it is: it is another domain's, or that of an operator of all,
+        and who replaced it could unpin it. ``quota_bytes``: what the pins of its tenant may take in all.
         """
         with self._changing:
+            known = self._pins.get(dataset)
+            if known is not None and pin.domain is not None and known.domain != pin.domain:
+                return
             others = {name: it for name, it in self._pins.items() if name != dataset}
             if len(others) >= PINS_MAX:
                 raise BadRequest(f"{PINS_MAX} datasets are pinned; unpin one first")

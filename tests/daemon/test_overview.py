@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,20 +14,24 @@ import pytest
 from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, Reader, Share
 from quiver.claims import Right
 from quiver.digest import Digest
-from quiver.domain import SINGLE, domain_named
+from quiver.domain import SINGLE, Domain, domain_named
 from quiver.errors import BadRequest, DiskFailed
 from quiver.identity import Identity
-from quiver.overview import RankView
+from quiver.overview import DatasetRequest, RankView
 from quiver.residency import ConsumerReport, Measured
 from quiver.residency.messages import NEEDS_TYPE, NeedsReport
 from quiver.store import Kind, Store
 from quiver_cacheserver.access.caller import EVERY_RIGHT, Caller
+from quiver_cacheserver.allocation import AllocationSettings
 from quiver_cacheserver.overview import removal
 from quiver_cacheserver.overview.facts import Facts
 from quiver_cacheserver.overview.held import look
 from quiver_cacheserver.overview.jobs import Reading, jobs_of
+from quiver_cacheserver.overview.known import KnownDatasets
+from quiver_cacheserver.overview.overview import Overview
 from quiver_cacheserver.overview.shares import Shown, view
 from quiver_cacheserver.pins import FILE, Pins, pin_of
+from tests.daemon.test_costs import lone_node
 from tests.support.daemon import Daemon
 from tests.support.data import Files, make_files, random_files
 from tests.support.tenants import SIGNER, Tenant, new_domain
@@ -178,6 +183,45 @@ def test_a_pin_of_one_domain_holds_for_no_dataset_of_another(tmp_path: Path) -> 
     assert not pins.remove("a" * 16, OTHER)
     assert pins.remove("a" * 16, ONE)
     store.close()
+
+
+def test_a_pin_is_not_replaced_by_one_who_does_not_see_it(tmp_path: Path) -> None:
+    """Who knows a manifest and the name of a domain knows the id that the dataset has there."""
+    store = Store.open(tmp_path, 1000, shared=False)
+    pins = Pins(store)
+    pins.add("a" * 16, pin_of("a", 100, domain=ONE))
+    pins.add("b" * 16, pin_of("b", 100))  # by an operator of all domains
+    for dataset in ("a" * 16, "b" * 16):
+        pins.add(dataset, pin_of("mine", 1, domain=OTHER))
+        assert not pins.remove(dataset, OTHER)
+    assert {it.name for _, it in Pins(store).items()} == {"a", "b"}
+    pins.add("a" * 16, pin_of("all's", 100))
+    assert dict(pins.items())["a" * 16].domain is None
+    store.close()
+
+
+@pytest.mark.parametrize("policy", ["max-min", "none"])
+async def test_the_quota_of_a_tenant_bounds_its_pins_from_the_first_request_on(policy: str, tmp_path: Path) -> None:
+    files = make_files(tmp_path, random_files(3, seed=1))
+    with contextlib.closing(lone_node(files, tmp_path)) as node:
+        node.allocator.settings = AllocationSettings.parse(policy, {"t": {"quota": 300}}, (), 1000)
+        asked, overview = DatasetRequest("a" * 16, "big", 301), Overview(node)
+        with pytest.raises(BadRequest, match="the quota of tenant t is here 300 B"):
+            await overview.pin(asked, Caller("", tenant="t", domain="one"))
+        assert not (await overview.pin(asked, Caller("", tenant="u", domain="one"))).known
+
+
+async def test_a_dataset_that_comes_to_another_domain_has_its_name_there_too(tmp_path: Path) -> None:
+    manifest = make_files(tmp_path / "d", random_files(3, seed=1)).opened()
+    heard, reported = list[Domain](), {(ONE, manifest.digest): manifest}
+    with contextlib.closing(Store.open(tmp_path / "s", 1000, shared=False)) as store:
+        known = KnownDatasets(store, lambda: reported, lambda of, domain, name: heard.append(domain))
+        await known.look(anew=True)
+        await known.look(anew=True)
+        assert heard == [ONE]
+        reported[OTHER, manifest.digest] = manifest
+        await known.look(anew=True)
+        assert heard == [ONE, OTHER]
 
 
 def test_a_pin_that_cannot_be_written_is_not_made(tmp_path: Path) -> None:

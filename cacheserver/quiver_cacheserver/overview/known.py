@@ -69,7 +69,7 @@ class KnownDatasets:
     ) -> None:
         """``reported``: the manifests of the datasets that consumers report on.
 
-        ``read`` is called for each manifest that was read from disk, with the name in it.
+        ``read`` is called for each dataset that the last look did not find, with the name in its manifest.
         """
         self._store = store
         self._reported = reported
@@ -85,12 +85,11 @@ class KnownDatasets:
             return self.last
         async with self._looking:
             if anew or not self.last.is_fresh(time.monotonic()):
-                before = set(self._facts)
+                before = self.last.datasets.keys()
                 loop = asyncio.get_running_loop()
                 self.last = await loop.run_in_executor(None, partial(self._look, dict(self._reported())))
-                for domain, manifest in self.last.datasets:
-                    if manifest not in before:
-                        self._read(manifest, domain, self._facts[manifest].name)
+                for domain, manifest in self.last.datasets.keys() - before:
+                    self._read(manifest, domain, self._facts[manifest].name)
             return self.last
 
     def expire(self) -> None:

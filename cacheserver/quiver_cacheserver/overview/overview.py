@@ -215,7 +215,8 @@ class Overview:
         size = known.facts.size_bytes if known is not None else request.size_bytes
         name = node.dataset_names.shown(known.manifest, known.domain) if known is not None else request.name
         pin = pin_of(name or request.name, int(size * self._own_share()), caller.tenant, caller.sees)
-        await self._in_thread(partial(node.pins.add, request.id, pin, self._quota_bytes(caller.tenant)))
+        quota = node.allocator.settings.quotas.get(caller.tenant) if caller.tenant else None
+        await self._in_thread(partial(node.pins.add, request.id, pin, quota))
         if known is not None:
             node.pins.know(request.id, known.domain, known.manifest, known.facts.shards)
         return PinAnswer(node.name, known is not None, known.held.resident_bytes if known is not None else 0)
@@ -235,11 +236,13 @@ class Overview:
             raise NotFound(f"no dataset with the id {request.id} is known here")
         if request.id in node.pins:
             raise BadRequest("the dataset is pinned; unpin it first")
-        used = node.manifests.opened.recently_used()
+        used, reported = node.manifests.opened.recently_used(), self._reported()
         others = [
             it.facts
-            for it in look.datasets.values()
-            if it.domain == known.domain and it.manifest != known.manifest and self._is_in_use(it, used)
+            for key, it in look.datasets.items()
+            if it.domain == known.domain
+            and it.manifest != known.manifest
+            and (it.manifest in used or key in reported or dataset_id(it.manifest, it.domain) in node.pins)
         ]
 
         def remove() -> tuple[int, int]:
@@ -286,10 +289,6 @@ class Overview:
         keys |= {name: (it.domain, it.manifest.digest) for name, it in self._node.datasets.items()}
         return {shown: keys[name] for name, shown in names.items() if name in keys}
 
-    def _is_in_use(self, it: Known, used: set[Digest]) -> bool:
-        is_read = it.manifest in used or (it.domain, it.manifest) in self._reported()
-        return is_read or dataset_id(it.manifest, it.domain) in self._node.pins
-
     def _find(self, look: Look, identifier: str, caller: Caller) -> Known | None:
         """Return the dataset with this id, if the caller may see it."""
         return next(
@@ -304,18 +303,11 @@ class Overview:
     def _own_share(self) -> float:
         """Return the part of a dataset that this daemon owns, of all copies together."""
         ring = self._node.registry.ring
-        return min(self._weight() * max(min(ring.replicas, len(ring.owning)), 1), 1.0)
-
-    def _weight(self) -> float:
-        """Return this daemon's part of the rack."""
-        ring = self._node.registry.ring
         weights = {ring.members[at].id: ring.members[at].weight for at in ring.owning}
         own = weights.get(self._node.registry.own.id, 0.0)
-        return own / sum(weights.values()) if own else 1.0  # one that drains owns nothing; what it has may be pinned
-
-    def _quota_bytes(self, tenant: str) -> float | None:
-        quota_bytes = self._node.allocator.current.problem.quotas.get(tenant) if tenant else None
-        return None if quota_bytes is None else quota_bytes * self._weight()
+        # One that drains owns nothing; what it has may be pinned.
+        weight = own / sum(weights.values()) if own else 1.0
+        return min(weight * max(min(ring.replicas, len(ring.owning)), 1), 1.0)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._node.disk_threads, work)
