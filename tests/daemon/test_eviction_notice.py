@@ -36,6 +36,14 @@ def test_what_is_there_without_a_notice_is_none(content: bytes) -> None:
     assert said(content, NAMES) is None
 
 
+@pytest.mark.parametrize(
+    "content", [b"{}", b'{"error": "try again"}', b"[]", b'["x"]', b"<html><body>502 Bad Gateway</body></html>"]
+)
+def test_what_a_url_answers_of_another_kind_is_no_notice_and_a_file_with_it_is_one(content: bytes) -> None:
+    assert said(content, NAMES) is None
+    assert said(content, NAMES, of_file=True) == Notice(None)
+
+
 @pytest.mark.parametrize("content", [b"TRUE", b"TERMINATE_ON_HOST_MAINTENANCE", b"this file", b"\xff\xfe"])
 def test_a_notice_need_not_say_when(content: bytes) -> None:
     assert said(content, NAMES) == Notice(None)

@@ -6,6 +6,7 @@ import array
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import signal
 import socket
@@ -24,6 +25,8 @@ from blockbuster import blockbuster_ctx
 
 from quiver.digest import Digest
 from quiver.errors import Misconfigured, OverCapacity
+from quiver.identity import Identity
+from quiver.introduction import READER_BYTES, Introduction
 from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver.store import Kind, Store
@@ -143,6 +146,20 @@ def test_a_reader_gets_the_very_files_read_only_and_in_order(
         assert not os.get_inheritable(it.file.fd)
     assert handed[1].file is None
     assert served.metric("quiver_handed_files_total") == before + 2
+
+
+def test_files_that_are_handed_over_count_for_the_tenant_of_the_readers_introduction(
+    served: Daemon, files: Files
+) -> None:
+    said = Introduction(b"r" * READER_BYTES, Identity(tenant="vision"), "train")
+    client = HandoffClient(path_of(served), answer_seconds=10, introduction=said.encode())
+    names = shards_of(files)
+    until(lambda: {it.status for it in client.files(names)} == {FileStatus.PRESENT})
+    client.close()
+    told = served.ask("GET", "/metrics")[1].decode()
+    counted = re.search(r'quiver_dataset_read_bytes_total{dataset=".*",tenant="vision",tier="host"} (\S+)', told)
+    assert counted is not None, told
+    assert float(counted[1]) >= sum(files.opened().tables.shard_sizes)
 
 
 def test_what_is_not_here_is_not_brought_in(files: Files, tmp_path: Path) -> None:

@@ -64,24 +64,25 @@ class _Told(msgspec.Struct):
     events: list[_Event] | None = msgspec.field(default=None, name="Events")
 
 
-def said(content: bytes, names: Sequence[str]) -> Notice | None:
+def said(content: bytes, names: Sequence[str], *, of_file: bool = False) -> Notice | None:
     """Return the notice that a file or an answer contains; ``None`` if it contains none.
 
     ``names``: of this machine. A list of scheduled events is a notice if one takes a machine of such a name. JSON that
-    is cut off or of another kind is none: it is read again a moment later. Nor is a page of HTML, as a proxy answers.
-    Any other text is one, unless it is empty, ``FALSE``, ``NONE`` or ``0``; it may be the time alone.
+    is cut off is none: it is read again a moment later. Nor is what a URL answers in JSON of another kind, or a page of
+    HTML, as a proxy answers. Any other text is one, unless it is empty, ``FALSE``, ``NONE`` or ``0``; it may be the time
+    alone. ``of_file``: a program wrote it, and may have written any JSON.
     """
     text = content.decode("utf-8", "replace").strip()
     if text.lower() in NOTHING or text.startswith("<"):
         return None
-    if not text.startswith("{"):
+    if not text.startswith("{" if of_file else ("{", "[")):
         return Notice(_seconds(text))
     try:
         told = msgspec.json.decode(text, type=_Told)
     except MALFORMED:
         return None
     if told.events is None:
-        return Notice(_seconds(told.time))
+        return Notice(_seconds(told.time)) if told.action or told.time or of_file else None
     own = {name.lower() for name in names}
     for event in told.events:
         is_own = not event.resources or bool(own.intersection(it.lower() for it in event.resources))
@@ -127,7 +128,7 @@ async def drain_on_notice(source: str, drain: Drain, drain_seconds: float, names
                 fault = str(error)
             else:
                 fault = ""
-                notice = said(content, names) if content is not None else None
+                notice = said(content, names, of_file=not watched.is_url) if content is not None else None
                 if notice is not None and not known:
                     seconds = drain_seconds_of(notice, time.time(), drain_seconds)
                     await drain.begin(seconds, "this machine is about to be taken")
@@ -140,12 +141,12 @@ class _Source:
 
     def __init__(self, source: str) -> None:
         self._source = source
-        self._is_url = "://" in source
+        self.is_url = "://" in source
         self._http: aiohttp.ClientSession | None = None
         self._token = ""
 
     async def __aenter__(self) -> Self:
-        if self._is_url:
+        if self.is_url:
             limit = aiohttp.ClientTimeout(total=ANSWER_SECONDS)
             self._http = aiohttp.ClientSession(timeout=limit, headers=HEADERS)
         return self

@@ -318,7 +318,7 @@ class Handoff:
         ]
         files = [file for file in opened if file is not None]
         of = node.manifests.opened.manifest_of(request.entries[0].digest, domain) if files else None
-        node.count_read(of, domain, caller.tenant, sum(file.size_bytes for file in files), "host")
+        node.count_read(of, domain, reader.by.identity.tenant, sum(file.size_bytes for file in files), "host")
         return files_answer(list(zip(statuses, editions, strict=True))), files
 
     def _is_held(self, entry: Held, domain: Domain) -> bool:
