@@ -15,6 +15,7 @@ from typing import Final
 
 from quiver.digest import Digest
 from quiver.domain import SINGLE, Domain
+from quiver.identity import told_apart
 
 UNNAMED: Final = "unnamed"
 DATASETS_MAX: Final = 4096  # of all domains; the one heard of longest ago is forgotten first
@@ -83,21 +84,3 @@ class DatasetNames:
                 {manifest: known.name for (of, manifest), known in self._known.items() if of == domain}
             )
         return names
-
-
-def told_apart(names: dict[Digest, str]) -> dict[Digest, str]:
-    """Return a distinct name for each manifest, by digest: the given one, or that with a number."""
-    taken = set(names.values())  # a dataset may really be called "a (2)"
-    last: dict[str, int] = {}  # number given for each name: thousands of datasets may be called the same
-    apart: dict[Digest, str] = {}
-    for manifest in sorted(names):
-        name = names[manifest]
-        if name in last:
-            number = last[name] + 1
-            while f"{name} ({number})" in taken:
-                number += 1
-            last[name], name = number, f"{name} ({number})"
-            taken.add(name)
-        last.setdefault(name, 1)
-        apart[manifest] = name
-    return apart

@@ -11,6 +11,7 @@ import pytest
 
 from quiver.allocation import allocate
 from quiver.errors import BadRequest, NotFound
+from quiver.identity import told_apart
 from quiver.overview import (
     AllocationView,
     DatasetsView,
@@ -26,7 +27,7 @@ from quiver.peer import PeerClient
 from quiver.ring import Member
 from quiver_client.operating.explaining import TB, change_for, explain_job, in_words, problem_of
 from quiver_client.operating.finding import dataset_called, subject_called
-from quiver_client.operating.merging import best_allocation, merged_datasets, merged_jobs, told_apart
+from quiver_client.operating.merging import best_allocation, merged_datasets, merged_jobs
 from quiver_client.operating.rack import ask_all
 from tests.support.etcd import free_ports
 from tests.support.servers import HostileServer, ok

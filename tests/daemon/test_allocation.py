@@ -118,6 +118,12 @@ def test_ranks_of_a_job_add_up_and_of_a_group_the_fastest_job_counts() -> None:
     assert readers_of(reversed(heard)) == readers, "in whatever order they were heard"
 
 
+def test_a_job_without_a_name_is_not_taken_for_one_that_is_called_so() -> None:
+    heard = [Heard(A, "x", 5.0), Heard(A, "y", 6.0), Heard(A, "z", 7.0, "unnamed job"), Heard(A, "w", 8.0, "a", "b")]
+    rates = {it.name: it.rate for it in readers_of(heard)[A]}
+    assert rates == {"unnamed job (2)": 5.0, "unnamed job (3)": 6.0, "unnamed job": 7.0, "b": 8.0}
+
+
 @given(st.lists(st.floats(-1, 1), min_size=1, max_size=200), st.floats(0.05, 5.0))
 def test_noise_around_a_speed_changes_nothing(noise: list[float], pause: float) -> None:
     value = Steady()

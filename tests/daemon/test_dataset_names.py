@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.domain import SINGLE, domain_named
-from quiver_cacheserver.dataset_names import DATASETS_MAX, TOLD_MAX, UNNAMED, DatasetNames, told_apart
+from quiver.identity import told_apart
+from quiver_cacheserver.dataset_names import DATASETS_MAX, TOLD_MAX, UNNAMED, DatasetNames
 
 
 def digest(number: int) -> Digest:

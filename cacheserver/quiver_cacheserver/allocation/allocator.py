@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, allocate, is_clearly_better
 from quiver.digest import Digest
+from quiver.identity import told_apart
 from quiver.residency import Needs
 from quiver.ring import Ring
 from quiver_cacheserver.allocation.bandwidth import Bandwidth, Turns
@@ -198,7 +199,7 @@ class Allocator:
         """Return what is to be solved now, about the whole rack, and what each dataset is called in it."""
         readers = readers_of(self._heard(now))
         facts = {name: it for name in readers if (it := self._facts(name)) is not None}
-        names = _distinct({name: it.shown for name, it in facts.items()})
+        names = told_apart({name: it.shown for name, it in facts.items()})  # they may be of several sharing domains
         share = self._own_share()
         self._origin_of = {name: origin_of(it.base) for name, it in facts.items()}
         self._forget(now)
@@ -312,17 +313,3 @@ def _who(problem: Problem) -> list[tuple[str, float, bool, list[tuple[str, str, 
 
 def _cached(allocation: Allocation) -> dict[str, float]:
     return {name: share.cache_bytes for name, share in allocation.shares.items()}
-
-
-def _distinct(shown: Mapping[Digest, str]) -> dict[Digest, str]:
-    """Return names of which no two are equal: datasets of several sharing domains may have one name."""
-    taken: set[str] = set()
-    names = {}
-    for digest, name in sorted(shown.items()):
-        number, unique = 1, name
-        while unique in taken:
-            number += 1
-            unique = f"{name} ({number})"
-        taken.add(unique)
-        names[digest] = unique
-    return names

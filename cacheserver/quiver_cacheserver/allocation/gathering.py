@@ -6,12 +6,15 @@ counts: those that substitute read one stream. A consumer that says no job's nam
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from quiver.allocation import Reader
 from quiver.digest import Digest
 from quiver.residency import Needs
+
+UNNAMED: Final = "unnamed job"
 
 
 class Heard(NamedTuple):
@@ -28,7 +31,7 @@ class Heard(NamedTuple):
 
 
 def readers_of(heard: Iterable[Heard]) -> dict[Digest, tuple[Reader, ...]]:
-    """Return the readers of each dataset, sorted by name. No two of one dataset have the same name and tenant."""
+    """Return the readers of each dataset, sorted by name. No two of one have the same name, tenant and ``ordered``."""
     jobs: dict[Digest, dict[tuple[str, str, bool], dict[str, list[Heard]]]] = {}
     for it in heard:
         job = it.job or f"\0{it.consumer}"  # which no name contains
@@ -54,11 +57,11 @@ def resident_bytes(needs: Needs, sizes: Mapping[Digest, float]) -> dict[Digest, 
 
 
 def _named(groups: dict[tuple[str, str, bool], dict[str, list[Heard]]]) -> Iterable[Reader]:
-    unnamed = 0
+    taken = {name for name, _, _ in groups}
+    numbered = (UNNAMED if number == 1 else f"{UNNAMED} ({number})" for number in itertools.count(1))
+    free = (name for name in numbered if name not in taken)
     for (name, tenant, ordered), jobs in sorted(groups.items()):
-        if name.startswith("\0"):
-            unnamed += 1
-            name = "unnamed job" if unnamed == 1 else f"unnamed job ({unnamed})"
+        name = next(free) if name.startswith("\0") else name
         ranks = [list(each) for each in jobs.values()]
         # A rank that does not know its rate yet reads as fast as the others of its job do on average.
         yield Reader(

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
+from quiver.identity import told_apart
 from quiver.overview import AllocationView, DatasetsView, DatasetView, JobsView, JobView, RankView
 
 Key = tuple[str, str, str, str, bool]
@@ -147,19 +148,6 @@ def _name(its: Sequence[DatasetView]) -> str:
     known = [it.name for it in its if it.size_bytes] or [it.name for it in its]
     (name, _), *_ = sorted(Counter(known).items(), key=lambda item: (-item[1], item[0]))
     return name
-
-
-def told_apart(names: dict[str, str]) -> dict[str, str]:
-    """Return a name of its own for each id: a second dataset of a name gets a number, in the order of their ids."""
-    taken: set[str] = set()
-    apart: dict[str, str] = {}
-    for identifier in sorted(names):
-        name, number = names[identifier], 2
-        while name in taken or (number > 2 and name in names.values()):
-            name, number = f"{names[identifier]} ({number})", number + 1
-        taken.add(name)
-        apart[identifier] = name
-    return apart
 
 
 def best_allocation(views: Iterable[AllocationView]) -> AllocationView | None:
