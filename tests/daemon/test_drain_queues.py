@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from quiver_cacheserver.draining.queues import Queues
+from quiver_cacheserver.draining.queues import Queues, by_receiver
 
 NAMES = "abc"
 
@@ -84,3 +84,8 @@ def test_what_a_full_receiver_refuses_goes_to_the_next_one_and_ends_as_refused_a
     assert not queues.has_other([0])
     queues.refuse(0, full=False)
     assert (queues.refused, queues.left) == ({0}, 0)
+
+
+def test_the_items_of_each_receiver_are_found_in_one_pass() -> None:
+    candidates = iter([iter(["a", "b"]), iter([]), iter(["c", "a"]), iter(["b"])])  # which can be read once
+    assert by_receiver(candidates) == {"a": [0, 2], "b": [0, 3], "c": [2]}

@@ -27,7 +27,7 @@ from quiver.ring import Ring
 from quiver.store import Kind
 from quiver.transport.attempt import Attempt
 from quiver_cacheserver.counters import Counters
-from quiver_cacheserver.draining.queues import Queues
+from quiver_cacheserver.draining.queues import Queues, by_receiver
 from quiver_cacheserver.draining.stock import Item, Key, alike, request_about, statuses_in, stock_of
 from quiver_cacheserver.rack.peers import RUNNERS_UP, RackPeers
 from quiver_cacheserver.rack.registry import Registry
@@ -180,11 +180,10 @@ class Giver:
 
     async def _hand_over(self, stock: Sequence[Item], candidates: list[list[str]], ended: set[int]) -> None:
         """Ask who holds what, then offer the rest. ``ended`` gets all items but those that nobody could take now."""
-        receivers = list(dict.fromkeys(name for each in candidates for name in each))
-        wanted = {name: [at for at, each in enumerate(candidates) if name in each] for name in receivers}
-        answers = await asyncio.gather(*(self._held_by(name, stock, wanted[name]) for name in receivers))
-        silent = {name for name, held in zip(receivers, answers, strict=True) if held is None}
-        for name, held in zip(receivers, answers, strict=True):
+        wanted = by_receiver(candidates)
+        answers = await asyncio.gather(*(self._held_by(name, stock, its) for name, its in wanted.items()))
+        silent = {name for name, held in zip(wanted, answers, strict=True) if held is None}
+        for name, held in zip(wanted, answers, strict=True):
             for at in held or ():
                 if at not in ended:
                     ended.add(at)

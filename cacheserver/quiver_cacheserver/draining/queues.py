@@ -83,3 +83,15 @@ class Queues:
                 return
         self.left -= 1
         (self.refused if item in self._full else self.failed).add(item)
+
+
+def by_receiver(candidates: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+    """Return the items of which each receiver is a candidate, going once over all of them.
+
+    In the event loop: a daemon may hold a quarter of a million files, and a rack have a thousand members.
+    """
+    items: dict[str, list[int]] = {}
+    for at, each in enumerate(candidates):
+        for name in each:
+            items.setdefault(name, []).append(at)
+    return items
