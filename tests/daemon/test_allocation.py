@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quiver.allocation import Policy
+from quiver.allocation import DatasetDemand, Policy, Problem, allocate
 from quiver.digest import Digest
 from quiver.errors import Misconfigured
 from quiver.identity import Identity
@@ -28,11 +28,14 @@ from quiver.wire import RangeStatus
 from quiver_cacheserver.allocation import AllocationSettings, Allocator, Facts
 from quiver_cacheserver.allocation.allocator import READ_SECONDS
 from quiver_cacheserver.allocation.bandwidth import BEYOND, BURST_SECONDS, DEBT_SECONDS, Bandwidth, Turns, _Bucket
-from quiver_cacheserver.allocation.gathering import Heard, readers_of
+from quiver_cacheserver.allocation.gathering import Heard, readers_of, shown_name
 from quiver_cacheserver.allocation.steady import BAND, Steady
 from quiver_cacheserver.command import command
+from quiver_cacheserver.overview.shares import Shown, view
 from quiver_cacheserver.residency.fills import Fills
 from quiver_cacheserver.residency.uploads import Uploads
+from quiver_client.operating.explaining import explain_job
+from quiver_client.operating.merging import Job
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
 CAPACITY = 1000
@@ -116,6 +119,29 @@ def test_ranks_of_a_job_add_up_and_of_a_group_the_fastest_job_counts() -> None:
     assert next(it for it in readers[A] if it.name == "job").attained_bytes == 8.0
     assert {it.name: it.rate for it in readers[B]} == {"unnamed job": 7.0, "unnamed job (2)": 5.0, "late": 12.0}
     assert readers_of(reversed(heard)) == readers, "in whatever order they were heard"
+
+
+def test_what_is_predicted_is_told_of_each_job_although_others_are_called_the_same() -> None:
+    heard = [Heard(A, f"{at}", 10.0 + at, "train", "", tenant) for at, tenant in enumerate(("t", "u"))]
+    heard.append(Heard(A, "x", 12.0, "train", "", "t", ordered=True))
+    readers = readers_of(heard)[A]
+    assert {(shown_name(it), it.tenant, it.ordered) for it in readers} == {
+        ("train", "t", False),
+        ("train", "u", False),
+        ("train", "t", True),
+    }
+    demand = DatasetDemand(name="a", size_bytes=1000.0, origin=ORIGIN, readers=readers)
+    problem = Problem(capacity_bytes=2000.0, datasets=(demand,))
+    told = view("n", problem, allocate(problem), lambda it: Shown("1" * 16, it.name), age_seconds=0.0, entries_max=9)
+    its = told.datasets[0].readers
+    assert {(it.name, it.tenant, it.ordered, it.predicted) for it in its} == {
+        ("train", "t", False, 10.0),
+        ("train", "u", False, 11.0),
+        ("train", "t", True, 12.0),
+    }
+    job = Job("train", "", "u", "a", "1" * 16, 1, 11.0, 11.0, 0.0, 0.0, 0.0, ordered=False, stock=False)
+    [explained] = explain_job([job], [], told)
+    assert explained.predicted == explained.anew == 11.0
 
 
 def test_a_job_without_a_name_is_not_taken_for_one_that_is_called_so() -> None:

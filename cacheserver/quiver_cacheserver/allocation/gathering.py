@@ -7,6 +7,7 @@ counts: those that substitute read one stream. A consumer that says no job's nam
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
@@ -31,13 +32,22 @@ class Heard(NamedTuple):
 
 
 def readers_of(heard: Iterable[Heard]) -> dict[Digest, tuple[Reader, ...]]:
-    """Return the readers of each dataset, sorted by name. No two of one have the same name, tenant and ``ordered``."""
+    """Return the readers of each dataset, sorted by name. No two of one have the same name.
+
+    Where jobs of several tenants are called the same, or one job reads in a fixed order and substitutes, more follows a
+    name than ``shown_name`` returns: what is predicted is told by name.
+    """
     jobs: dict[Digest, dict[tuple[str, str, bool], dict[str, list[Heard]]]] = {}
     for it in heard:
         job = it.job or f"\0{it.consumer}"  # which no name contains
         groups = jobs.setdefault(it.dataset, {})
         groups.setdefault((it.group or job, it.tenant, it.ordered), {}).setdefault(job, []).append(it)
     return {dataset: tuple(_named(groups)) for dataset, groups in sorted(jobs.items())}
+
+
+def shown_name(reader: Reader) -> str:
+    """Return what a reader's job, or group, is called."""
+    return reader.name.partition("\0")[0]
 
 
 def resident_bytes(needs: Needs, sizes: Mapping[Digest, float]) -> dict[Digest, float]:
@@ -57,11 +67,14 @@ def resident_bytes(needs: Needs, sizes: Mapping[Digest, float]) -> dict[Digest, 
 
 
 def _named(groups: dict[tuple[str, str, bool], dict[str, list[Heard]]]) -> Iterable[Reader]:
-    taken = {name for name, _, _ in groups}
+    taken = Counter(name for name, _, _ in groups)
     numbered = (UNNAMED if number == 1 else f"{UNNAMED} ({number})" for number in itertools.count(1))
     free = (name for name in numbered if name not in taken)
     for (name, tenant, ordered), jobs in sorted(groups.items()):
-        name = next(free) if name.startswith("\0") else name
+        if name.startswith("\0"):
+            name = next(free)
+        elif taken[name] > 1:
+            name = f"{name}\0{tenant}\0{ordered}"
         ranks = [list(each) for each in jobs.values()]
         # A rank that does not know its rate yet reads as fast as the others of its job do on average.
         yield Reader(

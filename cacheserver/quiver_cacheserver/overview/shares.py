@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from quiver.allocation import Allocation, DatasetDemand, Problem
 from quiver.overview import AllocationView, ReaderView, ShareView
+from quiver_cacheserver.allocation.gathering import shown_name
 
 
 class Shown(NamedTuple):
@@ -62,7 +63,7 @@ def _share(it: DatasetDemand, named: Shown, allocation: Allocation) -> ShareView
         origin=it.origin,
         readers=[
             ReaderView(
-                name=reader.name,
+                name=shown_name(reader),
                 rate=reader.rate if math.isfinite(reader.rate) else None,
                 tenant=reader.tenant,
                 ordered=reader.ordered,

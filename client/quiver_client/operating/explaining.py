@@ -71,7 +71,7 @@ def problem_of(view: AllocationView) -> Problem:
                 origin=share.origin,
                 readers=tuple(
                     Reader(
-                        name=reader.name,
+                        name=_told(share, reader),
                         rate=math.inf if reader.rate is None else reader.rate,
                         tenant=reader.tenant,
                         ordered=reader.ordered,
@@ -141,7 +141,9 @@ def _explained(
     anew = 0.0
     if reader is not None and share is not None:
         key = _key(share)
-        told = [(by, it.shares[key].cache_bytes, it.predicted.get((key, reader.name), 0.0)) for by, it in solved]
+        told = [
+            (by, it.shares[key].cache_bytes, it.predicted.get((key, _told(share, reader)), 0.0)) for by, it in solved
+        ]
         anew = told[0][2] if told else 0.0
         what_if = tuple(WhatIf(*it, it[2] / anew) for it in told[1:] if anew > 0)
     return Explained(
@@ -236,3 +238,9 @@ def _reader(share: ShareView | None, job: Job) -> ReaderView | None:
 
 def _key(share: ShareView) -> str:
     return share.id or share.name
+
+
+def _told(share: ShareView, reader: ReaderView) -> str:
+    """Return a name that no other reader of the dataset has: jobs of several tenants may be called the same."""
+    is_only = sum(it.name == reader.name for it in share.readers) == 1
+    return reader.name if is_only else f"{reader.name}\0{reader.tenant}\0{reader.ordered}"
