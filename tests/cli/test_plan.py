@@ -17,6 +17,7 @@ from quiver.errors import Misconfigured
 from quiver_client.cli.plan import command
 from quiver_client.planning import read_fleet, simulate
 from quiver_client.planning.placement import place
+from quiver_client.planning.rack import Run, readers
 
 GB, MB = 1e9, 1e6
 RACKS = """
@@ -72,6 +73,11 @@ def test_trials_of_a_group_count_once(tmp_path: Path) -> None:
     trials = [f"t{n},sweep,20GB,s3,100MB/s,1,0,,1,,g,false," for n in range(4)]
     grouped = ran(fleet(tmp_path, *trials, "one,other,20GB,s3,100MB/s,1,0,,1,,,false,"))
     assert grouped["one"]["waiting"] == pytest.approx(grouped["t0"]["waiting"], abs=0.02)
+
+
+def test_groups_of_two_tenants_are_never_taken_for_one(tmp_path: Path) -> None:
+    jobs = read_fleet(fleet(tmp_path, "x,d,4GB,s3,9MB/s,1,0,,3,a,b/c,,", "y,d,4GB,s3,9MB/s,1,0,,3,a/b,c,,")).jobs
+    assert len(readers([Run(job) for job in jobs])) == 2
 
 
 def test_a_rack_that_holds_everything_reads_it_once(tmp_path: Path) -> None:
@@ -179,6 +185,7 @@ BAD_ROWS = {
     "a control character": ("a\x1b[2J,d,4GB,s3,1MB/s,1,0,,3,,,false,", "which does not print"),
     "a name that is too long": ("a" * 200 + ",d,4GB,s3,1MB/s,1,0,,3,,,false,", "more than 128 bytes"),
     "no ranks": ("a,d,4GB,s3,1MB/s,0,0,,3,,,false,", "row 2: ranks is '0'"),
+    "ranks in too many digits": (f"a,d,4GB,s3,1MB/s,{'1'.zfill(20)}9999,0,,3,,,false,", "row 2: ranks is '0000"),
     "a negative start": ("a,d,4GB,s3,1MB/s,1,-5,,3,,,false,", "row 2: start is '-5'"),
     "neither epochs nor duration": ("a,d,4GB,s3,1MB/s,1,0,,,,,false,", "row 2: neither epochs nor duration"),
     "both": ("a,d,4GB,s3,1MB/s,1,0,1h,3,,,false,", "row 2: both epochs and duration"),

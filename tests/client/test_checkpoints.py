@@ -121,7 +121,7 @@ def test_nothing_in_a_checkpoint_is_run(tmp_path: Path) -> None:
         (msgspec.json.encode(state_of(rank={})), BadRequest, "'rank' is no whole number"),
         (msgspec.json.encode(mix_of(MINE) | {"parts": {"a": 1}}), BadRequest, "part 'a' of a mixture has no list"),
         (msgspec.json.encode(mix_of(MINE) | {"parts": {"a": {"passes": [1]}}}), BadRequest, "part 'a'"),
-        (b'{"app": {"quiver": "QUJD"}}', BadRequest, r"last\.pt: state: 'quiver' is malformed"),
+        (b'{"app": {"quiver": "QUJD"}}', NotFound, "no loader's state is in it"),
     ],
 )
 def test_what_is_no_checkpoint_is_refused_in_a_line(
@@ -164,3 +164,12 @@ def test_states_of_several_jobs_have_to_be_chosen_from_by_key() -> None:
         chosen(both, MINE, "model")
     with pytest.raises(BadRequest, match="not those of the ranks of one job"):
         chosen(found(state_of(epoch=1), state_of(epoch=2)), MINE)
+
+
+@pytest.mark.parametrize(
+    "other", ["0.12.1", "MTIz", "", b"\x00\xff", packed([1])["quiver"], packed({"a": 1})["quiver"]]
+)  # type: ignore[arg-type]
+def test_what_only_has_the_key_of_a_packed_state_is_passed_over(other: str | bytes, tmp_path: Path) -> None:
+    file = tmp_path / "last.json"
+    file.write_bytes(msgspec.json.encode({"versions": {"quiver": other}, "loader": state_of()}))
+    assert [it.key for it in states_in(file)] == ["loader"]

@@ -167,9 +167,11 @@ def _as_state(value: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     if set(value) == {PACKED} and isinstance(value[PACKED], bytes | str):
         from quiver_client.loader.merged_state import unpacked
 
-        value = unpacked({PACKED: _as_bytes(PACKED, value[PACKED])})
-        if not isinstance(value, Mapping):
-            raise BadRequest(f"state: what was packed into {PACKED!r} is no state")
+        try:
+            inside = unpacked({PACKED: _as_bytes(PACKED, value[PACKED])})
+        except (BadRequest, ValueError):  # something else of this name, such as a version
+            return None
+        return _as_state(inside) if isinstance(inside, Mapping) and PACKED not in inside else None
     if not value.keys() >= _MARKER or not isinstance(value["dataset"], str):
         return None
     for name in _NUMBERS:

@@ -15,6 +15,7 @@ from quiver.sizes import parse_size
 _SECONDS: Final = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _DURATION = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([a-z]*)\s*", re.ASCII)
 _YES, _NO = {"true", "yes", "1"}, {"false", "no", "0", ""}
+DIGITS_MAX: Final = 20
 DURATION_SECONDS_MAX: Final = 100 * 365 * 86400.0
 EPOCHS_MIN, EPOCHS_MAX = 1e-6, 1e9  # past them a simulation is rounding
 WEIGHT_MIN, WEIGHT_MAX = 1e-3, 1e3  # of a tenant, as a daemon takes it
@@ -64,7 +65,8 @@ def duration(what: str, value: Any, *, zero: bool = False) -> float:
 def count(what: str, value: Any, most: int = 10**6) -> int:
     """Return a number of things, at least one."""
     text = str(value).strip()
-    if isinstance(value, bool) or not (text.isascii() and text.isdigit() and 1 <= int(text[:20]) <= most):
+    is_digits = text.isascii() and text.isdigit() and len(text) <= DIGITS_MAX
+    if isinstance(value, bool) or not is_digits or not 1 <= int(text) <= most:
         raise Misconfigured(f"{what} is {_said(value)}; it must be a whole number from 1 to {most}")
     return int(text)
 

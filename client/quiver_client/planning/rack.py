@@ -116,7 +116,7 @@ class RackSimulation:
                     name=name,
                     size_bytes=held.dataset.size_bytes,
                     origin=held.dataset.origin,
-                    readers=_readers(held.runs),
+                    readers=readers(held.runs),
                     resident_bytes=held.useful,
                 )
                 for name, held in self._held.items()
@@ -180,7 +180,7 @@ class RackSimulation:
                 held.filling = 0.0
 
 
-def _readers(runs: list[Run]) -> tuple[Reader, ...]:
+def readers(runs: list[Run]) -> tuple[Reader, ...]:
     """Return who counts: the jobs, and of a group one reader as fast as its fastest."""
     by_name: dict[str, list[Run]] = {}
     for run in runs:
@@ -198,8 +198,8 @@ def _readers(runs: list[Run]) -> tuple[Reader, ...]:
 
 
 def _reader(job: Job) -> str:
-    """Return the name of a job's reader; trials of a group that substitute have one."""
-    return f"group {job.tenant}/{job.group}" if job.group and not job.ordered else f"job {job.name}"
+    """Return the name of a job's reader; trials of a group that substitute have one. No name contains NUL."""
+    return f"group {job.tenant}\0{job.group}" if job.group and not job.ordered else f"job {job.name}"
 
 
 def _demand(runs: list[Run]) -> float:
