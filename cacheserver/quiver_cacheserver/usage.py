@@ -3,7 +3,9 @@
 Prometheus keeps every series that it has ever seen, and clients choose the names. So only the largest have a series of
 their own; the rest is counted under ``other``. Invariant, which the tests check against a model: no series decreases
 while it is shown, and all together are what was counted. For that, a name that gets a series late begins at 0 (what it
-had before stays in ``other``), and one that loses its series adds its count to ``other``.
+had before stays in ``other``), and one that loses its series adds its count to ``other``. Several names may have one
+series, such as those of readers that name their tenant and of readers that do not; what one of them added to it stays
+there when it gets another series, for as long as that one is shown.
 
 A name keeps its series until one that has none has counted twice as much: nothing flaps.
 """
@@ -48,12 +50,22 @@ def nothing() -> ByTier:
 @dataclass(slots=True)
 class _Counted:
     bytes: ByTier = field(default_factory=nothing)
-    in_other: ByTier = field(default_factory=nothing)  # of them, what ``other`` counts for good
+    before: ByTier = field(default_factory=nothing)  # of them, what is counted elsewhere for good
     name: tuple[str, str] | None = None  # of the series: dataset and tenant
 
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
+
+    def add_to(self, sums: ByTier) -> None:
+        """Add what is not counted elsewhere."""
+        for tier in TIERS:
+            sums[tier] += self.bytes[tier] - self.before[tier]
+
+    def leave(self, sums: ByTier) -> None:
+        """Have all of it counted there for good."""
+        self.add_to(sums)
+        self.before = dict(self.bytes)
 
 
 class Usage:
@@ -63,7 +75,8 @@ class Usage:
         self._series_max, self._names_max = series_max, names_max
         self._counted: dict[Label, _Counted] = {}
         self._shown: set[Label] = set()
-        self._other = nothing()  # what is of no name, or of one that is no longer counted
+        self._other = nothing()  # what is of no name, or was counted before its name had a series
+        self._kept: dict[tuple[Domain, tuple[str, str]], ByTier] = {}  # in a series, of names that have another one now
         self._lock = threading.Lock()
 
     def add(self, label: Label | None, tier: Tier, size_bytes: int) -> None:
@@ -91,14 +104,18 @@ class Usage:
         """
         with self._lock:
             self._choose()
+            shown = {label for label in self._shown if domain in (None, label.domain)}
+            for label in sorted(shown):
+                self._name(label, *naming(label))
             found = {(OTHER, ""): dict(self._other)}
             rest = found[OTHER, ""]
             for label, it in self._counted.items():
-                is_shown = label in self._shown and domain in (None, label.domain)
-                into = found.setdefault(self._named(it, *naming(label)), nothing()) if is_shown else rest
+                name = it.name if label in shown else None
+                it.add_to(found.setdefault(name, nothing()) if name is not None else rest)
+            for (of, name), its in self._kept.items():
+                into = found.get(name, rest) if domain in (None, of) else rest
                 for tier in TIERS:
-                    into[tier] += it.bytes[tier] - (it.in_other[tier] if is_shown else 0)
-                    rest[tier] += it.in_other[tier] if is_shown else 0
+                    into[tier] += its[tier]
             return found
 
     def _new(self, label: Label) -> _Counted | None:
@@ -114,18 +131,28 @@ class Usage:
         """Count the smaller half of the names without a series under ``other`` alone; return whether there were any."""
         without = sorted(self._counted.keys() - self._shown, key=lambda it: self._counted[it].total)
         for label in without[: (len(without) + 1) // 2]:
-            it = self._counted.pop(label)
-            for tier in TIERS:
-                self._other[tier] += it.bytes[tier]
+            self._counted.pop(label).leave(self._other)
         return bool(without)
 
-    def _named(self, it: _Counted, dataset: str, tenant: str | None) -> tuple[str, str]:
-        """Name a series, and return the name; if it had another one, the new series begins at 0."""
+    def _name(self, label: Label, dataset: str, tenant: str | None) -> None:
+        """Name a series; if it had another name, it begins at 0."""
+        it = self._counted[label]
         name = dataset, tenant if tenant is not None else it.name[1] if it.name is not None else ""
         if it.name is not None and it.name != name:
-            it.in_other = dict(it.bytes)
+            self._leave(label)
         it.name = name
-        return name
+
+    def _leave(self, label: Label) -> None:
+        """Have a name no longer add to its series, which keeps what it has if other names add to it."""
+        it, name = self._counted[label], self._counted[label].name
+        if name is None or not any(self._counted[other].name == name for other in self._shown - {label}):
+            it.leave(self._other)
+            for key in [key for key in self._kept if key[1] == name]:
+                for tier, size_bytes in self._kept.pop(key).items():
+                    self._other[tier] += size_bytes
+        else:
+            it.leave(self._kept.setdefault((label.domain, name), nothing()))
+        it.name = None
 
     def _choose(self) -> None:
         """Give the series of small names to much larger ones."""
@@ -134,7 +161,7 @@ class Usage:
             smallest = min(self._shown, key=lambda it: self._counted[it].total)
             if self._counted[label].total < LEAD * self._counted[smallest].total + 1:
                 return
+            self._leave(smallest)
             self._shown.remove(smallest)
             self._shown.add(label)
-            it = self._counted[label]
-            it.in_other = dict(it.bytes)
+            self._counted[label].leave(self._other)

@@ -70,6 +70,24 @@ def test_reads_that_name_no_tenant_stay_with_the_tenant_whose_jobs_read_the_data
     assert usage.series(lambda label: ("d1", None))["d1", "t"]["rack"] == 11  # its jobs have ended
 
 
+def test_a_series_keeps_what_readers_without_a_tenant_added_to_it() -> None:
+    """They count for the one tenant whose jobs read the dataset, until jobs of another one do."""
+    usage = Usage()
+    usage.add(Label(SINGLE, digest(1)), "rack", 10)
+    usage.add(Label(SINGLE, digest(1), "t"), "rack", 5)
+    assert usage.series(lambda label: ("d1", "t"))["d1", "t"]["rack"] == 15
+    usage.add(Label(SINGLE, digest(1), "u"), "rack", 1)
+    for more in (0, 3):
+        usage.add(Label(SINGLE, digest(1)), "rack", more)
+        found = usage.series(lambda label: ("d1", label.tenant))
+        assert {key: its["rack"] for key, its in found.items()} == {
+            ("d1", "t"): 15,
+            ("d1", "u"): 1,
+            ("d1", ""): more,
+            (OTHER, ""): 0,
+        }
+
+
 def test_names_of_other_domains_are_counted_under_other() -> None:
     usage = Usage()
     usage.add(Label(SINGLE, digest(1)), "rack", 10)
@@ -83,17 +101,18 @@ def test_names_of_other_domains_are_counted_under_other() -> None:
 adds = st.tuples(st.integers(1, 12), st.sampled_from(["", "a"]), st.sampled_from(["host", "rack", "origin"]))
 
 
-@given(st.lists(st.one_of(st.tuples(adds, st.integers(0, 100)), st.none()), max_size=80))
-def test_no_series_decreases_while_it_is_shown_and_nothing_is_lost(steps: list[tuple[tuple, int] | None]) -> None:  # type: ignore[type-arg]
+@given(st.lists(st.one_of(st.tuples(adds, st.integers(0, 100)), st.sampled_from(["", "a", "b", None])), max_size=80))
+def test_no_series_decreases_while_it_is_shown_and_nothing_is_lost(steps: list[tuple[tuple, int] | str | None]) -> None:  # type: ignore[type-arg]
+    """``None`` and texts: the series are asked for; the tenant whose jobs read what names no tenant, then."""
     usage, counted = Usage(series_max=3, names_max=6), 0
     before: dict[tuple[str, str], dict[str, int]] = {}
     for step in steps:
-        if step is not None:
+        if isinstance(step, tuple):
             (number, tenant, tier), size = step
             usage.add(Label(SINGLE, digest(number), tenant), tier, size)
             counted += size
             continue
-        found = usage.series(name_of)
+        found = usage.series(lambda label: (name_of(label)[0], label.tenant or step))  # noqa: B023 - called at once
         assert total(found) == counted
         assert len(found) <= 3 + 1
         for key in found.keys() & before.keys():
