@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 from urllib.parse import quote, unquote_to_bytes
 
@@ -106,6 +107,21 @@ class Location:
             (self.scheme, self.authority) == (other.scheme, other.authority)
             and other.names[: len(self.names)] == self.names
         )  # fmt: skip
+
+
+@lru_cache(4096)
+def normal(base: str) -> str:
+    """Return the URL of a location in its one normal form; one that is none stays as it is."""
+    try:
+        return Location.parse(base).url
+    except BadRequest:
+        return base
+
+
+def origin_of(base: str) -> str:
+    """Return the origin that data at a base comes from, by host or bucket: what shares one bandwidth."""
+    scheme, _, rest = normal(base).partition("://")
+    return f"{scheme}://{rest.partition('/')[0]}"
 
 
 def object_path(path: str, scheme: str) -> str:

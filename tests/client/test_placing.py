@@ -14,7 +14,8 @@ from quiver.manifest import Manifest
 from quiver.overview import AllocationView, ShareView, dataset_id
 from quiver_client import index
 from quiver_client.migration.placing import ASSUMED_RATE, Job, Rack, place_jobs, predict, with_known_rates
-from quiver_client.migration.racks import Wanted, _problem
+from quiver_client.migration.racks import Wanted, _problem, jobs_of
+from tests.support.data import make_files, random_files, rebased
 
 GB = 1e9
 
@@ -118,3 +119,14 @@ def test_a_rack_whose_daemons_are_smaller_than_a_shard_is_none() -> None:
     assert where([job("a")], [tiny, rack("slow", rate=0.1)]) == ["slow"]
     with pytest.raises(ValueError, match="a: one of its shards is larger"):
         place_jobs([job("a")], [tiny])
+
+
+def test_a_job_competes_with_those_that_read_other_data_of_the_same_origin(tmp_path: Path) -> None:
+    """Daemons name an origin by its host, and a manifest has the URL of a folder."""
+    remote = rebased(make_files(tmp_path, random_files(3, seed=1)), "http://Origin:80/a/", tmp_path / "m.quiver")
+    [placed] = jobs_of([Wanted("m", remote.opened(), 8 * GB)])
+    reader = Reader(name="runs", rate=8 * GB, ordered=True)
+    theirs = DatasetDemand(name="z", size_bytes=5000 * GB, origin="http://origin", readers=(reader,))
+    problem = Problem(capacity_bytes=1.0, datasets=(theirs,), origin_rates={"http://origin": 8 * GB})
+    busy = Rack(name="r", url="u", capacity_bytes=1.0, free_bytes=0.0, origin_rate=8 * GB, problem=problem)
+    assert predict(placed, busy, 10).slowed > 0.1

@@ -39,7 +39,7 @@ from quiver_client.operating.merging import Job
 
 A, B = (Digest(bytes([letter]) * 32) for letter in b"AB")
 CAPACITY = 1000
-ORIGIN = "http://origin:80"
+ORIGIN = "http://origin"
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -63,6 +63,24 @@ def test_settings_are_what_was_written() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rate", "base", "is_capped"),
+    [
+        ("/data/=1MB", "file:///data/imagenet/", True),
+        ("/data/../data//x=1MB", "file:///data/x", True),
+        ("file:///data=1MB", "file:///data/", True),
+        ("s3://b/a=1MB", "S3://b/a/c/", True),
+        ("s3://b/a=1MB", "s3://b/ab/", False),
+        ("http://Host/=1MB", "HTTP://host:80/a/", True),
+        ("http://host/=1MB", "http://host.example/a/", False),
+        ("http://host/a%20b=1MB", "http://host/a b/", True),
+    ],
+)
+def test_a_cap_holds_below_a_folder_however_its_url_is_written(rate: str, base: str, is_capped: bool) -> None:
+    """A manifest says where its data is, and anybody may make another one that says it in other words."""
+    assert (settings_of(rates=(rate,)).cap_of(base) is not None) == is_capped
+
+
+@pytest.mark.parametrize(
     ("given_", "says"),
     [
         ({"policy": "fair"}, "--policy 'fair': write one of max-min, throughput, las, cost"),
@@ -79,6 +97,8 @@ def test_settings_are_what_was_written() -> None:
         ({"tenants": {"a" * 200: {}}}, "more than 128 bytes"),
         ({"rates": ("fast",)}, "--origin-rate 'fast': write [PREFIX=]RATE"),
         ({"rates": ("s3://b/=0",)}, "--origin-rate 's3://b/=0'"),
+        ({"rates": ("s3//b/=1MB",)}, "is not a URL of an origin"),
+        ({"rates": ("data=1MB",)}, "--origin-rate 'data=1MB'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(given_: dict[str, Any], says: str) -> None:

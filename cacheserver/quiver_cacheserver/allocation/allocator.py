@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
-from urllib.parse import urlsplit
 
 from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, allocate, is_clearly_better
 from quiver.digest import Digest
 from quiver.identity import told_apart
+from quiver.location import origin_of
 from quiver.residency import Needs
 from quiver.ring import Ring
 from quiver_cacheserver.allocation.bandwidth import Bandwidth, Turns
@@ -295,12 +295,6 @@ class Allocator:
         weights = {member.id: member.weight for member in ring.members if member.state == "up"}
         total = sum(weights.values())
         return weights[own] / total if own in weights and total > 0 else 1.0
-
-
-def origin_of(base: str) -> str:
-    """Return the origin that data at a base comes from, by host: what shares one bandwidth."""
-    parts = urlsplit(base)
-    return f"{parts.scheme}://{parts.netloc}" if parts.netloc else "file://"
 
 
 def _who(problem: Problem) -> list[tuple[str, float, bool, list[tuple[str, str, bool, bool]]]]:

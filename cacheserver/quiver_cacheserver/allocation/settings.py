@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from quiver.allocation import Policy
-from quiver.errors import Misconfigured
+from quiver.errors import BadRequest, Misconfigured
 from quiver.identity import check_name
+from quiver.location import Location, normal
 from quiver.sizes import format_size, parse_size
 
 NO_POLICY: Final = "none"  # need alone decides, also between datasets: to compare with
@@ -22,7 +24,8 @@ _KEYS: Final = ("weight", "quota")
 class AllocationSettings:
     """``policy``: ``None`` for none. ``weights`` and ``quotas`` (bytes of this daemon) by tenant.
 
-    ``origin_rates``: bytes per second that the rack may read, by the prefix of what is read; "": from each origin.
+    ``origin_rates``: bytes per second that the rack may read, by the folder that it lies below, as the normal form of
+    its URL; "": from each origin.
     """
 
     policy: Policy | None = Policy.MAX_MIN
@@ -52,7 +55,8 @@ class AllocationSettings:
 
     def cap_of(self, base: str) -> tuple[str, float] | None:
         """Return the longest prefix of where an origin's data lies that has a cap, and the cap; ``None`` if none."""
-        found = [prefix for prefix in self.origin_rates if base.startswith(prefix)]
+        url = normal(base)
+        found = [prefix for prefix in self.origin_rates if url.startswith(prefix)]
         prefix = max(found, key=len, default=None)
         return None if prefix is None else (prefix, self.origin_rates[prefix])
 
@@ -96,8 +100,19 @@ def _origin_rate(given: str) -> tuple[str, float]:
     prefix, _, text = given.rpartition("=")
     text = text.strip().removesuffix("/s")
     try:
-        return prefix.strip(), float(parse_size(text))
+        return _folder(prefix.strip()), float(parse_size(text))
+    except BadRequest as error:
+        raise Misconfigured(f"--origin-rate {given!r}: {error}") from None
     except Misconfigured:
         raise Misconfigured(
             f"--origin-rate {given!r}: write [PREFIX=]RATE in bytes per second, for example 200MB or s3://b/=1GiB"
         ) from None
+
+
+def _folder(prefix: str) -> str:
+    """Return the URL of a folder, given as for ``--origin``. Raises ``BadRequest``."""
+    if not prefix:
+        return ""
+    if prefix.startswith("/"):
+        return Location.folder("/" + os.path.normpath(prefix).lstrip("/")).url
+    return Location.parse(prefix).url

@@ -12,6 +12,7 @@ import numpy as np
 
 from quiver.allocation import Policy, Problem
 from quiver.errors import Forbidden, QuiverError, Unavailable
+from quiver.location import origin_of
 from quiver.manifest import Manifest
 from quiver.overview import AllocationView, dataset_id
 from quiver.peer import PeerClient
@@ -58,7 +59,7 @@ def _job(identifier: str, its: Sequence[Wanted]) -> Job:
         dataset=identifier,
         size_bytes=float(sizes.sum()),
         largest_bytes=float(sizes.max()),
-        origin=its[0].manifest.header.base,
+        origin=origin_of(its[0].manifest.header.base),
         rate=max(it.rate for it in its) if all(it.rate for it in its) else 0.0,  # one of unknown speed may be fastest
         count=len(its),
     )
