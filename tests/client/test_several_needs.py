@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from quiver.residency import ConsumerReport
+from quiver.residency import ConsumerReport, Measured
 from quiver_client import BatchSampler, Dataset
 from quiver_client.loader.several_needs import SeveralNeeds
 from tests.support.data import Files
@@ -24,6 +25,7 @@ REPORT = ConsumerReport(
     lease_seconds=5.0,
     soon=(3, 0, 2),
 )
+NOTHING = np.zeros(5, np.uint8)
 
 
 def test_a_report_is_divided_by_manifest_and_the_answers_are_joined() -> None:
@@ -40,6 +42,18 @@ def test_a_report_is_divided_by_manifest_and_the_answers_are_joined() -> None:
     needs.report(REPORT, leaving=True)
     needs.close()
     assert all(rack.left and rack.closed for rack in racks)
+
+
+def test_what_was_attained_of_each_manifest_never_becomes_less() -> None:
+    """Else a job would be served as a new one at the end of each epoch, under the policy las."""
+    racks = Rack(3), Rack(2)
+    needs = SeveralNeeds(racks, SIZES)
+    for attained, left in ((1000.0, REPORT.left), (2000.0, np.array([0, 0, 255, 0, 0], np.uint8)), (3000.0, NOTHING)):
+        needs.report(replace(REPORT, left=left, measured=Measured(attained_bytes=attained)))
+    assert [[it.measured.attained_bytes for it in rack.reports] for rack in racks] == [
+        [400.0, 800.0, 1200.0],
+        [600.0, 1200.0, 1800.0],
+    ]
 
 
 def test_what_no_daemon_will_fetch_is_told_by_its_place_among_all_shards() -> None:

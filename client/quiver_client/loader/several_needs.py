@@ -3,7 +3,7 @@
 The loader numbers the shards of all manifests one after another; a cache knows one manifest at a time. So each report
 is divided: every cache gets its own shards, under a name of its own, since a cache keeps one report per name. What was
 measured and what is left to read are divided by bytes, so that a part of which little is left claims little of the
-cache.
+cache. What was attained so far is divided by size: it must not become less as an epoch goes on, or ends.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class SeveralNeeds:
         share_ahead = report.ahead_bytes / max(float(here.sum()), 1.0)
         parts = []
         self._divide_uses(report)
+        size = float(self._shard_bytes.sum())
         for number, span in enumerate(self._spans):
-            own = left[span]
+            own, of_all = left[span], float(self._shard_bytes[span].sum()) / max(size, 1.0)
             share, measured = (float(own.sum()) / total if total else 0.0), report.measured
             parts.append(
                 replace(
@@ -98,7 +99,7 @@ class SeveralNeeds:
                     measured=replace(
                         measured,
                         throughput=measured.throughput * share,
-                        attained_bytes=measured.attained_bytes * share,
+                        attained_bytes=measured.attained_bytes * of_all,
                         probed_hits=measured.probed_hits * share,
                         probed_misses=measured.probed_misses * share,
                     ),
