@@ -15,10 +15,9 @@ import msgspec
 
 from quiver.digest import Bytes, Digest
 from quiver.errors import BadRequest
-from quiver.malformed import MALFORMED
 from quiver.prepared import prepare
 from quiver.ring import NODE_ID
-from quiver.wire import WAIT_MS_MAX
+from quiver.wire import WAIT_MS_MAX, decode_msgpack
 
 T = TypeVar("T")
 
@@ -181,10 +180,7 @@ class DrainStatus(msgspec.Struct, frozen=True):
 def _decoded(body: Bytes, kind: type[T], what: str) -> T:
     if len(body) > HANDOVER_BYTES_MAX:
         raise BadRequest(f"{what} has at most {HANDOVER_BYTES_MAX} bytes, not {len(body)}")
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except MALFORMED as error:
-        raise BadRequest(f"{what}: {error}") from error
+    return decode_msgpack(body, kind, what)
 
 
 prepare(_Handover, HandoverAnswer, DrainRequest, DrainStatus)

@@ -118,7 +118,7 @@ class _Shards(msgspec.Struct, frozen=True, omit_defaults=True):
         """Parse a body; return it and the shards. Raises ``BadRequest`` if it breaks a limit or is inconsistent."""
         if len(body) > SHARDS_REQUEST_BYTES_MAX:
             raise BadRequest(f"a request about shards has at most {SHARDS_REQUEST_BYTES_MAX} bytes, not {len(body)}")
-        told = _decode_msgpack(body, cls, "a request about shards")
+        told = decode_msgpack(body, cls, "a request about shards")
         shards = Digest.many(told.shards)
         if len(shards) > RANGES_MAX or len(set(shards)) != len(shards):
             raise BadRequest(f"a request names at most {RANGES_MAX} shards, each once")
@@ -200,7 +200,7 @@ class ShardStatuses(msgspec.Struct, frozen=True):
     @classmethod
     def decode(cls, body: Bytes, count: int) -> ShardStatuses:
         """Parse an answer about ``count`` shards. Raises ``BadRequest``."""
-        told = _decode_msgpack(body, cls, "an answer about shards")
+        told = decode_msgpack(body, cls, "an answer about shards")
         if len(told.statuses) != count or max(told.statuses, default=0) >= RangeStatus.BAD_RANGE:
             raise BadRequest(f"malformed answer: {len(told.statuses)} statuses for {count} shards, or an unknown one")
         return told
@@ -285,7 +285,8 @@ class ErrorBody(msgspec.Struct, frozen=True):
     message: str
 
 
-def _decode_msgpack(body: Bytes, kind: type[T], what: str) -> T:
+def decode_msgpack(body: Bytes, kind: type[T], what: str) -> T:
+    """Parse MessagePack into a typed value. Raises ``BadRequest`` naming ``what`` for anything else."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except MALFORMED as error:
