@@ -17,7 +17,8 @@ means of
   others read and wrap; ``order``: what the loader needs of any order
 - ``bad_samples``: what is done about samples that cannot be made; ``ledger``: what ``ledger=`` and ``replay=`` do
 - ``mix``: the order of a mixture of datasets
-- ``loop_pass``: the iterator of a training loop; ``put_aside``: the passes of other loops over the same loader
+- ``loop_pass``: the iterator of a training loop; ``put_aside``: the passes of other loops over the same loader;
+  ``copies``: what a pickled or copied loader is
 - ``progress``: a line of the first fill; ``wait_warning``: a warning where the loop waits for data
 - ``arguments``: checks of arguments; ``labels``: a warning where batches are not mixed
 """

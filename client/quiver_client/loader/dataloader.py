@@ -17,6 +17,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from quiver_client.collated_dataset import CollatedDataset, collated
 from quiver_client.loader.arguments import whole
 from quiver_client.loader.bad_samples import CompleteBatches, ErrorLog, ErrorPolicy
+from quiver_client.loader.copies import described, order_again
 from quiver_client.loader.loop_pass import Batches, LoopPass
 from quiver_client.loader.making import Making
 from quiver_client.loader.order import OrderPass
@@ -87,7 +88,8 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
 
     Several loops may iterate one loader at once, to validate within an epoch for instance: each iterator hands out a
     whole pass, and ``state_dict`` is that of the outer loop (a ``Mix`` has one pass at a time). A warning is logged,
-    once, if the loop waits for data more than a tenth of its time.
+    once, if the loop waits for data more than a tenth of its time. A loader can be pickled, for processes that a
+    trainer spawns, and deep-copied: the copy has its arguments and its state, so it goes on where that says.
 
     Raises ``ValueError`` naming the argument that is wrong, and what ``Dataset`` raises while reading.
     """
@@ -197,28 +199,55 @@ class DataLoader(torch.utils.data.DataLoader[Any]):
             prefetch_factor=prefetch_factor if num_workers else None,
             **stock,
         )
+        # torch rejects it together with a batch_size, which users read
+        self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
+        self._by_columns = by_columns
+        self._probes = probe
+        self._progress = progress
+        is_wanted(progress, 0)
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Make what belongs to this process: what makes batches, and what measures."""
+        order = self.order
         self._source = Source(
             order.samples,
             self.collate_fn,
             order.deal.seed,
-            by_columns=by_columns,
+            by_columns=self._by_columns,
             is_tolerant=self._on_error.is_tolerant,
         )
-        # torch rejects it together with a batch_size, which users read
-        self.__dict__["batch_sampler"] = batch_sampler if batch_sampler is not None else order
         # Weak references: a pass's threads refer to this loader, so a pass dropped midway would never end.
         self._passing: list[weakref.ref[LoopPass]] = []
-        self._seen = SeenBatches(batch_sampler)
-        self._watch = LoopWatch(order, num_workers)
-        self._making = making = Making(num_workers, min(self._ahead, FETCHERS))
+        self._seen = SeenBatches(self.batch_sampler)
+        self._watch = LoopWatch(order, self.num_workers)
+        self._making = making = Making(self.num_workers, min(self._ahead, FETCHERS))
         self._source.rows = making.rows
         # Neither refers to this loader: in a cycle it would be collected late, and with it the threads of its passes.
         self._prober = Prober(lambda: making.costs, lambda: order.is_probe_wanted)
-        self._probes, self._told_series = probe, 0
-        self._progress = progress
+        self._told_series = 0
         self._line: ProgressLine | None = None
-        is_wanted(progress, 0)
         self.__dict__.update(own_methods(self))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return described(self.__dict__)
+
+    def __setstate__(self, description: dict[str, Any]) -> None:
+        order = order_again(description["order"])
+        prepared: Prepared = description.get("_prepared", self._prepared)
+        if prepared.parts > 1:
+            order.split(prepared.parts)
+        # torch forbids setting some of them
+        self.__dict__.update(
+            description, order=order, batch_sampler=order, sampler=order.sampler, epoch=None, _iterator=None
+        )
+        self._set_up()
+
+    def __copy__(self) -> DataLoader:
+        """Return another view of the same passes, as torch's copy of a loader is."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     @property
     def _is_accelerate_prepared(self) -> bool:

@@ -108,13 +108,9 @@ class WorkerRows:
     def __init__(self, workers: int) -> None:
         """Raises ``OSError`` if there is no memory for it."""
         self.workers = workers
-        self._fd = os.memfd_create("quiver-costs", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self._fd, self._size)
-            self._map()
-        except BaseException:
-            os.close(self._fd)
-            raise
+        self._fd = os.memfd_create("quiver-costs", os.MFD_CLOEXEC)  # ``__del__`` closes it, whatever fails from here on
+        os.ftruncate(self._fd, self._size)
+        self._map()
 
     @property
     def _size(self) -> int:

@@ -160,6 +160,11 @@ class BatchSampler(OrderSampler):
         for leaf in self._leaves if not self._role.leads else ():
             leaf.follow()
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What this order was made with, by name."""
+        return dict(self._arguments)
+
     # -- as a sampler -------------------------------------------------------------------------------------------------
 
     @property
