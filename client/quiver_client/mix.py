@@ -102,7 +102,9 @@ class Mix(Readable):
     def __len__(self) -> int:
         return len(self._all)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int | slice[Any, Any, Any]) -> Any:
+        if isinstance(index, slice):
+            raise ValueError("Mix: a slice of a mixture would have other proportions; slice its parts, and mix those")
         return self._read([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:

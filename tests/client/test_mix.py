@@ -677,6 +677,7 @@ def wrong_mixes(parts: dict[str, Any]) -> list[tuple[Callable[[], Any], str]]:
         (lambda: Mix({"a": a}, part_field=""), "part_field=''"),
         (lambda: Mix({"a": a}, guided="yes"), "guided='yes'"),
         (lambda: Mix({"a": a}).select([1]), "Mix: a selection of a mixture"),
+        (lambda: Mix({"a": a})[0:2], "Mix: a slice of a mixture would have other proportions"),
         (lambda: Mix({"a": a}).report("b", 1.0), "part='b'"),
         (lambda: Mix({"a": a}).report("a", float("nan")), "loss=nan"),
         (lambda: Mix({"a": a}).report(["a"], [1.0, 2.0]), "loss: (2,) for 1"),
