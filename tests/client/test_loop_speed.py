@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
@@ -289,6 +290,27 @@ def test_what_a_worker_measures_is_seen_in_the_process_that_started_it(method: A
     assert making.costs.tier_bytes[TIERS.index("rack")] == 3000
     assert making.costs.read_seconds == pytest.approx(0.75)
     assert making.seconds == pytest.approx(0.25)
+
+
+def test_memory_that_cannot_be_mapped_is_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second time it may be the descriptor of another file."""
+    made: list[int] = []
+
+    def create(*of: Any) -> int:
+        made.append(memfd_create(*of))
+        return made[-1]
+
+    def refuse(*_: Any) -> None:
+        raise OSError(12, "cannot allocate memory")
+
+    memfd_create, close, closed = os.memfd_create, os.close, []
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", create)
+        patch.setattr("quiver_client.loader.making.mmap.mmap", refuse)
+        patch.setattr(os, "close", lambda fd: (closed.append(fd), close(fd)))
+        assert Making(2, 4).rows is None
+        gc.collect()
+    assert [fd for fd in closed if fd in made] == made
 
 
 def test_a_loader_whose_system_has_no_memory_to_share_measures_nothing_in_workers(
