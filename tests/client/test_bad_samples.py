@@ -258,6 +258,34 @@ def test_all_ranks_have_as_many_whole_batches_whoever_has_the_bad_samples(make: 
     assert len(flat(read(merged))) <= SAMPLES - 80, "in another world size nothing is owed"
 
 
+@pytest.mark.parametrize("shuffle", [True, "block"])
+def test_ranks_that_replaced_samples_resume_with_as_many_whole_batches(make: Make, shuffle: bool | str) -> None:
+    """What took the place of bad samples is missing at the end, where ``drop_last`` has left some out."""
+    batch, world_size, early = 11, 2, 2
+    first = DataLoader(make(fields=["__key__"]), batch, shuffle=shuffle, rank=0, world_size=world_size)
+    bad = (next(iter(first))["__key__"][0],)
+    first.close()
+    ds = make(Decode(bad), fields=["__key__"])
+    more = {"shuffle": shuffle, "on_error": "replace", "world_size": world_size, "drop_last": True}
+    before, states = Counter[Any](), []
+    for rank in range(world_size):
+        made = DataLoader(ds, batch, rank=rank, substitute=False, **more)
+        batches = iter(made)
+        before.update(flat([next(batches) for _ in range(early)]))
+        states.append(made.state_dict())
+        made.close()
+    assert states[0]["owed"] == 1
+    merged = merge_states(states)
+    for rank in range(world_size):
+        made = DataLoader(ds, batch, rank=rank, substitute=False, **more)
+        made.load_state_dict(merged)
+        after = list(made)
+        assert [len(each) for each in after] == [batch] * (len(made) - early)
+        before.update(flat(after))
+        made.close()
+    assert before.most_common(1)[0][1] == 1
+
+
 @pytest.mark.parametrize(("world_size", "drop_last"), [(2, False), (2, True), (1, True)])
 def test_batches_that_only_repeat_good_samples_are_handed_out_and_replayed(
     make: Make, own: Files, tmp_path: Path, world_size: int, drop_last: bool

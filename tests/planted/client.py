@@ -62,8 +62,8 @@ BUGS: Final = (
     Planted(
         "merging keeps the last rank's samples alone",
         "client/quiver_client/loader/state.py",
-        "            done |= _consumed(state)\n",
-        "            done = _consumed(state)\n",
+        "            done |= _consumed(state, leaves_out=not is_short)\n",
+        "            done = _consumed(state, leaves_out=not is_short)\n",
         ("tests/client/test_loader_state.py::test_merged_states_load_into_any_world_size",),
     ),
     Planted(

@@ -256,9 +256,11 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     at_start = [state for state in states if state["epoch"] == epoch]
     if any(state.get(name) != at_start[0].get(name) for state in at_start for name in ("done", "positions")):
         raise ValueError("states: their shares were not dealt from the same samples; they are of different runs")
+    # What replaced bad samples is missing from the last batches, so ``drop_last`` may have to leave out less.
+    is_short = any(state.get("owed") for state in at_start) and not all(map(_has_read_its_share, at_start))
     for state in states:
         if state["epoch"] == epoch:
-            done |= _consumed(state)
+            done |= _consumed(state, leaves_out=not is_short)
         elif state["epoch"] != epoch - 1 or not _has_read_its_share(state):
             raise ValueError(f"states: rank {state['rank']} is in epoch {state['epoch']}, another in epoch {epoch}")
     merged = {
@@ -272,7 +274,7 @@ def merge_states(states: Sequence[Mapping[str, Any]]) -> State:
     }
     merged.pop("before", None)
     merged.pop("owed", None)
-    if positions := _positions(at_start):
+    if positions := _positions(at_start, leaves_out=not is_short):
         merged["positions"] = positions
     return counting(merged, max(counted(state) for state in at_start))
 
@@ -357,10 +359,10 @@ def _share_samples(state: Mapping[str, Any]) -> int:
 def _has_read_its_share(state: Mapping[str, Any]) -> bool:
     if state.get("block_shards"):
         return bool(unpack(state["own"], _share_samples(state)).all())
-    return bool(_consumed(state)[_share(state)].all())
+    return bool(_consumed(state, leaves_out=True)[_share(state)].all())
 
 
-def _positions(states: Sequence[Mapping[str, Any]]) -> bytes | None:
+def _positions(states: Sequence[Mapping[str, Any]], *, leaves_out: bool) -> bytes | None:
     """Return the positions of a block shuffle's order that these states, dealt from it, have consumed.
 
     They are merged by position, since which sample stands at one depends on the shards of the dataset.
@@ -373,7 +375,7 @@ def _positions(states: Sequence[Mapping[str, Any]]) -> bytes | None:
     entries = np.zeros((share, world_size), bool)  # as ``dealt`` deals them
     for state in states:
         entries[:, state["rank"]] = unpack(state["own"], share)
-    if entries.any() and states[0]["drop_last"]:
+    if entries.any() and states[0]["drop_last"] and leaves_out:
         consumed[entries.size :] = True
     at = np.flatnonzero(entries.reshape(-1))
     consumed[at % left if len(at) else at] = True  # what lies behind the end repeats entries from the front
@@ -391,14 +393,17 @@ def located(state: State, order: Ints) -> State:
     return {name: value for name, value in state.items() if name != "positions"} | {"done": pack(done)}
 
 
-def _consumed(state: Mapping[str, Any]) -> Mask:
-    """Return which samples are consumed, as a state has it: ``(samples,)``; of a block shuffle, without ``own``."""
+def _consumed(state: Mapping[str, Any], *, leaves_out: bool) -> Mask:
+    """Return which samples are consumed, as a state has it: ``(samples,)``; of a block shuffle, without ``own``.
+
+    ``leaves_out``: those that ``drop_last`` left out of the deal are, too.
+    """
     deal = _deal_of(state)
     done = unpack(state["done"], deal.samples)
     if state["own"] and not deal.block_shards:
         share, left_out = deal.share(deal.order(state["epoch"], done))
         done[share[unpack(state["own"], len(share))]] = True
-        done[left_out] = True
+        done[left_out] = leaves_out
     return done
 
 
