@@ -45,6 +45,8 @@ def _from_toml(context: click.Context, _: click.Parameter, path: Path | None) ->
     for name in ("origin", "etcd", "quota", "origin-rate"):
         if isinstance(values.get(name), str):
             values[name] = [values[name]]  # a single value need not be a list
+        elif not isinstance(values.get(name, []), list):
+            raise click.UsageError(f"--config {path}: {name} is a text in quotes, or a list of them")
     if isinstance(values.get("peers"), list):
         values["peers"] = ",".join(str(peer) for peer in values["peers"])
     tenants = values.pop("tenants", {})

@@ -62,6 +62,18 @@ def test_settings_are_what_was_written() -> None:
     assert settings_of("none").policy is None
 
 
+def test_a_cap_is_of_a_folder_however_it_is_written_and_of_no_other_whose_name_begins_the_same() -> None:
+    made = settings_of(rates=("/data/./train=1MB", "s3://b=2MB", "HTTP://Host:80/x=3MB", "s3://b/deep/=4MB"))
+    assert made.cap_of("file:///data/train/images/") == ("file:///data/train/", 1e6)
+    assert made.cap_of("file:///data/train-2/") is None
+    assert made.cap_of("s3://b/other/") == ("s3://b/", 2e6)
+    assert made.cap_of("s3://b/deep/er/") == ("s3://b/deep/", 4e6)
+    assert made.cap_of("s3://b-private/") is None
+    assert made.cap_of("http://host/x/y/") == ("http://host/x/", 3e6)
+    assert made.cap_of("no place") is None
+    assert settings_of(rates=("5MB",)).cap_of("no place") == ("", 5e6)
+
+
 @pytest.mark.parametrize(
     ("rate", "base", "is_capped"),
     [
@@ -97,8 +109,14 @@ def test_a_cap_holds_below_a_folder_however_its_url_is_written(rate: str, base: 
         ({"tenants": {"a" * 200: {}}}, "more than 128 bytes"),
         ({"rates": ("fast",)}, "--origin-rate 'fast': write [PREFIX=]RATE"),
         ({"rates": ("s3://b/=0",)}, "--origin-rate 's3://b/=0'"),
-        ({"rates": ("s3//b/=1MB",)}, "is not a URL of an origin"),
-        ({"rates": ("data=1MB",)}, "--origin-rate 'data=1MB'"),
+        ({"rates": ("s3//b/=1MB",)}, "'s3//b/' is no prefix"),
+        ({"rates": ("data=1MB",)}, "'data' is no prefix"),
+        ({"rates": ("=5MB",)}, "--origin-rate: '' is no prefix: write an absolute path, or a URL"),
+        ({"rates": ("data/train=5MB",)}, "--origin-rate: 'data/train' is no prefix"),
+        ({"rates": ("ftp://h/=5MB",)}, "--origin-rate: ftp://h/ is not a URL of an origin"),
+        ({"rates": ("http://u:secret@h/=5MB",)}, "--origin-rate: http://…@h/ contains a user or a password"),
+        ({"rates": ("5MB", "6MB")}, "each origin has a rate already"),
+        ({"rates": ("s3://b=5MB", "s3://b/=6MB")}, "s3://b/ has a rate already"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(given_: dict[str, Any], says: str) -> None:
@@ -116,6 +134,7 @@ def test_what_is_wrong_is_said_in_one_line(given_: dict[str, Any], says: str) ->
         ([], "[tenants.a]\nquota = '2TiB'", "more than --capacity"),
         ([], "[tenants.a]\nweight = 'x'", "write a number"),
         (["--origin-rate", "x"], "", "--origin-rate 'x'"),
+        ([], "origin-rate = 5", "origin-rate is a text in quotes, or a list of them"),
     ],
 )
 def test_a_daemon_does_not_start_with_wrong_settings(tmp_path: Path, flags: list[str], toml: str, says: str) -> None:

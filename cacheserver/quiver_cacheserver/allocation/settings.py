@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
+import os.path
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -11,7 +11,7 @@ from typing import Any, Final
 from quiver.allocation import Policy
 from quiver.errors import BadRequest, Misconfigured
 from quiver.identity import check_name
-from quiver.location import Location, normal
+from quiver.location import Location, normal, shown
 from quiver.sizes import format_size, parse_size
 
 NO_POLICY: Final = "none"  # need alone decides, also between datasets: to compare with
@@ -51,7 +51,7 @@ class AllocationSettings:
             if "quota" in given:
                 quotas[tenant] = _quota(tenant, given["quota"], capacity_bytes)
         chosen = None if policy == NO_POLICY else Policy(policy)
-        return cls(chosen, weights, quotas, dict(map(_origin_rate, origin_rates)))
+        return cls(chosen, weights, quotas, _origin_rates(origin_rates))
 
     def cap_of(self, base: str) -> tuple[str, float] | None:
         """Return the longest prefix of where an origin's data lies that has a cap, and the cap; ``None`` if none."""
@@ -96,23 +96,35 @@ def _quota(tenant: str, given: Any, capacity_bytes: int) -> float:
     return float(quota_bytes)
 
 
+def _origin_rates(given: Iterable[str]) -> dict[str, float]:
+    rates = dict[str, float]()
+    for each in given:
+        prefix, rate = _origin_rate(each)
+        if prefix in rates:
+            raise Misconfigured(
+                f"--origin-rate {shown(each)!r}: {prefix or 'each origin'} has a rate already; write one"
+            )
+        rates[prefix] = rate
+    return rates
+
+
 def _origin_rate(given: str) -> tuple[str, float]:
-    prefix, _, text = given.rpartition("=")
-    text = text.strip().removesuffix("/s")
+    prefix, equals, text = given.rpartition("=")
     try:
-        return _folder(prefix.strip()), float(parse_size(text))
-    except BadRequest as error:
-        raise Misconfigured(f"--origin-rate {given!r}: {error}") from None
+        rate = float(parse_size(text.strip().removesuffix("/s")))
+        if not equals:
+            return "", rate
+        return _prefix(prefix.strip()), rate
     except Misconfigured:
         raise Misconfigured(
-            f"--origin-rate {given!r}: write [PREFIX=]RATE in bytes per second, for example 200MB or s3://b/=1GiB"
+            f"--origin-rate {shown(given)!r}: write [PREFIX=]RATE in bytes per second, for example 200MB or s3://b/=1GiB"
         ) from None
+    except BadRequest as error:
+        raise Misconfigured(f"--origin-rate: {error}") from None
 
 
-def _folder(prefix: str) -> str:
-    """Return the URL of a folder, given as for ``--origin``. Raises ``BadRequest``."""
-    if not prefix:
-        return ""
-    if prefix.startswith("/"):
-        return Location.folder("/" + os.path.normpath(prefix).lstrip("/")).url
-    return Location.parse(prefix).url
+def _prefix(text: str) -> str:
+    """Return a prefix as ``Location.url``, which is how ``--origin`` is written: a URL or an absolute path."""
+    if "://" not in text and not text.startswith("/"):
+        raise BadRequest(f"{shown(text)!r} is no prefix: write an absolute path, or a URL like s3://b/")
+    return (Location.parse(text) if "://" in text else Location.folder("/" + os.path.normpath(text).lstrip("/"))).url
