@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from quiver_client.cli.main import run
 from tests.support.daemon import Daemon, clean_environment
 from tests.support.data import Files, make_files, random_files, rewritten
 from tests.support.etcd import free_ports
@@ -197,3 +198,18 @@ def test_warm_says_why_a_daemon_could_not_fill(own: Files, tmp_path: Path) -> No
         assert failed.returncode == 1
         assert f"{daemon.url} could not fill it" in failed.stderr
         assert "room" not in failed.stderr
+
+
+@pytest.mark.parametrize("command", [["warm", "m"], ["drain", "n"], ["undrain", "n"], ["probe", "job"]])
+@pytest.mark.parametrize("cache", ["", " "])
+def test_an_empty_cache_as_of_an_unset_variable_is_wrong_usage_where_one_is_needed(
+    command: list[str], cache: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*command, "--cache", cache]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "'--cache': it is empty; write http://HOST:7717" in line
+
+
+def test_a_probe_of_no_job_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["probe", "", "--cache", "http://127.0.0.1:1"]) == 2
+    assert "it is empty; `quiver jobs` lists" in capsys.readouterr().err

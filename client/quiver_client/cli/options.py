@@ -63,7 +63,9 @@ def cache_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _parsed_cache(ctx: click.Context, param: click.Parameter, value: str | None) -> CacheConfig | None:
-    """An invalid ``--cache`` is wrong usage."""
+    """An invalid ``--cache`` is wrong usage, and so is an empty one, as of an unset variable, where one is required."""
+    if param.required and not (value or "").strip():
+        raise click.BadParameter("it is empty; write http://HOST:7717 or file:///FOLDER", ctx, param)
     try:
         return parse_cache(value) if value else None
     except Misconfigured as error:

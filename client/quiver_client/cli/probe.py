@@ -26,6 +26,8 @@ TIMEOUT_SECONDS: Final = 900.0  # twenty reads of a quarter of a second take a h
 
 def _named(ctx: click.Context, param: click.Parameter, value: str) -> str:
     try:
+        if not value:
+            raise ValueError("it is empty; `quiver jobs` lists the jobs that have a name")
         return check_name("JOB", value)
     except ValueError as error:
         raise click.BadParameter(str(error), ctx, param) from error
