@@ -264,6 +264,32 @@ def test_a_loop_that_pauses_holds_no_claim_on_the_cache(keys: Dataset, monkeypat
     order.close()
 
 
+def test_a_loop_that_is_stuck_reports_that_it_waits(keys: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, watches = still(monkeypatch)
+    order = BatchSampler(keys, 10, seed=1)
+    epoch = order.begin()
+    watches[0].holds(range(keys.manifest.shard_count))
+
+    def waited() -> float:
+        report, _ = watches[0].report()
+        return report.measured.waited
+
+    assert waited() == 0, "it has asked for nothing"
+    order.asked()
+    clock.now += 100
+    assert waited() == 1, "before its first batch too"
+    drawn = order.draw(epoch)
+    while drawn is not None:
+        order.consumed(epoch, drawn.number)
+        clock.now += 1
+        assert waited() < 0.1, "it takes its step"
+        order.asked()
+        drawn = order.draw(epoch)
+    clock.now += 1000
+    assert waited() < 0.1, "nothing is left: it does not wait for data"
+    order.close()
+
+
 def test_with_a_lookahead_missing_shards_are_requested_and_not_waited_for(
     keys: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

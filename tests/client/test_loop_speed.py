@@ -65,6 +65,17 @@ def test_a_loop_that_an_origin_holds_back_says_what_it_could_read(clock: Clock) 
     assert rate.speed.batch_samples == pytest.approx(4.0)
 
 
+def test_the_wait_that_a_loop_is_in_counts_while_it_lasts(clock: Clock) -> None:
+    rate = begun(clock)
+    assert rate.waited(0.4) == 0.0, "too short to say anything"
+    assert rate.waited(3.0) > 0.9
+    loop(rate, clock, 100, LoopTurn(waited_seconds=0.0, step_seconds=0.1))
+    assert rate.waited(0.0) == rate.speed.waited == 0.0
+    assert 0.1 < rate.waited(1.0) < 0.5
+    assert rate.waited(1000.0) > 0.9
+    assert rate.speed.waited == 0.0, "and what is known of the turns that ended stays as it is"
+
+
 def test_what_makes_batches_more_slowly_than_the_loop_takes_them_is_the_limit(clock: Clock) -> None:
     rate = begun(clock)
     loop(rate, clock, 40, LoopTurn(waited_seconds=0.1, step_seconds=0.1, making_seconds=0.2))

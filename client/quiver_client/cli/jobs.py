@@ -52,7 +52,7 @@ def _row(job: Job, resident: float | None) -> tuple[str, ...]:
         str(job.ranks),
         f"{format_size(job.rate)}/s" if job.rate else "?",
         f"{format_size(job.throughput)}/s" if job.throughput else "?",
-        "?" if job.stock else share(job.waited),
+        "?" if job.stock or not (job.throughput or job.waited) else share(job.waited),
         "?" if resident is None else share(resident),
         format_size(job.attained_bytes),
     )

@@ -123,8 +123,9 @@ class CacheConsumer:
 
     def asked(self) -> None:
         """The training loop waits for a batch. Locked."""
-        was_paused = self._pauses.is_paused(time.monotonic())
-        self._pauses.asked()
+        now = time.monotonic()
+        was_paused = self._pauses.is_paused(now)
+        self._pauses.asked(now)
         if was_paused:
             self._rate.pause()
             self.report_now()
@@ -162,6 +163,7 @@ class CacheConsumer:
 
     def passed_over(self, turn: LoopTurn) -> None:
         """The training loop received a batch without any of these samples. Locked."""
+        self._pauses.passed_over()
         self._rate.consumed(0.0, turn)
 
     def close(self) -> None:
@@ -180,6 +182,8 @@ class CacheConsumer:
             left = epoch.left if epoch is not None else np.zeros(len(self._layout.counts), np.int64)
             soon = self._soon(epoch, view) if epoch is not None else ()
             rate, speed, is_starving = self._rate.value, self._rate.speed, self._wait.is_waiting
+            waiting_seconds = self._pauses.waiting_seconds(time.monotonic()) if left.any() else 0.0
+            waited = self._rate.waited(waiting_seconds)
             fixed = epoch if isinstance(epoch, Epoch) and epoch.is_known else None
             read = fixed.read if fixed is not None and self._known is not None else 0
         known = self._known.uses(fixed, read) if fixed is not None and self._known is not None else KnownUses()
@@ -205,7 +209,7 @@ class CacheConsumer:
             identity=self._identity,
             measured=Measured(
                 speed.throughput,
-                speed.waited,
+                waited,
                 speed.attained_bytes,
                 self._series,
                 self._probed.hits,

@@ -125,6 +125,18 @@ class LoopRate:
             attained_bytes=self._attained_bytes,
         )
 
+    def waited(self, waiting_seconds: float) -> float:
+        """Return the share of its time that the loop waited, with the wait that it is in.
+
+        A loop that is stuck receives no batch, so nothing else would say that it waits.
+        """
+        now = waiting_seconds if waiting_seconds >= WINDOW_SECONDS else 0.0
+        if not now:
+            return self.speed.waited
+        known = (self._before, self._window)
+        waited, seconds = sum(it.waited for it in known) + now, sum(it.seconds for it in known) + now
+        return min(waited / seconds, 1.0)
+
     def attained(self, size_bytes: float) -> None:
         """Count what the job read before this process did."""
         self._attained_bytes += size_bytes
@@ -199,20 +211,31 @@ class LoopPauses:
 
     def __init__(self) -> None:
         self._is_asking = False
+        self._waits_since: float | None = None
         self._last = 0.0
         self._step_seconds = 0.0
 
     def begin(self, now: float) -> None:
         """A pass begins."""
         self._is_asking, self._last, self._step_seconds = False, now, 0.0
+        self._waits_since = None
 
-    def asked(self) -> None:
+    def asked(self, now: float) -> None:
         """The loop waits for a batch."""
-        self._is_asking = True
+        self._is_asking, self._waits_since = True, now
+
+    def passed_over(self) -> None:
+        """The loop received a batch that has nothing of what is measured here."""
+        self._waits_since = None
+
+    def waiting_seconds(self, now: float) -> float:
+        """Return for how long the loop has waited for the batch that it asked for; 0 if it waits for none."""
+        return now - self._waits_since if self._waits_since is not None else 0.0
 
     def consumed(self, now: float) -> None:
         """The loop received a batch."""
         self._is_asking, self._step_seconds, self._last = False, now - self._last, now
+        self._waits_since = None
 
     def is_paused(self, now: float) -> bool:
         """Whether the loop has received a batch and, for longer than a few steps, has not asked for the next one."""

@@ -177,7 +177,8 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
     else:
         lines.append(f"Without waiting it would read {_rate(it.best)} (f*).")
     measured = f"It reads {_rate(it.measured)}" if it.measured else "What it reads was not measured yet"
-    waits = f", and waits {it.waited:.0%} of its time" if it.measured and not it.stock else ""
+    is_seen = (it.measured or it.waited) and not it.stock
+    waits = f", and {'' if it.measured else 'it '}waits {it.waited:.0%} of its time" if is_seen else ""
     lines.append(f"{measured}{waits}.")
     lines.append(f"{it.cached_share:.0%} of the dataset is in the cache (c).")
     if not allocates:
