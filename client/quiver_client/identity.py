@@ -83,6 +83,12 @@ def _slurm(env: Environment) -> str:
     return env.get("SLURM_HET_JOB_ID", "") or env.get("SLURM_JOB_ID", "") or env.get("SLURM_JOBID", "")
 
 
+def _lsf(env: Environment) -> str:
+    """The name by which ``bjobs`` takes it: the elements of an array are jobs. Index 0: no array."""
+    job, element = env.get("LSB_JOBID", ""), env.get("LSB_JOBINDEX", "0")
+    return f"{job}[{element}]" if job and element not in ("", "0") else job
+
+
 def _torchrun(env: Environment) -> str:
     found = env.get("TORCHELASTIC_RUN_ID", "")
     return "" if found in _NO_RUN else found
@@ -125,7 +131,7 @@ def _variable(name: str) -> Callable[[Environment], str]:
 
 _LAUNCHERS: Final[tuple[Callable[[Environment], str], ...]] = (
     _slurm,
-    _variable("LSB_JOBID"),  # LSF
+    _lsf,
     _variable("PBS_JOBID"),
     _variable("AZUREML_RUN_ID"),
     _variable("CLOUD_ML_JOB_ID"),  # Vertex AI
