@@ -158,6 +158,7 @@ def test_an_allocation_that_was_kept_is_told_apart_from_one_that_is_solved_now()
     words = explained(msgspec.structs.replace(view, datasets=[held]))
     assert "With that it is predicted to read 5 GB/s, 0.83 times what it reads now." in words
     assert any(line.startswith("If the cache was divided anew now, that would be 6.25 GB/s") for line in words)
+    assert words[-2] == "1 TB more cache in the rack would make that 1% faster: 6.33 GB/s.", "that: not the 5 GB/s"
 
 
 def test_a_job_that_reads_as_fast_as_it_can_gains_nothing_from_more_cache() -> None:

@@ -57,6 +57,7 @@ def cache_option(default: str = "") -> Callable[[Callable[..., Any]], Callable[.
         metavar="URL",
         envvar="QUIVER_CACHE",
         required=not default,
+        show_envvar=not default,
         callback=_parsed_cache,
         help=f"{what} [default: {default}]" if default else what,
     )

@@ -192,7 +192,7 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
         lines.append(f"Why: {it.reason.rstrip('.')}.")
     if it.predicted:
         lines.append(f"With that it is predicted to read {_rate(it.predicted)}{_compared(it)}.")
-        if it.anew and abs(it.anew / it.predicted - 1) > DIFFERS:
+        if _differs_anew(it):
             lines.append(
                 f"If the cache was divided anew now, that would be {_rate(it.anew)}: a division is replaced only by one"
                 " that is clearly better."
@@ -215,7 +215,14 @@ def _change(it: Explained, other: WhatIf) -> str:
         full = other.change_bytes > 0 and it.best and other.predicted >= FULL_SPEED * it.best
         why = ": it reads as fast as its loop can" if full else ""
         return f"{what} would not change that{why}."
-    return f"{what} would make it {abs(ratio):.0%} {'faster' if ratio > 0 else 'slower'}: {_rate(other.predicted)}."
+    compared = "that" if _differs_anew(it) else "it"  # what more cache would change is solved anew
+    how = "faster" if ratio > 0 else "slower"
+    return f"{what} would make {compared} {abs(ratio):.0%} {how}: {_rate(other.predicted)}."
+
+
+def _differs_anew(it: Explained) -> bool:
+    """Whether another division of the cache would be made now than the one that holds."""
+    return bool(it.anew and it.predicted) and abs(it.anew / it.predicted - 1) > DIFFERS
 
 
 def _rate(bytes_per_second: float) -> str:
