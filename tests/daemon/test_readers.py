@@ -48,7 +48,8 @@ class Board:
     def __init__(self, share: float = 1.0) -> None:
         self.needs = Needs()
         self.names = DatasetNames()
-        self.readers = Readers(self.needs, self.names, lambda *_: share)
+        self.share = share
+        self.readers = Readers(self.needs, self.names, lambda *_: self.share)
         self.now = 0.0
 
     def read(self, who: list[ReadBy], rate: float, seconds: float, manifest: Digest = A) -> None:
@@ -99,6 +100,20 @@ def test_a_daemon_that_owns_a_third_sees_a_third() -> None:
     [it] = board.seen()
     assert it.throughput == pytest.approx(3000.0, rel=0.1)
     assert it.attained_bytes == pytest.approx(15000.0)
+
+
+def test_what_was_read_before_a_member_left_or_joined_stays_what_it_was() -> None:
+    board = Board(share=1 / 3)
+    board.read([by(1, "resnet")], 1000.0, 5.0)
+    assert board.seen()[0].attained_bytes == pytest.approx(15000.0)
+    board.share = 0.0  # of a ring that this daemon is not in, for a moment
+    board.read([by(1, "resnet")], 1000.0, 1.0)
+    board.share = 1 / 2
+    board.read([by(1, "resnet")], 1000.0, 4.0)
+    assert board.seen()[0].attained_bytes == pytest.approx(15000.0 + 2 * 5000.0)
+    board.share = 1.0
+    board.now += 1.0
+    assert board.seen()[0].attained_bytes == pytest.approx(25000.0)
 
 
 def test_the_ranks_of_a_job_are_one_reader_and_two_jobs_are_two(board: Board) -> None:

@@ -94,13 +94,14 @@ class _Key(NamedTuple):
 class _Counted:
     """What one process and its workers read of one manifest."""
 
-    __slots__ = ("account", "by", "bytes", "fastest", "ignored_bytes", "read_at", "samples")
+    __slots__ = ("account", "attained_bytes", "by", "bytes", "fastest", "read_at", "samples", "settled_bytes")
 
     def __init__(self, by: ReadBy, now: float) -> None:
         self.account = by.client  # whose limit it counts against; a process may come by several connections
         self.by = by
         self.bytes = 0
-        self.ignored_bytes = 0  # of them, those that were read for a consumer that reports
+        self.settled_bytes = 0  # of them, those that are attained, or were read for a consumer that reports
+        self.attained_bytes = 0.0  # of the whole rack, by this daemon's share when it was looked at
         self.fastest = 0.0
         self.read_at = now
         self.samples: deque[tuple[float, int]] = deque([(now, 0)])
@@ -108,7 +109,7 @@ class _Counted:
     def sample(self, now: float, *, reports: bool) -> None:
         """Record the counter now. ``reports``: what was read since the last sample was for a consumer that reports."""
         if reports:
-            self.ignored_bytes = self.bytes
+            self.settled_bytes, self.attained_bytes = self.bytes, 0.0
             self.samples.clear()
             self.fastest = 0.0
         if not self.samples or now - self.samples[-1][0] >= SAMPLE_SECONDS:
@@ -118,6 +119,17 @@ class _Counted:
             self.fastest = max(self.fastest * max(fades, 0.0), steady)
         while len(self.samples) > 2 and now - self.samples[1][0] >= WINDOW_SECONDS:
             self.samples.popleft()
+
+    def attain(self, whole: float) -> float:
+        """Return what it has read of the whole rack: what it read here since the last look, ``whole`` times.
+
+        Shares change with the ring, and what was read before did not become less, nor more.
+        """
+        if whole > 0:
+            read = self.bytes  # another thread may add to it
+            self.attained_bytes += (read - self.settled_bytes) * whole
+            self.settled_bytes = read
+        return self.attained_bytes
 
     def rate(self, now: float) -> float:
         """Return bytes per second over the window; 0 while it is shorter than ``SAMPLE_SECONDS``."""
@@ -180,7 +192,7 @@ class Readers:
             follows = said is not None and said.follows and self._needs.has_dataset(dataset)
             reader = said.reader if said is not None else counted.by.client
             counted.sample(now, reports=follows or (dataset, reader) in reporting)
-            if counted.bytes > counted.ignored_bytes:
+            if counted.bytes > counted.settled_bytes or counted.attained_bytes:
                 jobs.setdefault((dataset, who.tenant, who.group, who.job or f"reader {key.who}"), []).append(
                     (key, counted)
                 )
@@ -202,7 +214,7 @@ class Readers:
             dataset_name=said.dataset_name if said is not None else "",
             throughput=sum(rates) * whole,
             rate=sum(max(counted.fastest, rate) for (_, counted), rate in zip(its, rates, strict=True) if rate) * whole,
-            attained_bytes=sum(counted.bytes - counted.ignored_bytes for _, counted in its) * whole,
+            attained_bytes=sum(counted.attain(whole) for _, counted in its),
             processes=len(its),
         )
 
