@@ -14,12 +14,12 @@ it is reading: its share is at least its largest shard, or an equal part of a ro
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from quiver.digest import Digest
-from quiver.residency.consumers import Ints, Mask
+from quiver.residency.consumers import Floats, Ints, Mask
 from quiver.residency.needs import Needs
 
 ROUNDED: Final = 0.5  # of a shard, that a dataset may have beyond its share, or lack
@@ -44,6 +44,18 @@ def with_floors(shares: Mapping[Digest, float], floors: Mapping[Digest, float]) 
     return {name: least[name] + (given[name] - least[name]) * kept for name in given}
 
 
+class _Summed(NamedTuple):
+    """By number of dataset: its excess, with nobody's last; the bytes that it has yet to take; the largest first.
+
+    ``owners``: by slot.
+    """
+
+    excess: Floats
+    claims: Floats
+    largest: Ints
+    owners: Ints
+
+
 class Division:
     """The shares of one round of decisions, and what each dataset holds of the cache as the round proceeds."""
 
@@ -54,13 +66,14 @@ class Division:
         read = {name: it.shard_bytes for name, it in needs.datasets.items() if it.consumers}
         self._shares = with_floors(shares, read)
         self._names = list(self._shares)
+        self._numbers = {name: number for number, name in enumerate(self._names)}
         self._held: dict[Digest, float] = {}
-        self._owners: Ints | None = None
+        self._summed: _Summed | None = None
 
     def changed(self) -> None:
         """What is here or coming changed."""
         self._held.clear()
-        self._owners = None
+        self._summed = None
 
     def excess(self, name: Digest, plus_bytes: float = 0.0) -> float:
         """Return by how much a dataset would hold more than its share, if it held so many bytes more."""
@@ -81,10 +94,8 @@ class Division:
         """
         if self.has_room_for(name, size_bytes):
             return free_bytes
-        claimed = 0.0
-        for it in self._names:
-            if it != name:
-                claimed += max(-self.excess(it, ROUNDED * self._needs.datasets[it].shard_bytes), 0.0)
+        number, claims = self.number(name), self._sums.claims
+        claimed = float(claims.sum()) - (float(claims[number]) if number != NOBODY else 0.0)
         return max(free_bytes - claimed, 0.0)
 
     def holds_nothing(self, name: Digest) -> bool:
@@ -94,23 +105,33 @@ class Division:
     @property
     def owners(self) -> Ints:
         """By slot, the number of the dataset that a shard counts for; of several the one with the least excess."""
-        if self._owners is None:
-            self._owners = np.full(len(self._needs.sizes), NOBODY, np.int64)
-            for number in np.argsort([-self.excess(name) for name in self._names], kind="stable").tolist():
-                self._owners[self._needs.datasets[self._names[number]].slots] = number
-        return self._owners
+        return self._sums.owners
 
     def owners_of_files(self, slots: Ints) -> Ints:
         """Return the same for files, by their slots under each name ``(n, keys)``, -1 for none."""
         if not len(self._needs.sizes):
             return np.full(len(slots), NOBODY, np.int64)
         owners = np.where(slots >= 0, self.owners[slots], NOBODY)
-        excess = np.asarray([self.excess(name) for name in self._names] + [np.inf])
-        best: Ints = owners[np.arange(len(owners)), np.argmin(excess[owners], axis=1)]
+        best: Ints = owners[np.arange(len(owners)), np.argmin(self._sums.excess[owners], axis=1)]
         return best
 
+    @property
+    def _sums(self) -> _Summed:
+        """What concerns all datasets. A round asks for it often, and there may be a thousand of them."""
+        if self._summed is None:
+            needs, names = self._needs, self._names
+            excess = np.asarray([self.excess(name) for name in names] + [np.inf])  # the last one is nobody's
+            shards = np.asarray([needs.datasets[name].shard_bytes for name in names])
+            largest = np.argsort(-excess[:-1], kind="stable")
+            owners = np.full(len(needs.sizes), NOBODY, np.int64)
+            for number in largest.tolist():
+                owners[needs.datasets[names[number]].slots] = number
+            claims = np.maximum(-(excess[:-1] + ROUNDED * shards), 0.0)
+            self._summed = _Summed(excess, claims, largest, owners)
+        return self._summed
+
     def number(self, name: Digest) -> int:
-        return self._names.index(name) if name in self._shares else NOBODY
+        return self._numbers.get(name, NOBODY)
 
     def take(self, name: Digest, size_bytes: float, short: float, owners: Ints, sizes: Sequence[float]) -> list[int]:
         """Choose from files that nobody needs which to evict so that a shard of a dataset fits; return their places.
@@ -145,8 +166,10 @@ class Division:
 
     def takes_from(self, name: Digest, size_bytes: float) -> Iterable[Mask]:
         """Yield, by slot, the shards of each dataset that must yield needed shards to one of this size, in turn."""
-        own = self.excess(name, size_bytes)
-        others = [(self.excess(it), number) for number, it in enumerate(self._names) if it != name]
-        for excess, number in sorted(others, reverse=True):
-            if excess > 0 and own + ROUNDED * size_bytes <= excess:
+        own, sums = self.excess(name, size_bytes), self._sums
+        for number in sums.largest.tolist():
+            excess = float(sums.excess[number])
+            if excess <= 0 or own + ROUNDED * size_bytes > excess:
+                return
+            if number != self.number(name):
                 yield self.owners == number
