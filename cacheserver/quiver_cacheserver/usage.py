@@ -107,6 +107,7 @@ class Usage:
             shown = {label for label in self._shown if domain in (None, label.domain)}
             for label in sorted(shown):
                 self._name(label, *naming(label))
+            self._end_series()
             found = {(OTHER, ""): dict(self._other)}
             rest = found[OTHER, ""]
             for label, it in self._counted.items():
@@ -143,16 +144,18 @@ class Usage:
         it.name = name
 
     def _leave(self, label: Label) -> None:
-        """Have a name no longer add to its series, which keeps what it has if other names add to it."""
-        it, name = self._counted[label], self._counted[label].name
-        if name is None or not any(self._counted[other].name == name for other in self._shown - {label}):
-            it.leave(self._other)
-            for key in [key for key in self._kept if key[1] == name]:
-                for tier, size_bytes in self._kept.pop(key).items():
-                    self._other[tier] += size_bytes
-        else:
-            it.leave(self._kept.setdefault((label.domain, name), nothing()))
+        """Have a name no longer add to its series, which keeps what it has."""
+        it = self._counted[label]
+        if it.name is not None:
+            it.leave(self._kept.setdefault((label.domain, it.name), nothing()))
         it.name = None
+
+    def _end_series(self) -> None:
+        """Count what was kept in series that no name has any more under ``other`` alone."""
+        shown = {self._counted[label].name for label in self._shown}
+        for key in [key for key in self._kept if key[1] not in shown]:
+            for tier, size_bytes in self._kept.pop(key).items():
+                self._other[tier] += size_bytes
 
     def _choose(self) -> None:
         """Give the series of small names to much larger ones."""
