@@ -70,10 +70,10 @@ def said(content: bytes, names: Sequence[str], *, of_file: bool = False) -> Noti
     ``names``: of this machine. A list of scheduled events is a notice if one takes a machine of such a name. JSON that
     is cut off is none: it is read again a moment later. Nor is what a URL answers in JSON of another kind, or a page of
     HTML, as a proxy answers. Any other text is one, unless it is empty, ``FALSE``, ``NONE`` or ``0``; it may be the
-    time alone. ``of_file``: a program wrote it, and may have written any JSON.
+    time alone. ``of_file``: a program wrote it, and may have written anything.
     """
     text = content.decode("utf-8", "replace").strip()
-    if text.lower() in NOTHING or text.startswith("<"):
+    if text.lower() in NOTHING or (text.startswith("<") and not of_file):
         return None
     if not text.startswith("{" if of_file else ("{", "[")):
         return Notice(_seconds(text))
