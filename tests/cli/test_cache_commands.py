@@ -207,7 +207,8 @@ def test_an_empty_cache_as_of_an_unset_variable_is_wrong_usage_where_one_is_need
 ) -> None:
     assert run([*command, "--cache", cache]) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "'--cache': it is empty; write http://HOST:7717" in line
+    assert "'--cache'" in line
+    assert "it is empty; write http://HOST:7717" in line
 
 
 def test_a_probe_of_no_job_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,10 @@ def running(files: Files, tmp_path: Path) -> Iterator[Running]:
 
 
 def counted(node: Node) -> list[tuple[Identity, int]]:
-    return [(it.by.identity, it.bytes - it.ignored_bytes) for it in list(node.readers._counted.values())]
+    return [
+        (it.by.identity, round(it.attained_bytes) + it.bytes - it.settled_bytes)
+        for it in list(node.readers._counted.values())
+    ]
 
 
 def bytes_of(manifest: Manifest) -> int:
