@@ -22,6 +22,7 @@ LOW_SHARDS: Final = 1.25  # runway of a dataset's fastest consumer below which t
 STARVING_SHARDS: Final = 0.25  # runway, at the end of a fill, below which a needed shard may be evicted
 SILENT_REPORTS: Final = 3.0  # report intervals without a report, after which nothing is fetched for a consumer
 RANKS_LEFT_MAX: Final = 1.1  # of a dataset that the ranks of one job have left together: what is reported is rounded up
+MUCH_WAITED: Final = 0.1  # of its time, that a loop waited: then bandwidth is short
 REPORT_SECONDS_MAX: Final = 1.0  # between two reports of a consumer with a long runway
 ORIGIN_SHARE: Final = 0.8  # of the origin's measured bandwidth that decisions rely on
 
@@ -61,6 +62,7 @@ class Hunger:
         self._needs, self._now, self._origin = needs, now, origin
         self._reading: dict[Digest, list[Consumer]] = {}
         self._are_ranks: dict[Digest, bool] = {}
+        self._is_scarce: bool | None = None
         for it in needs.consumers.values():
             if it.is_reading:
                 self._reading.setdefault(it.dataset, []).append(it)
@@ -73,6 +75,14 @@ class Hunger:
     def datasets(self) -> list[Digest]:
         """The datasets of which somebody has something left to read."""
         return list(self._reading)
+
+    @property
+    def is_scarce(self) -> bool:
+        """Whether somebody waits so much that a read more would be missed: bandwidth is short."""
+        if self._is_scarce is None:
+            waits = (it.report.measured.waited for each in self._reading.values() for it in each)
+            self._is_scarce = any(waited >= MUCH_WAITED for waited in waits)
+        return self._is_scarce
 
     def are_ranks(self, name: Digest) -> bool:
         """Whether those who read a dataset are ranks of one job: they have its name, and no part of it twice."""
@@ -130,8 +140,9 @@ class Hunger:
                 some_bytes = STARVING_SHARDS * self._needs.datasets[name].shard_bytes
                 keeps = runway.ahead > 0 or runway.local > some_bytes
             else:
-                # A rank that reads goes on to read what other ranks of its job have read.
-                reads_on = it.report.ahead_bytes > 0 and self.are_ranks(name)
+                # A rank that reads goes on to read what others of its job have read: to fetch it again would cost a
+                # read of the whole shard, which only an origin with bandwidth to spare gives for nothing.
+                reads_on = it.report.ahead_bytes > 0 and self.is_scarce and self.are_ranks(name)
                 keeps = reads_on or max(runway.ahead, runway.local) <= self.little(it)
             if keeps:
                 spared.append(it)

@@ -339,6 +339,18 @@ def test_room_is_divided_equally_until_something_is_solved_and_all_of_it_is_some
     assert allocator.division() == {}
 
 
+def test_what_passes_has_room_for_a_shard_of_each_reader_up_to_three() -> None:
+    """Each may have read what another has yet to read: with less room, one evicts it before the other has read it."""
+    for readers, shards_of_it in ((1, 1), (2, 2), (8, 3)):
+        allocator, needs = daemon()
+        hear(needs, 100, A, 100.0)
+        for rank in range(readers):
+            hear(needs, rank, B, 10.0)
+        division = solve(allocator, 1.0)
+        parts = {A: 1000.0 + 100.0 + 100.0 * READ_SECONDS, B: shards_of_it * 100.0 + 10.0 * READ_SECONDS}
+        assert division == pytest.approx({it: 1000.0 * parts[it] / sum(parts.values()) for it in parts})
+
+
 def test_room_for_no_more_than_a_shard_of_each_dataset_is_not_divided() -> None:
     allocator, needs = daemon()
     hear(needs, 1, A, 100.0)

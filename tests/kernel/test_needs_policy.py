@@ -18,6 +18,7 @@ from quiver.residency import (
     CONSUMERS_MAX,
     ConsumerReport,
     Decision,
+    Measured,
     Needs,
     OriginEstimate,
     Recipe,
@@ -271,19 +272,20 @@ def test_the_ranks_of_a_job_are_fetched_for_as_early_as_if_they_were_one(
 
 
 @pytest.mark.parametrize(
-    ("names", "ahead", "evicts"),
+    ("names", "ahead", "waited", "evicts"),
     [
-        pytest.param(("run", "run"), 2.0, False, id="a rank that reads on with what another has read"),
-        pytest.param(("run", "run"), 0.0, True, id="a rank that waits as well"),
-        pytest.param(("run", "other"), 2.0, True, id="another job"),
+        pytest.param(("run", "run"), 2.0, 0.3, False, id="a rank that reads on with what another has read"),
+        pytest.param(("run", "run"), 2.0, 0.0, True, id="the same, where nobody waits much: a read more costs nothing"),
+        pytest.param(("run", "run"), 0.0, 0.3, True, id="a rank that waits as well"),
+        pytest.param(("run", "other"), 2.0, 0.3, True, id="another job"),
     ],
 )
 def test_for_a_rank_that_starves_nothing_is_evicted_that_another_rank_is_about_to_read(
-    names: tuple[str, str], ahead: float, evicts: bool
+    names: tuple[str, str], ahead: float, waited: float, evicts: bool
 ) -> None:
     needs = board(8, held=range(4))
     half = FULL // 2
-    starving = report(1, [0] * 4 + [half] * 4, identity=Identity(job=names[0]))
+    starving = report(1, [0] * 4 + [half] * 4, identity=Identity(job=names[0]), measured=Measured(waited=waited))
     needs.report(A, starving, 0.0)
     needs.report(A, report(2, [half] * 8, ahead_bytes=ahead, identity=Identity(job=names[1])), 0.0)
     assert bool(wanted(needs, free=0.0, at_most=1)) == evicts

@@ -36,6 +36,7 @@ SOLVE_SECONDS: Final = 2.0  # between two solutions, if what is read did not cha
 ROOMY_SHARDS: Final = 1.5  # of each dataset that is read, in the room of this daemon: below that nothing is divided
 READ_SECONDS: Final = 1.5  # for which a shard stays that is read once: until it is reported, drawn from and drained
 ORIGINS_MAX: Final = 1024  # whose bandwidth is remembered though nobody reads them
+READERS_MAX: Final = 3  # of a dataset, for each of which there is room for a shard that the others have read already
 SHORT_SHARDS: Final = 0.5  # resident shards ahead, below which a consumer is short of data
 
 
@@ -111,7 +112,8 @@ class Allocator:
         for name, shown in self.current.names.items():
             it = self._needs.datasets.get(name)
             if it is not None and shown in allocation.shares:
-                passing = it.shard_bytes + fastest.get(shown, 0.0) * it.mine_share * (fill_seconds + READ_SECONDS)
+                shards_bytes = min(max(it.consumers, 1), READERS_MAX) * it.shard_bytes
+                passing = shards_bytes + fastest.get(shown, 0.0) * it.mine_share * (fill_seconds + READ_SECONDS)
                 parts[name] = allocation.shares[shown].cache_bytes * it.mine_share + min(passing, capacity / 2)
         total = sum(parts.values())
         if not total:  # nothing was solved yet
