@@ -93,7 +93,10 @@ def run(case: Case, policy: str, indexed: dict[str, Indexed], origin: Origin, sc
             used.append(_cpu_of(pids))
             told = daemons.allocations()
         lines = {job.name: [it.lines() for it in running if it.rank.job == job] for job in case.jobs}
-    jobs = {name: measured(its, window, case.source(_source(case, name)).sample_bytes) for name, its in lines.items()}
+    jobs = {
+        name: measured(its, window, case.source(_source(case, name)).sample_bytes, epochs=True)
+        for name, its in lines.items()
+    }
     return Run(
         case=case.name,
         policy=policy,
@@ -108,12 +111,26 @@ def run(case: Case, policy: str, indexed: dict[str, Indexed], origin: Origin, sc
     )
 
 
-def measured(ranks: Sequence[Sequence[Line]], window: tuple[float, float], sample_bytes: int) -> Measured:
-    """Return what the lines of a job's ranks say about a window."""
-    seconds = window[1] - window[0]
-    samples = sum(_slope(lines, "samples", window) for lines in ranks)
-    idle = mean(1 - min(_busy(lines, window) / seconds, 1.0) for lines in ranks)
-    return Measured(samples * sample_bytes, samples, idle)
+def measured(
+    ranks: Sequence[Sequence[Line]], window: tuple[float, float], sample_bytes: int, *, epochs: bool = False
+) -> Measured:
+    """Return what the lines of a job's ranks say about a window; ``epochs``: about the whole epochs in it."""
+    samples, idle = 0.0, list[float]()
+    for lines in ranks:
+        began, ended = whole_epochs(lines, window) if epochs else window
+        samples += _slope(lines, "samples", (began, ended))
+        idle.append(1 - min(_busy(lines, (began, ended)) / (ended - began), 1.0))
+    return Measured(samples * sample_bytes, samples, mean(idle))
+
+
+def whole_epochs(lines: Sequence[Line], window: tuple[float, float]) -> tuple[float, float]:
+    """Return from when to when a rank read whole epochs within a window; all of the window if it read none.
+
+    A job reads what is cached at the start of an epoch, as fast as it can, and then waits for the origin. A part of an
+    epoch would make it too fast or too slow, by up to a tenth in a window of two and a half.
+    """
+    ends = [line["t"] for line in lines if "epoch" in line and window[0] <= line["t"] <= window[1]]
+    return (ends[0], ends[-1]) if len(ends) > 1 else window
 
 
 def _busy(lines: Sequence[Line], window: tuple[float, float]) -> float:

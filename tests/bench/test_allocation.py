@@ -65,3 +65,17 @@ def test_a_window_counts_what_was_read_in_it_and_a_rank_that_waits_at_its_end_as
     assert told.samples_per_second == pytest.approx(10 + 10 * 3 / 6)
     assert told.bytes_per_second == pytest.approx(1500)
     assert told.idle == pytest.approx((0 + 0.5) / 2)
+
+
+def test_of_a_window_with_whole_epochs_only_those_count() -> None:
+    """An epoch of 10 s is read at 20 a second for 4 s, and at 5 a second for the rest."""
+    lines: list[dict[str, float]] = []
+    for at in range(41):
+        into = at % 10
+        samples = 110 * (at // 10) + 20 * min(into, 4) + 5 * max(into - 4, 0)
+        lines.append({"t": float(at), "samples": samples, "bytes": 0, "idle": 0.0})
+        if at and not into:
+            lines.append({"epoch": at // 10, "seconds": 10.0, "t": float(at)})
+    assert measured([lines], (8.0, 34.0), sample_bytes=1, epochs=True).samples_per_second == pytest.approx(11.0)
+    assert measured([lines], (8.0, 34.0), sample_bytes=1).samples_per_second == pytest.approx(12.0, abs=0.1)
+    assert measured([lines], (8.0, 14.0), sample_bytes=1, epochs=True) == measured([lines], (8.0, 14.0), sample_bytes=1)
