@@ -23,7 +23,7 @@ from quiver.transport.tls import Credentials
 from quiver.wire import FillRequest
 from quiver_cacheserver.node import Node
 from quiver_client import Dataset, index
-from tests.support.daemon import Daemon
+from tests.support.daemon import Daemon, Patient
 from tests.support.data import Files, make_files, shard_bytes_of
 from tests.support.forgery import SHORT_BYTES, forged
 from tests.support.inside import in_process
@@ -174,7 +174,7 @@ def test_a_daemon_does_not_keep_what_a_peer_has_forged(files: Files, tmp_path: P
     names = tuple(manifest.shard_digest(number) for number in range(manifest.shard_count))
     with (
         forging(tmp_path, manifest) as forger,
-        Daemon(tmp_path / "honest", "--peers", forger.url, origins=[files.folder]) as daemon,
+        Patient(tmp_path / "honest", "--peers", forger.url, origins=[files.folder]) as daemon,
         contextlib.closing(PeerClient(daemon.url)) as peer,
     ):
         peer.put_manifest(manifest.digest, manifest.content)
