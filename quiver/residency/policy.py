@@ -190,12 +190,23 @@ class _Round:
         def dataset_of(slot: int) -> Digest:
             return next(name for name, its in absent.items() if its[slot])
 
+        short: dict[Digest, tuple[float, float]] = {}  # the smallest size that did not fit, and what it lacked
+
+        def short_of(slot: int) -> float:
+            dataset, size_bytes = dataset_of(slot), float(needs.sizes[slot])
+            if dataset in short and size_bytes >= short[dataset][0]:  # all that may go was not enough for less
+                return short[dataset][1] + size_bytes - short[dataset][0]
+            missing_bytes = self._room_unplanned(slot, dataset).missing_bytes
+            if missing_bytes > 0:
+                short[dataset] = size_bytes, missing_bytes
+            return missing_bytes
+
         swap = planner.next(
             Limits(
                 absent=np.logical_or.reduce([np.zeros(len(needs.sizes), bool), *absent.values()]),
                 dataset_of=dataset_of,
                 present=may_go,
-                short_of=lambda slot: self._room_unplanned(slot, dataset_of(slot)).missing_bytes,
+                short_of=short_of,
                 may_fetch=may_fetch,
                 may_evict=lambda name: self._may_force(needs.consumers[name]),
             )
@@ -217,6 +228,8 @@ class _Round:
     def _growing(self, planner: Planner, dataset: Digest, absent: Mask, may_fetch: Set[bytes]) -> Decision | None:
         """Return the decision to fetch the next shard of a dataset below its share, from the excess of others."""
         assert self._division is not None
+        if self._division.excess(dataset) >= 0:
+            return None
         slots = planner.paying(absent, may_fetch)
         if not len(slots) or not self._division.has_room_for(dataset, float(self._needs.sizes[slots[0]])):
             return None
