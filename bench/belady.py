@@ -50,7 +50,8 @@ def needed(uses: Uses, counts: Ints, room: float, *, slices: int = SLICES, steps
 
     The uses of a slice of time count as a whole: a shard is held throughout a slice or not at all, and a fetch is at
     the beginning of one. Room is relaxed in the policy's favour: a shard may be fetched in the slice in which it is
-    used, and its uses are saved from the beginning of that slice on.
+    used, and its uses are saved from the beginning of that slice on. But nothing is replaced within a slice, so it is a
+    bound for certain only where each use has a slice of its own. Coarser slices can put it above the least by a little.
     """
     shards = len(counts)
     slice_of = np.minimum((uses.times - uses.times[0]) / np.ptp(uses.times) * slices, slices - 1).astype(np.int64)

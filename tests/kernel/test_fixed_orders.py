@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bench.belady import Uses, needed
@@ -331,10 +331,12 @@ def exactly_needed(uses: list[int], counts: list[int], room: int) -> int:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=16), st.integers(0, 6))
+@example([0] * 4 + [1] * 5 + [0] * 3, 2)  # with slices of several uses each it is 6.99 of 6
 def test_the_bound_is_never_above_the_least_that_any_policy_reads(uses: list[int], room: int) -> None:
-    counts = [2, 2, 3, 1]
+    counts, slices = [2, 2, 3, 1], len(uses)
     times = Uses(np.arange(float(len(uses))), np.asarray(uses))
-    assert needed(times, np.asarray(counts), room, slices=8, steps=40) <= exactly_needed(uses, counts, room) + 1e-6
+    found = needed(times, np.asarray(counts), room, slices=slices, steps=40)
+    assert found <= exactly_needed(uses, counts, room) + 1e-6
 
 
 @settings(max_examples=20, deadline=None)
