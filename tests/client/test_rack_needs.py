@@ -182,6 +182,24 @@ def test_leaving_tells_every_daemon_that_answers(files: Files, clock: Clock, mon
     needs.close()
 
 
+def test_leaving_tells_a_daemon_that_may_only_be_busy(files: Files, clock: Clock) -> None:
+    a, busy, gone = Peer([1, 0, 0, 0]), Peer([0, 1, 0, 0]), Peer([0, 0, 1, 0])
+    members = Members(a=a, busy=busy, gone=gone)
+    needs, _ = needs_of(files, members, clock)
+    needs.report(a_report())
+    gone.error = Unavailable("gone", "did not answer")
+    needs.report(a_report())
+    clock.now += a_report().lease_seconds / 2
+    busy.error = Unavailable("busy", "did not answer in time, but read the report")
+    needs.report(a_report())
+    clock.now += a_report().lease_seconds / 2 + 0.1
+    assert members.down == {"gone", "busy"}
+    needs.report(a_report(), leaving=True)
+    assert busy.told[-1].leaving
+    assert not gone.told[-1].leaving, "its lease has expired by itself"
+    needs.close()
+
+
 def test_nothing_waits_for_daemons_that_stand_still(
     files: Files, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

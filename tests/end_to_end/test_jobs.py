@@ -10,6 +10,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,9 +229,9 @@ def test_a_paused_stock_loader_costs_a_job_no_more_than_a_lease(files: Files, tm
 
 # -- ending -----------------------------------------------------------------------------------------------------------
 
-END_SECONDS_MAX = (
-    4.0  # it takes 2 on an idle machine; a lease is 10, and a request waits 5 for a daemon that does not answer
-)
+END_SECONDS_MAX = 4.0  # it takes 2 on an idle machine; a request waits 5 for a daemon that does not answer
+WITHDRAWN_SECONDS = 1.0  # after the end; a lease lasts 5 from its last renewal
+ATTEMPTS = 3  # a process takes 1.5 s for its end at most; beside other work that may not suffice to tell every daemon
 READER = textwrap.dedent("""
     import select, sys, time
     from quiver_client import DataLoader, Dataset
@@ -279,16 +280,16 @@ class Reader:
         self.process.stdin.flush()
         return float(self.process.stdout.readline())
 
-    def ends(self, how: str) -> None:
-        """Interrupt it, or let its script end; check that the process ends at once and prints nothing."""
+    def ends_at_once(self, how: str) -> bool:
+        """Interrupt it, or let its script end; check that the process prints nothing. Whether it ended at once."""
         begun = time.monotonic()
         if how == "interrupted":
             self.process.send_signal(signal.SIGINT)
         else:
             assert self.process.stdin is not None
             self.process.stdin.close()
-        code = self.process.wait(10)
-        assert time.monotonic() - begun < END_SECONDS_MAX
+        code = self.process.wait(20)
+        seconds = time.monotonic() - begun
         self._said.seek(0)
         said = self._said.read()
         if how == "interrupted":
@@ -300,6 +301,33 @@ class Reader:
             assert code == 0
         assert "Traceback" not in said
         assert "Exception" not in said
+        return seconds < END_SECONDS_MAX
+
+
+@contextmanager
+def reading(files: Files, daemons: list[Daemon], stopped: int) -> Iterator[Reader]:
+    """A process that every daemon counts as a consumer; then the first ``stopped`` of the daemons are stopped."""
+    until(lambda: not any(daemon.metric("quiver_consumers") for daemon in daemons), what="no lease is left")
+    with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
+        reader.reads()
+        until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))
+        for daemon in daemons[:stopped]:
+            daemon.signal(signal.SIGSTOP)
+        try:
+            yield reader
+        finally:
+            for daemon in daemons[:stopped]:
+                daemon.signal(signal.SIGCONT)
+
+
+def is_withdrawn(daemons: list[Daemon]) -> bool:
+    """Whether none of the daemons counts a consumer any more, before a lease could have expired."""
+    deadline = time.monotonic() + WITHDRAWN_SECONDS
+    while any(daemon.metric("quiver_consumers") for daemon in daemons):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
 
 
 @pytest.mark.fault("E7")
@@ -308,31 +336,19 @@ class Reader:
 def test_a_job_ends_at_once_and_withdraws_its_needs_from_the_daemons_that_answer(
     files: Files, daemons: list[Daemon], how: str, stopped: int
 ) -> None:
-    with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
-        reader.reads()
-        until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))
-        for daemon in daemons[:stopped]:
-            daemon.signal(signal.SIGSTOP)
-        try:
-            reader.ends(how)
-            for daemon in daemons[stopped:]:
-                assert daemon.metric("quiver_consumers") == 0
-        finally:
-            for daemon in daemons[:stopped]:
-                daemon.signal(signal.SIGCONT)
+    def ends() -> bool:
+        with reading(files, daemons, stopped) as reader:
+            return reader.ends_at_once(how) and is_withdrawn(daemons[stopped:])
+
+    assert any(ends() for _ in range(ATTEMPTS))
 
 
 def test_closing_a_loader_does_not_wait_for_a_stopped_daemon(files: Files, daemons: list[Daemon]) -> None:
-    with Reader(files.manifest, daemons[0].url, "__key__,data") as reader:
-        reader.reads()
-        until(lambda: all(daemon.metric("quiver_consumers") == 1 for daemon in daemons))
-        daemons[0].signal(signal.SIGSTOP)
-        try:
-            assert reader.closes_after_seconds() < END_SECONDS_MAX
-            for daemon in daemons[1:]:
-                assert daemon.metric("quiver_consumers") == 0
-        finally:
-            daemons[0].signal(signal.SIGCONT)
+    def closes() -> bool:
+        with reading(files, daemons, stopped=1) as reader:
+            return reader.closes_after_seconds() < END_SECONDS_MAX and is_withdrawn(daemons[1:])
+
+    assert any(closes() for _ in range(ATTEMPTS))
 
 
 @pytest.mark.fault("E7")
@@ -340,12 +356,14 @@ def test_closing_a_loader_does_not_wait_for_a_stopped_daemon(files: Files, daemo
 def test_a_job_with_an_embedded_cache_ends_at_once_while_its_origin_does_not_answer(
     files: Files, tmp_path: Path, how: str
 ) -> None:
-    cache = tmp_path / "cache"
     with counting_origin(files.folder) as origin:
         remote = rebased(files, origin.url, tmp_path / "remote.quiver")
         origin.open.clear()
-        with Reader(remote.manifest, f"file://{cache}?capacity=1GiB", "data") as reader:
-            reader.reads()
-            until(lambda: any((cache / "fills").iterdir()) and any((cache / "needs").glob("*")), what="it fills")
-            reader.ends(how)
-            assert not list((cache / "needs").iterdir()), "its lease is taken back"
+
+        def ends(cache: Path) -> bool:
+            with Reader(remote.manifest, f"file://{cache}?capacity=1GiB", "data") as reader:
+                reader.reads()
+                until(lambda: any((cache / "fills").iterdir()) and any((cache / "needs").glob("*")), what="it fills")
+                return reader.ends_at_once(how) and not list((cache / "needs").iterdir())
+
+        assert any(ends(tmp_path / f"cache{attempt}") for attempt in range(ATTEMPTS))

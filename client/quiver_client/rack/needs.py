@@ -61,6 +61,7 @@ class RackNeeds:
         self._seen: Expiring[str, U8] = Expiring(clock=clock)  # by URL, the last answer
         self._forbidden: Expiring[str, None] = Expiring(clock=clock)  # daemons that accept no reports from this token
         self._sent: Expiring[str, None] = Expiring(clock=clock)  # daemons that were sent a list of uses a moment ago
+        self._told: Expiring[str, None] = Expiring(clock=clock)  # daemons that may hold a lease of this consumer
         self._uploading: set[int] = set()
         self._probe_wanted: Expiring[str, None] = Expiring(clock=clock)  # daemons that ask for probes
         self.orphaned: Mask | None = None
@@ -111,11 +112,16 @@ class RackNeeds:
         return self._ring
 
     def _leave(self, told: NeedsReport) -> None:
-        """Withdraw the needs from all daemons that have received them, concurrently. Elsewhere the lease expires."""
-        ring, before = self._ring, {url: telling for url, telling in self._telling.items() if not telling.cancel()}
-        urls = [member.url for member in ring.members if not self._members.is_unresponsive(member.url)] if ring else []
-        # Daemons that have answered come first: each of the others may block a thread.
-        urls.sort(key=lambda url: url in before and not before[url].done())
+        """Withdraw the needs from all daemons that may have received them, concurrently. Elsewhere the lease expires.
+
+        A daemon that did not answer the last report in time may only be busy: it is told too.
+        """
+        before = {url: telling for url, telling in self._telling.items() if not telling.cancel()}
+
+        def doubts(url: str) -> tuple[bool, bool]:
+            return self._members.is_unresponsive(url), url in before and not before[url].done()
+
+        urls = sorted(self._told, key=doubts)  # those last that may block a thread each
         wait([self._pool.submit(self._tell_last, url, told, before.get(url)) for url in urls], LEAVE_SECONDS)
 
     def _tell_last(self, url: str, told: NeedsReport, before: Future[None] | None) -> None:
@@ -139,6 +145,7 @@ class RackNeeds:
 
     def _tell(self, url: str, told: NeedsReport) -> None:
         peer, brief = self._members.peer(url), told.without_uses()
+        self._told.set(url, None, told.report.lease_seconds)
         try:
             answer = peer.needs(brief)
             if answer.status is NeedsStatus.NO_MANIFEST and not told.leaving:
