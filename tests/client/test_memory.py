@@ -7,6 +7,7 @@ import subprocess
 import sys
 from ctypes.util import find_library
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -16,7 +17,7 @@ from tests.support.data import make_files, random_files
 SAMPLES, SAMPLE_BYTES, BATCH = 512, 110_000, 64
 PAGES = BATCH * SAMPLE_BYTES // os.sysconf("SC_PAGE_SIZE")  # 1,718 of a batch
 
-# What the loader's threads make is freed in the loop's; prints page faults per batch.
+# What the loader's threads make is freed in the loop's; prints page faults per batch, epoch by epoch.
 READS = """
 import resource, sys
 from quiver_client import DataLoader, Dataset
@@ -26,10 +27,10 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range(3):
     assert sum(1 for batch in loader for sample in batch["image"]) == len(loader.dataset)
-before = faults()
-for _ in range(5):
+for _ in range(9):
+    before = faults()
     for batch in loader: pass
-print((faults() - before) / 5 / len(loader))
+    print((faults() - before) / len(loader))
 loader.close()
 """
 
@@ -65,10 +66,12 @@ def faults_of(program: str, *arguments: str, **variables: str) -> list[str]:
 def test_a_batch_takes_the_memory_that_the_last_one_freed(tmp_path: Path) -> None:
     files = make_files(tmp_path, random_files(SAMPLES, low=SAMPLE_BYTES, high=SAMPLE_BYTES + 1), shard_bytes="8MiB")
     arguments = (str(files.manifest), f"file://{tmp_path}/cache?capacity=1GB", str(BATCH))
-    (kept,) = faults_of(READS, *arguments)
-    (given_back,) = faults_of(READS, *arguments, QUIVER_KEEP_MEMORY="0")
-    assert float(given_back) > PAGES / 4, "what glibc does by itself"
-    assert float(kept) < PAGES / 8
+    kept = [float(faults) for faults in faults_of(READS, *arguments)]
+    given_back = [float(faults) for faults in faults_of(READS, *arguments, QUIVER_KEEP_MEMORY="0")]
+    assert fmean(given_back) > PAGES / 4, "what glibc does by itself"
+    assert min(given_back) > PAGES / 32
+    # As the threads happen to run, an epoch may have more batches at once than any before: their memory is new.
+    assert min(kept) < PAGES / 32
 
 
 USERS_OWN: dict[str, str] = {
