@@ -103,15 +103,15 @@ BUGS: Final = (
     ),
     Planted(
         "what is coming is fetched again",
-        "quiver/residency/policy.py",
-        "self._present[needs.slots_of(_coming(needs, situation.avoid))] = True",
+        "quiver/residency/room.py",
+        "self.present[needs.slots_of(_coming(needs, situation.avoid))] = True",
         "_coming(needs, situation.avoid)",
         ("tests/simulation/test_simulation.py::test_the_promises_hold_in_every_seed[0]",),
     ),
     Planted(
         "a needed shard makes way for one that nobody starves for",
         "quiver/residency/policy.py",
-        "starving = [it for it in starving if self._may_force(it.consumer)]",
+        "starving = [it for it in starving if self._room.may_force(it.consumer)]",
         "starving = list(starving)",
         (
             "tests/kernel/test_needs_policy.py::test_one_who_starves_forces_out_so_much_until_it_reports_again_whoever_else_does",
