@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -21,8 +19,6 @@ START_SECONDS_MAX: Final = 30.0
 END_SECONDS_MAX: Final = 20.0
 LOOPBACK: Final = "127.0.0.1"
 SERVERS: Final = 3  # of each kind, as a rack has several machines
-PR_SET_PDEATHSIG: Final = 1
-_LIBC: Final = ctypes.CDLL(None)
 _SERVES = re.compile(r"serves rack \S+ at (\S+)")
 
 
@@ -44,9 +40,15 @@ def program(name: str) -> str:
     return found
 
 
-def _end_with_parent() -> None:
-    """Have the kernel send SIGTERM once the thread that started this process has ended, however it ended."""
-    _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+# Becomes the program that it is given, unless its parent has ended. The kernel sends the program SIGTERM (15) once the
+# thread that started it has ended, however it ended (PR_SET_PDEATHSIG, 1). Not in a ``preexec_fn``: where gRPC is
+# loaded, as by Ray, its handlers of a fork end the new process now and then.
+_STARTS: Final = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() == int(sys.argv[1]):
+    os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Server:
@@ -57,12 +59,11 @@ class Server:
         self._name = Path(command[0]).name
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                command,
+                [sys.executable, "-I", "-S", "-c", _STARTS, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - one system call, and nothing of Python's
             )
 
     def __enter__(self) -> Self:
