@@ -1,4 +1,7 @@
-"""Sizes as people write them: ``200GiB``, ``32 MiB``, ``1.5TB``, ``4096``."""
+"""Sizes as people write them: ``200GiB``, ``32 MiB``, ``1.5TB``, ``4096``.
+
+What a cache holds is shown in binary units. Rates are shown in decimal ones, and so is what is reckoned with them.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +44,20 @@ def format_size(size_bytes: float) -> str:
             return f"{size_bytes:.0f} B" if unit == "B" else f"{_three_digits(size_bytes)} {unit}"
         size_bytes /= 1024
     return f"{_three_digits(size_bytes)} PiB"
+
+
+def format_decimal(size_bytes: float) -> str:
+    """Return the size to three digits with a decimal unit, as datasets and disks are stated: ``4.8 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(size_bytes) < 999.5:
+            return f"{_three_digits(size_bytes)} {unit}"
+        size_bytes /= 1000
+    return f"{_three_digits(size_bytes)} TB"
+
+
+def format_rate(bytes_per_second: float) -> str:
+    """Return the rate with a decimal unit, as bandwidth is stated: ``4.8 MB/s``."""
+    return f"{format_decimal(bytes_per_second)}/s"
 
 
 def _three_digits(number: float) -> str:

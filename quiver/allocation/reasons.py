@@ -9,9 +9,9 @@ import numpy as np
 
 from quiver.allocation.instance import Floats, Indices, Instance
 from quiver.allocation.values import Policy
+from quiver.sizes import format_decimal, format_rate
 
 _NEARLY: Final = 0.001  # of a whole: not worth a word
-_UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _AIMS: Final = {
     Policy.MAX_MIN: "so that the slowest job gets as close to its full speed as possible",
     Policy.THROUGHPUT: "so that all jobs together read most",
@@ -51,20 +51,20 @@ def _reads(readers: int, unknown: bool, demand: float) -> str:
         return "Nobody reads it;"
     if unknown:
         return "How fast it can be read is not known yet, so it counts as an equal share;"
-    return f"Reads at most {amount(demand)}/s;"
+    return f"Reads at most {format_rate(demand)};"
 
 
 def _keeps(instance: Instance, policy: Policy, i: int, cached: float, density: float, rank: int) -> str:
     size = float(instance.sizes[i])
     whole, none = cached >= size * (1 - _NEARLY), cached <= size * _NEARLY
-    how_much = "all of it" if whole else "none of it" if none else f"{amount(cached)} of {amount(size)}"
+    how_much = "all of it" if whole else "none of it" if none else f"{format_decimal(cached)} of {format_decimal(size)}"
     if size <= 0:
         return "it holds no bytes."
     if instance.pinned[i] > 0:
         return f"pinned: {how_much} is kept" + ("." if whole else ", which is all there is room for.")
     if density <= 0:
         return f"{how_much} is kept, since {'there is no room left' if none else 'there is room left'}."
-    saves = f"a cached GB saves its origin {amount(density * 1e9)}/s"
+    saves = f"a cached GB saves its origin {format_rate(density * 1e9)}"
     if none and rank == 0:
         return f"none of it is kept, though {saves}: there is no room, or no quota left."
     if none:
@@ -82,16 +82,8 @@ def _reaches(instance: Instance, i: int, worst: float, readers: int) -> str:
         return ""
     if worst >= 1 - _NEARLY:
         return "Its jobs would run at full speed." if readers > 1 else "Its job would run at full speed."
-    bandwidth = amount(float(instance.bandwidth[instance.origin[i]]))
+    bandwidth = format_rate(float(instance.bandwidth[instance.origin[i]]))
     who = "Its slowest job would reach" if readers > 1 else "Its job would reach"
     return (
-        f"{who} {math.floor(worst * 100)} % of its full speed: the origin gives {bandwidth}/s to all that read from it."
+        f"{who} {math.floor(worst * 100)} % of its full speed: the origin gives {bandwidth} to all that read from it."
     )
-
-
-def amount(number: float) -> str:
-    """Return bytes with a decimal unit, as bandwidth is stated: ``4.8 MB``."""
-    for unit, name in _UNITS:
-        if number >= unit * 0.9995:
-            return f"{number / unit:.3g} {name}" if number < unit * 999.5 else f"{number / unit:,.0f} {name}"
-    return f"{number:.3g} B"

@@ -125,6 +125,13 @@ def test_a_rack_tells_its_jobs_and_datasets_by_name_and_counts_each_rank_once(
             body = rack.daemons[0].ask("GET", path)[1].decode()
             assert not any(digest in body for digest in digests)
     assert rack.json("jobs")["jobs"] == []
+    status, out, err = rack.quiver("jobs")
+    assert (status, out.splitlines()[1:], err) == (0, [], "nobody reads from this rack now\n")
+
+
+def test_an_empty_rack_says_so(rack: Rack) -> None:
+    status, out, err = rack.quiver("datasets")
+    assert (status, out.splitlines()[1:], err) == (0, [], "this rack holds no dataset, and nobody reads one\n")
 
 
 def test_a_pin_is_kept_over_a_restart_and_what_is_pinned_is_not_evicted(rack: Rack, large: Files, small: Files) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from quiver.digest import Digest
 from quiver.errors import BadRequest, Misconfigured
-from quiver.sizes import format_size, parse_size
+from quiver.sizes import format_decimal, format_rate, format_size, parse_size
 
 GOOD = "0123456789abcdef" * 4
 HOSTILE = {
@@ -129,3 +129,18 @@ def test_any_text_is_a_positive_size_or_refused(text: str) -> None:
 @example(1023 << 10)
 def test_a_size_survives_being_shown_to_three_digits(size_bytes: int) -> None:
     assert parse_size(format_size(size_bytes).replace(",", "")) == pytest.approx(size_bytes, rel=0.006)
+    assert parse_size(format_decimal(size_bytes).replace(",", "")) == pytest.approx(size_bytes, rel=0.006)
+
+
+@pytest.mark.parametrize(
+    ("rate", "shown"),
+    [
+        (0.5, "0.5 B/s"),
+        (999.6, "1 kB/s"),
+        (4.8e6, "4.8 MB/s"),
+        (1e12, "1 TB/s"),
+        (2e15, "2,000 TB/s"),
+    ],
+)
+def test_a_rate_is_shown_as_bandwidth_is_stated(rate: float, shown: str) -> None:
+    assert format_rate(rate) == shown

@@ -37,6 +37,9 @@ def command(cache: CacheConfig | None, *, every: bool, as_json: bool) -> int:
         [_row(it, len(asked.answers)) for it in shown],
         right=range(1, 6),
     )
+    if not shown:
+        others = f"; it knows {len(datasets)} that --all shows" if datasets else ""
+        click.echo(f"this rack holds no dataset, and nobody reads one{others}", err=True)
     say_left_out(max((view.left_out for view in asked.values), default=0), "dataset")
     say_problems(asked.problems)
     return 0

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from quiver.peer import PeerClient
-from quiver.sizes import format_size
+from quiver.sizes import format_rate, format_size
 from quiver_client.cli.operating import ask_datasets, members, operator_options, say_left_out, say_problems
 from quiver_client.cli.options import print_json
 from quiver_client.cli.tables import print_table, share
@@ -38,6 +38,8 @@ def command(cache: CacheConfig | None, *, as_json: bool) -> int:
         [_row(job, resident.get(job.dataset_id)) for job in jobs],
         right=range(4, 10),
     )
+    if not jobs:
+        click.echo("nobody reads from this rack now", err=True)
     say_left_out(max((view.left_out for view in asked.values), default=0), "job")
     say_problems(problems)
     return 0
@@ -50,8 +52,8 @@ def _row(job: Job, resident: float | None) -> tuple[str, ...]:
         job.tenant,
         job.dataset,
         str(job.ranks),
-        f"{format_size(job.rate)}/s" if job.rate else "?",
-        f"{format_size(job.throughput)}/s" if job.throughput else "?",
+        format_rate(job.rate) if job.rate else "?",
+        format_rate(job.throughput) if job.throughput else "?",
         "?" if job.stock or not (job.throughput or job.waited) else share(job.waited),
         "?" if resident is None else share(resident),
         format_size(job.attained_bytes),

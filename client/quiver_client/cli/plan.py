@@ -9,7 +9,7 @@ from typing import Any, Final
 import click
 
 from quiver.allocation import Policy
-from quiver.allocation.reasons import amount
+from quiver.sizes import format_decimal, format_rate
 from quiver_client.cli.options import json_option, print_json
 from quiver_client.planning import Fleet, Outcome, read_fleet, simulate
 
@@ -76,11 +76,11 @@ def _print(plan: Fleet, outcomes: list[Outcome]) -> None:
         part = totals["throughput"] / totals["full_speed"] if totals["full_speed"] else 0.0
         table.add_row(
             str(outcome.policy),
-            f"{amount(totals['throughput'])}/s",
+            format_rate(totals["throughput"]),
             f"{part:.1%}",
             f"{totals['waiting']:.1%}",
             f"{totals['waiting_worst']:.1%}",
-            amount(totals["origin_bytes"]),
+            format_decimal(totals["origin_bytes"]),
             _time(totals["end_seconds"]) if not totals["never_end"] else f"{totals['never_end']} never end",
         )
     Console(width=max(100, Console().width)).print(table)
@@ -90,9 +90,9 @@ def _print(plan: Fleet, outcomes: list[Outcome]) -> None:
 def _print_jobs(outcome: Outcome) -> None:
     click.echo(f"\n{outcome.policy}")
     for job in outcome.jobs():
-        speed = f"{amount(job['throughput'])}/s of {amount(job['full_speed'])}/s"
+        speed = f"{format_rate(job['throughput'])} of {format_rate(job['full_speed'])}"
         end = "never ends" if job["end_seconds"] is None else f"ends after {_time(job['end_seconds'])}"
-        origin = f"{amount(job['origin_bytes'])} from the origin"
+        origin = f"{format_decimal(job['origin_bytes'])} from the origin"
         click.echo(f"{job['name']:24} {job['rack']:12} {speed:24} waits {job['waiting']:6.1%}  {origin:24} {end}")
 
 

@@ -13,7 +13,7 @@ from quiver.identity import check_name
 from quiver.overview import ProbeView
 from quiver.peer import PeerClient
 from quiver.ring import Member
-from quiver.sizes import format_size
+from quiver.sizes import format_rate
 from quiver.token_source import TokenSource
 from quiver_client.cli.drain import Seconds
 from quiver_client.cli.options import cache_option, json_option, print_json
@@ -78,7 +78,7 @@ def told(view: ProbeView) -> str:
         ("estimated without probing", view.rate),
         ("reads now", view.throughput),
     ]
-    return "\n".join([f"{view.job}, rank 0:", *(f"  {what:26} {format_size(rate)}/s" for what, rate in rows)])
+    return "\n".join([f"{view.job}, rank 0:", *(f"  {what:26} {format_rate(rate)}" for what, rate in rows)])
 
 
 def _first_that_knows(job: str, members: tuple[Member, ...], token: Any) -> tuple[PeerClient, ProbeView]:

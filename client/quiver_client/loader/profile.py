@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from quiver.sizes import format_size
+from quiver.sizes import format_rate, format_size
 from quiver_client.loader.loop_rate import LoopSpeed
 from quiver_client.loader.making import Costs
 from quiver_client.loader.probing import Probed
@@ -104,8 +104,8 @@ class Profile:
         making = f"{self.making_rate:,.0f} samples/s by {self.makers} at once" if self.making_rate else "not known yet"
         lines = [
             f"rank {self.rank} of {self.world_size}",
-            f"  could read   {_rate(self.possible_rate)}   {self.possible_rate * per_byte:,.0f} samples/s   (f*)",
-            f"  reads        {_rate(self.throughput)}   {self.samples_per_second:,.0f} samples/s",
+            f"  could read   {format_rate(self.possible_rate)}   {self.possible_rate * per_byte:,.0f} samples/s   (f*)",
+            f"  reads        {format_rate(self.throughput)}   {self.samples_per_second:,.0f} samples/s",
             f"  waits        {self.wait_share:.1%} of the time",
             f"  step         {_milliseconds(self.step_seconds)} per batch of {self.batch_samples:,.0f} samples,"
             f" {format_size(self.batch_bytes)}",
@@ -114,18 +114,14 @@ class Profile:
         lines += [f"  making       {_milliseconds(self.making_seconds)}   {making}"]
         for name, reads in self.tiers.items():
             if reads.bytes or reads.seconds:
-                speed = _rate(reads.bytes / reads.seconds) if reads.seconds else ""
+                speed = format_rate(reads.bytes / reads.seconds) if reads.seconds else ""
                 lines.append(f"  {name:<12} {format_size(reads.bytes)} in {reads.seconds:.2f} s   {speed}")
         if self.probed is not None:
             lines += [
-                f"  probed       {_rate(self.probed.hits)} if all is in the cache, {_rate(self.probed.misses)} if"
-                f" nothing is ({self.probed.batches} batches)"
+                f"  probed       {format_rate(self.probed.hits)} if all is in the cache,"
+                f" {format_rate(self.probed.misses)} if nothing is ({self.probed.batches} batches)"
             ]
         return "\n".join(lines)
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{format_size(bytes_per_second)}/s"
 
 
 def _milliseconds(seconds: float) -> str:

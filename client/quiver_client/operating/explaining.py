@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from quiver.allocation import Allocation, DatasetDemand, Policy, Problem, Reader, allocate
-from quiver.allocation.reasons import amount
 from quiver.overview import AllocationView, ReaderView, ShareView
+from quiver.sizes import format_decimal, format_rate
 from quiver_client.operating.merging import Dataset, Job
 
 TB: Final = 1e12
@@ -173,10 +173,10 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
     if not it.best:
         lines.append("How fast it would read without waiting (f*) is not known yet.")
     elif it.stock:
-        lines.append(f"Without waiting it is taken to read {_rate(it.best)} (f*), by what it was seen to read.")
+        lines.append(f"Without waiting it is taken to read {format_rate(it.best)} (f*), by what it was seen to read.")
     else:
-        lines.append(f"Without waiting it would read {_rate(it.best)} (f*).")
-    measured = f"It reads {_rate(it.measured)}" if it.measured else "What it reads was not measured yet"
+        lines.append(f"Without waiting it would read {format_rate(it.best)} (f*).")
+    measured = f"It reads {format_rate(it.measured)}" if it.measured else "What it reads was not measured yet"
     is_seen = (it.measured or it.waited) and not it.stock
     waits = f", and {'' if it.measured else 'it '}waits {it.waited:.0%} of its time" if is_seen else ""
     lines.append(f"{measured}{waits}.")
@@ -186,16 +186,16 @@ def in_words(it: Explained, *, allocates: bool = True) -> list[str]:
             "No allocation holds for it: the daemons allocate nothing, or nothing yet. Who needs a shard most gets it."
         )
         return lines
-    limit = "has no known limit" if it.bandwidth is None else f"gives it {_rate(it.bandwidth)}"
+    limit = "has no known limit" if it.bandwidth is None else f"gives it {format_rate(it.bandwidth)}"
     lines.append(f"It is given {it.given_share:.0%} of the dataset as cache; its origin {limit} (b).")
     if it.reason:
         lines.append(f"Why: {it.reason.rstrip('.')}.")
     if it.predicted:
-        lines.append(f"With that it is predicted to read {_rate(it.predicted)}{_compared(it)}.")
+        lines.append(f"With that it is predicted to read {format_rate(it.predicted)}{_compared(it)}.")
         if _differs_anew(it):
             lines.append(
-                f"If the cache was divided anew now, that would be {_rate(it.anew)}: a division is replaced only by one"
-                " that is clearly better."
+                f"If the cache was divided anew now, that would be {format_rate(it.anew)}: a division is replaced"
+                " only by one that is clearly better."
             )
     lines += [_change(it, each) for each in it.what_if if it.predicted]
     return lines
@@ -209,7 +209,7 @@ def _compared(it: Explained) -> str:
 
 
 def _change(it: Explained, other: WhatIf) -> str:
-    what = f"{amount(abs(other.change_bytes))} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
+    what = f"{format_decimal(abs(other.change_bytes))} {'more' if other.change_bytes > 0 else 'less'} cache in the rack"
     ratio = other.ratio - 1
     if abs(ratio) <= NOTICED:
         full = other.change_bytes > 0 and it.best and other.predicted >= FULL_SPEED * it.best
@@ -217,16 +217,12 @@ def _change(it: Explained, other: WhatIf) -> str:
         return f"{what} would not change that{why}."
     compared = "that" if _differs_anew(it) else "it"  # what more cache would change is solved anew
     how = "faster" if ratio > 0 else "slower"
-    return f"{what} would make {compared} {abs(ratio):.0%} {how}: {_rate(other.predicted)}."
+    return f"{what} would make {compared} {abs(ratio):.0%} {how}: {format_rate(other.predicted)}."
 
 
 def _differs_anew(it: Explained) -> bool:
     """Whether another division of the cache would be made now than the one that holds."""
     return bool(it.anew and it.predicted) and abs(it.anew / it.predicted - 1) > DIFFERS
-
-
-def _rate(bytes_per_second: float) -> str:
-    return f"{amount(bytes_per_second)}/s"
 
 
 def _share(view: AllocationView | None, dataset_id: str) -> ShareView | None:
