@@ -26,8 +26,6 @@ from bench.servers import LOOPBACK, Server, free_ports
 from quiver.manifest import Manifest
 
 LATENCY_MS: Final = 5.0
-SHARD_BYTES: Final = 512 << 10
-SHARDS_MIN: Final = 24  # of the small datasets of a quick run
 
 
 @dataclass(frozen=True)
@@ -82,12 +80,11 @@ def prepare(sources: Sequence[Source], folder: Path, origin: Origin) -> dict[str
 def _prepared(source: Source, folder: Path, origin: Origin) -> Indexed:
     name = f"{source.name}-{source.size_bytes}-{source.sample_bytes}"
     manifest = folder / f"{name}.quiver"
-    shard_bytes = min(SHARD_BYTES, source.size_bytes // SHARDS_MIN)
     if not manifest.exists():
         _write_tar(origin.folder / f"{name}.tar", source)
         # In a process of its own: indexing starts threads, and this process will be forked.
         process = multiprocessing.get_context("fork").Process(
-            target=_index, args=(f"{origin.url}/{name}.tar", manifest, shard_bytes)
+            target=_index, args=(f"{origin.url}/{name}.tar", manifest)
         )
         process.start()
         process.join()
@@ -103,10 +100,10 @@ def _prepared(source: Source, folder: Path, origin: Origin) -> Indexed:
     )
 
 
-def _index(url: str, manifest: Path, shard_bytes: int) -> None:
+def _index(url: str, manifest: Path) -> None:
     from quiver_client import index
 
-    index(url, str(manifest), layout="mixed", shard_bytes=shard_bytes)
+    index(url, str(manifest), layout="mixed")  # the shard size is what users get
 
 
 def _write_tar(target: Path, source: Source) -> None:
