@@ -166,7 +166,7 @@ class Room:
         if short <= 0:
             return Making((), 0.0)
         on_behalf = self._situation.on_behalf.get(dataset, SEVERAL)
-        candidates = among or self._candidates
+        candidates = among if among is not None else self._candidates
         if self.division is None:
             evict, freed_bytes = candidates.most(short, on_behalf)
         else:
@@ -186,7 +186,7 @@ class Room:
         """Return the places on the shelf, and bytes, of what nobody needs and the shares let a dataset evict."""
         assert self.division is not None
         nobody = candidates.nobody
-        owners = self.division.owners_of_files(self.shelf_slots[nobody])
+        owners = self.division.owners_of_files(self._shelf_slots[nobody])
         number, strangers = self.division.number(dataset), owners == NOBODY
         may = owners == number if own else np.ones(len(nobody), bool)
         # The share protects the shards of datasets that are read. What nobody reads is divided among the clients.
@@ -200,7 +200,7 @@ class Room:
         return some[chosen].tolist(), int(sizes[chosen].sum())
 
     @cached_property
-    def shelf_slots(self) -> Ints:
+    def _shelf_slots(self) -> Ints:
         """The slots of the shelf's files under each name ``(n, keys)``."""
         return self._needs.shown.slots_of(self.shelf.digests)
 
